@@ -33,7 +33,6 @@ class BatchCounts:
     """The samples and tokens of the open step, and of those before it until they are taken.
 
     Args:
-        token_field: The field of a batch whose elements are counted as tokens.
         is_main: Whether to warn that batches lack the field.
 
     Attributes:

@@ -92,7 +92,6 @@ class RankThroughput:
     """The throughput of all ranks, one gather at a time, and the warning of a rank that is slow.
 
     Args:
-        context: The ranks and their group.
         readers: For each shard of the data, the first of the ranks that read it.
         window_steps: The number of steps whose mean times are compared.
     """

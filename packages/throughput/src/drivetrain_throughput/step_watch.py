@@ -90,12 +90,9 @@ class StepWatch:
     """A stopwatch of an Accelerator's steps. Not thread-safe; labels of other threads are left out.
 
     Args:
-        context: The ranks and the device.
-        settings: The `tracking` section.
         prepared: The prepared objects; not kept alive.
         reading: The loaders being read.
         readers: For each shard of the data, the first of the ranks that read it.
-        trackers: The trackers to log to.
         mode: The precision of the run, such as "bf16".
 
     Attributes:

@@ -249,20 +249,17 @@ class TrackerGroup:
 
     def _store(self, media: Mapping[str, Medium], *, time: float) -> dict[str, StoredMedium]:
         try:
-            return store_media(media, self._media_folder(), time=time)
+            if self._log is not None:
+                return store_media(media, self._log.path.parent / "media", time=time)
+            if self._temporary is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="drivetrain-media-")
+            return store_media(media, Path(self._temporary.name), time=time)
         except DiskError as error:
             if self._log is None:
                 logger.warning("%s: %s; training goes on without these media", ", ".join(media), error)
             else:
                 self._log.lose(error)
             return {}
-
-    def _media_folder(self) -> Path:
-        if self._log is not None:
-            return self._log.path.parent / "media"
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="drivetrain-media-")
-        return Path(self._temporary.name)
 
     def _write(self, ready: Sequence[tuple[_Logged, dict[str, Plain]]]) -> None:
         for logged, plain in ready:

@@ -73,13 +73,7 @@ def run(arguments: PruneArguments) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The plan of which checkpoints to delete and which to keep.
-
-    Attributes:
-        going: The checkpoints to delete.
-        staying: The checkpoints to keep.
-        sizes: The size in bytes of each folder to delete.
-    """
+    """The plan of which checkpoints to delete and which to keep."""
 
     going: Sequence[CheckpointInfo]
     staying: Sequence[CheckpointInfo]

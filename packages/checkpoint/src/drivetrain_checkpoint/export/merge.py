@@ -84,7 +84,6 @@ class ModelNames:
 
     Attributes:
         stored: The stored name of each tensor, by its name in the state.
-        others: The names of entries other than tensors.
     """
 
     stored: Mapping[str, str]

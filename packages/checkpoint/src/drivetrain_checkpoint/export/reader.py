@@ -20,13 +20,7 @@ from drivetrain_weights.weight_index import SAFETENSORS_SUFFIX, choose_weights, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLocation:
-    """The location of a stored tensor.
-
-    Attributes:
-        file: The name of the file.
-        name: The name of the tensor in the file.
-        info: The shape and dtype of the tensor.
-    """
+    """The location of a stored tensor."""
 
     file: str
     name: str
@@ -37,9 +31,7 @@ class ExportedTensors(Mapping[str, Tensor]):
     """The tensors of an export by name, each read on access.
 
     Args:
-        files: The open file of each stored tensor, by the name of the file.
         places: The location of each tensor; tied names have the same.
-        device: The device onto which tensors are read.
 
     Attributes:
         places: The location of each tensor.
@@ -55,11 +47,7 @@ class ExportedTensors(Mapping[str, Tensor]):
         self._files, self._device = files, device
 
     def renamed(self, sources: Mapping[str, str]) -> Self:
-        """Return a selection of the tensors under new names.
-
-        Args:
-            sources: The current name for each new name.
-        """
+        """Return a selection of the tensors under new names."""
         return type(self)(
             self._files, {name: self.places[source] for name, source in sources.items()}, self._device
         )

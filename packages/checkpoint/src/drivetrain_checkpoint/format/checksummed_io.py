@@ -22,8 +22,6 @@ class FileRecord:
     """The record of a file in the manifest.
 
     Attributes:
-        name: The name of the file in the checkpoint's folder.
-        size_bytes: The size of the file in bytes.
         checksums: The XXH3 (64 bit, hexadecimal) of each block of `BLOCK_BYTES`; the last block may be shorter.
     """
 
@@ -71,12 +69,7 @@ class _BlockHash:
 
 
 class HashedWriter:
-    """A writer of a new file, which it hashes as it writes. The file is complete and durable once `record` returns.
-
-    Args:
-        path: The path of the file; it must not exist.
-        on_block: A function called after each block, as a sign of progress.
-    """
+    """A writer that hashes a new file as it writes it; the file is complete and durable once `record` returns."""
 
     def __init__(self, path: Place, *, on_block: Callable[[], None] = lambda: None) -> None:
         self._path = path
@@ -139,11 +132,6 @@ class HashedWriter:
 
 class HashedReader:
     """A reader of ranges of a checkpoint's file, which verifies every block that they touch.
-
-    Args:
-        path: The path of the file.
-        record: The record of the file in the manifest.
-        on_block: A function called after each block, as a sign of progress.
 
     Raises:
         CorruptCheckpointError: From any method, when the file differs from its record.

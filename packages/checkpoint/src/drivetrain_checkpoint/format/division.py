@@ -19,7 +19,6 @@ class Division:
 
     Attributes:
         dtype: The safetensors name of the dtype.
-        item_bytes: The size of one element in bytes.
         shape: The shape of the whole tensor.
         boxes: The boxes that each rank writes, by rank, in the order in which they lie in its file. Each element of
             the tensor is in one of them.

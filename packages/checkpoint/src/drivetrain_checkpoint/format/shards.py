@@ -155,12 +155,10 @@ class ReadTarget:
 
 
 def make_room(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
-    """Allocate CPU memory for a tensor: for this rank's shard if `like` is sharded and of its shape, else for all.
+    """Allocate CPU memory for a tensor.
 
-    Args:
-        box: The box of the whole tensor.
-        dtype: The dtype of the tensor.
-        like: A tensor with the sharding to read it in, or a `Proportional`; None for the whole tensor.
+    Its size is that of this rank's shard if `like` is sharded and of the tensor's shape, or a `Proportional`; else
+    that of the whole tensor.
     """
     shape = box.sizes
     if isinstance(like, Proportional):

@@ -33,12 +33,7 @@ Like: TypeAlias = Callable[[str], Leaf | None]
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of a load.
-
-    Attributes:
-        like: A function that returns the sharding of a tensor on this rank.
-        allow_pickle: Whether to load pickles, which runs code.
-    """
+    """The options of a load."""
 
     like: Like
     allow_pickle: bool = False

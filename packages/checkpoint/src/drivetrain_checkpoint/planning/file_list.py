@@ -23,8 +23,6 @@ class PlannedFile:
     """A tensor file that a rank will write.
 
     Attributes:
-        part: The part of the checkpoint whose tensors it holds.
-        rank: The rank that writes it.
         entries: The boxes of tensors that it holds, in the order of the file.
         layout: The header, and the offset of each entry.
     """

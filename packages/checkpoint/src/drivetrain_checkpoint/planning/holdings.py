@@ -30,7 +30,6 @@ class RankHoldings:
 
     Attributes:
         held: The holdings among the tensors that rank 0 names.
-        own: The holdings of its own states.
         unknown: A tensor that it holds a part of and rank 0 does not name; None if there is none.
     """
 

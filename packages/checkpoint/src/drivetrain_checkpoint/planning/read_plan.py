@@ -19,8 +19,6 @@ class Read(NamedTuple):
     """A byte range of a file and the tensor that it fills.
 
     Attributes:
-        start: The first byte in the file.
-        size_bytes: The number of bytes.
         target: The tensor to fill; contiguous if `rows` is None.
         rows: The box that the byte range holds, if only a part of it is wanted; else None.
         part: The box inside `rows` that `target` holds, if only a part is wanted; else None.
@@ -38,11 +36,7 @@ class _Stretch(NamedTuple):
 
     Attributes:
         start: The first byte, from the first byte of the tensor in the file on.
-        size_bytes: The number of bytes.
-        shard: The index of the shard.
         wanted: The slices of the shard to fill; None for all of it.
-        rows: As in `Read`.
-        part: As in `Read`.
     """
 
     start: int

@@ -37,13 +37,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class OwnContent:
-    """The content that this rank contributes to a checkpoint.
-
-    Attributes:
-        trees: The plain values that this rank writes, by part.
-        holdings: The boxes of tensors that this rank can write.
-        shards: The elements of these boxes, by tensor.
-    """
+    """The content that this rank contributes to a checkpoint."""
 
     trees: dict[str, Json] = field(default_factory=dict[str, Json])
     holdings: Holdings = field(default_factory=Holdings)

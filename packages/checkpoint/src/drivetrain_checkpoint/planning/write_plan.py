@@ -25,14 +25,7 @@ class TensorName(NamedTuple):
 
 
 class AvailableBoxes(NamedTuple):
-    """The boxes of a tensor that a rank can write.
-
-    Attributes:
-        dtype: The safetensors name of the dtype.
-        item_bytes: The size of one element in bytes.
-        shape: The shape of the whole tensor.
-        boxes: The boxes that the rank holds.
-    """
+    """The boxes of a tensor that a rank can write."""
 
     dtype: str
     item_bytes: int
@@ -62,10 +55,6 @@ class _Unit:
     """A box that is written for each of a number of tensors, which all are held in the same way.
 
     Attributes:
-        box: The box of each tensor.
-        size_bytes: The size of the box of one tensor.
-        holders: The ranks that hold it.
-        count: The number of tensors.
         tensors: The index of the first of them, which names them all.
     """
 

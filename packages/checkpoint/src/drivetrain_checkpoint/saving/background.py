@@ -38,7 +38,7 @@ class BackgroundSaves:
         `wait` must have been called for the last save.
 
         Args:
-            save: The save, as `SaveCoordinator.prepare` returned it.
+            save: The save that all ranks have agreed on.
             on_commit: A function to call with the checkpoint's folder once it is committed, in the thread.
             changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
                 optimizer step changes: the thread copies it later. None copies all tensors now.

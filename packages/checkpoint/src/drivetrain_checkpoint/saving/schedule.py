@@ -110,9 +110,8 @@ class SaveSchedule:
         for number, handler in self._handlers.items():
             if self._has_stopped and handler is signal.SIG_DFL:
                 signal.signal(number, _end_saved)
-                atexit.register(
-                    signal.signal, number, signal.SIG_IGN
-                )  # Python's end would restore the default
+                # Python's end would restore the default.
+                atexit.register(signal.signal, number, signal.SIG_IGN)
             else:
                 signal.signal(number, handler)
         self._handlers = {}

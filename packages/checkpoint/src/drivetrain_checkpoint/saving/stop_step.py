@@ -26,7 +26,6 @@ class AgreedStep:
 
     Args:
         store: A connection to the store of all ranks, used by this object's thread alone; None in one process.
-        topology: The rank of this process and the world size.
         patience_seconds: The longest time to hold a rank, in seconds.
     """
 

@@ -23,7 +23,6 @@ class StoreGather:
     Args:
         store: A connection to the store, used by this thread alone.
         save_id: The id of the save, which keeps the keys of different saves apart.
-        topology: The rank of this process and the world size.
         stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails;
             one on this host whose process has ended is noticed at once.
 
@@ -47,9 +46,6 @@ class StoreGather:
 
     def gather(self, outcome: Outcome) -> list[Outcome]:
         """Gather the outcomes of an action on all ranks.
-
-        Args:
-            outcome: The outcome on this rank; JSON must be able to hold its value.
 
         Returns:
             The outcomes of all ranks, in rank order; on ranks other than 0, with None for the values but rank 0's.

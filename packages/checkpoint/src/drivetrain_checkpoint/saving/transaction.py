@@ -36,13 +36,8 @@ class Save:
     """A save that all ranks have agreed on, with the values that this rank writes.
 
     Attributes:
-        folder: The folder of this checkpoint.
-        settings: The `checkpoint` section, whose rules say which checkpoints stay.
         manifest: The manifest, still without files, tensors and time.
         tensor_files: The tensor files of all ranks.
-        files: The tensor files that this rank writes, with their tensors.
-        trees: The JSON files that this rank writes, by name.
-        is_main: Whether this rank commits.
         spared: The names of checkpoints of an earlier run, which retention never deletes.
         replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
         overlap: The copies to make before anything is written, while training continues.

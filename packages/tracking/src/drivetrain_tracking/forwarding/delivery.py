@@ -16,7 +16,6 @@ class Delivery:
         offset: The offset in the log behind the last delivered record, in bytes.
         sending_end: The offset behind the last record that was on its way when this was saved; `offset` if none was.
         run_offset: The offset of the line that started the run, or -1 before the first.
-        num_delivered: The number of records that the platform took.
         num_refused: The number of records that the platform can never take; they stay in the log.
         is_ended: Whether the platform was told how the last run ended.
     """

@@ -47,13 +47,10 @@ class ForwardedTracker:
     log that the writer process follows.
 
     Args:
-        name: The name of a tracker, as for `make_tracker`.
         log: The path of the log.
         drain_time: The time for what is left at the end, which the platforms of a run share; 30 s if None.
 
     Attributes:
-        name: The tracker's own name.
-        on_all_ranks: Always False: only rank 0 writes.
         drain_time: The time for what is left at the end.
         platform: A tracker like the one in the other process, never started: it tells the options of `start`.
 
@@ -74,7 +71,12 @@ class ForwardedTracker:
         self._writer: WriterProcess | None = None
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 the log tells it
-        """Start the process; its platform starts with the run that the log tells."""
+        """Start the process; its platform starts with the run that the log tells.
+
+        Raises:
+            TrackerStateError: It is started already.
+            ValueNotLoggableError: An option is no plain value, which another process could not be given.
+        """
         if self._writer is not None:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
         _write_options(options_path(self._log, self.name), options, self.name)

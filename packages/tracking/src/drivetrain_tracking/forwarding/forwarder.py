@@ -39,12 +39,9 @@ class Forwarder:
     takes the next record, the platform is up and the record at fault: it is counted as refused, too.
 
     Args:
-        log: The path of the log.
         tracker: The tracker, which is not started yet.
-        options: Keyword arguments of the tracker's `start`.
 
     Attributes:
-        delivery: The state of the delivery.
         place: The file in which it is kept.
         num_damaged: The damaged lines that were passed over.
     """

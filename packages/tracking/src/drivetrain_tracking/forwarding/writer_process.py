@@ -1,7 +1,6 @@
 """Start the process that writes to a platform, and start it again when it crashes; training never waits for it."""
 
 import logging
-import signal
 import subprocess
 import sys
 import threading
@@ -26,11 +25,9 @@ class WriterCommand:
     """The arguments of a writer process.
 
     Attributes:
-        log: The log that it follows.
         tracker: The name by which it makes its tracker.
         platform: The tracker's own name, which its files beside the log have.
         seconds_after_end: The seconds for which it tries a failing platform again once this process is gone.
-        import_path: Folders to import the tracker from.
         left_out: Environment variables that the writer does not inherit.
     """
 
@@ -76,9 +73,7 @@ class WriterProcess:
         try:
             return self._process.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
-            self._process.send_signal(
-                signal.SIGKILL
-            )  # a call of a platform's library may not hear anything else
+            self._process.kill()  # a call of a platform's library may not hear anything else
             self._process.wait()
             return False
 
@@ -128,13 +123,9 @@ class WriterProcess:
 
     def _tell_end(self, what_next: str) -> None:
         code = self._process.returncode
-        how = (
-            f"signal {-code}"
-            if code < 0
-            else "its failure"
-            if code == EXIT_UNDELIVERED
-            else f"exit code {code}"
-        )
+        how = "its failure" if code == EXIT_UNDELIVERED else f"exit code {code}"
+        if code < 0:
+            how = f"signal {-code}"
         logger.warning(
             "the process that writes to %r ended with %s and %s (see %s)",
             self._command.platform,

@@ -67,7 +67,6 @@ class Conventions:
 
     Attributes:
         values: The names of what is logged: metrics, texts and media.
-        parameters: The names of the configuration.
         separator: The text between the names of a nested configuration that is made flat; None for platforms that
             take a nested one, of which the rule counts for the outermost names.
         media: The names of media, where they become other things than values do.
@@ -151,10 +150,7 @@ class PlatformNames:
     """The names of one run on one platform; each one that the platform does not take is told of, once.
 
     Args:
-        tracker: The name of the tracker.
-        rule: The rule of names that the platform takes.
         told: The names that were told of, which the kinds of names of one tracker share.
-        separator: The text between the names of nested values.
     """
 
     def __init__(self, tracker: str, rule: NameRule, *, told: set[str], separator: str = "/") -> None:

@@ -95,7 +95,11 @@ class Platform(ABC, Generic[Options]):
         return Path()
 
     def check_library(self) -> None:
-        """Check that the platform's library is installed, without importing it."""
+        """Check that the platform's library is installed, without importing it.
+
+        Raises:
+            MissingLibraryError: It is not; the message names the extra that brings it.
+        """
         if find_spec(self.library) is None:
             raise MissingLibraryError(missing_library(self.library, self.name))
 

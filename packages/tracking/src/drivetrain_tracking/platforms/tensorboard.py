@@ -71,9 +71,12 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the event files hold."""
-        return count_first_held(
-            records, {time for attempt in {one.attempt for one in records} for time in self._times(attempt)}
-        )
+        loader = load_library("tensorboard.backend.event_processing.event_file_loader", extra=self.name)
+        times: set[float] = set()
+        for attempt in {record.attempt for record in records}:
+            for file in self._attempt_folder(attempt).glob("events.out.tfevents.*"):
+                times |= {event.wall_time for event in loader.EventFileLoader(str(file)).Load()}
+        return count_first_held(records, times)
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Write a document as a text."""
@@ -95,11 +98,6 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def _attempt_folder(self, attempt: int) -> Path:
         return self._folder if attempt == 1 else self._folder / f"attempt-{attempt}"
-
-    def _times(self, attempt: int) -> set[float]:
-        loader = load_library("tensorboard.backend.event_processing.event_file_loader", extra=self.name)
-        files = sorted(self._attempt_folder(attempt).glob("events.out.tfevents.*"))
-        return {event.wall_time for file in files for event in loader.EventFileLoader(str(file)).Load()}
 
     def _add(self, attempt: int, *, wall_time: float, values: list[Any]) -> None:
         event = load_library("tensorboard.compat.proto.event_pb2", extra=self.name).Event(

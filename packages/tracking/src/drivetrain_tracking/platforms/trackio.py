@@ -118,7 +118,16 @@ class TrackioTracker(Platform[TrackioOptions]):
         wanted = [self._log_id(record) for record in records]
         held: set[str] = set()
         storage = self._storage()
-        if not storage.get_project_db_path(self._project).exists() or not self._has_ids():
+        if not storage.get_project_db_path(self._project).exists():
+            return 0
+        # Trackio makes the table of metrics first, then adds the column of ids: a kill between the two leaves a table
+        # without ids, which Trackio adds when it writes next.
+        tables = storage.query_project(
+            self._project,
+            "SELECT name FROM sqlite_master "
+            "WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'log_id') > 0",
+        )
+        if not tables["rows"]:
             return 0
         for first in range(0, len(wanted), _MOST_IDS):
             some = ", ".join(f"'{one}'" for one in wanted[first : first + _MOST_IDS])
@@ -127,18 +136,6 @@ class TrackioTracker(Platform[TrackioOptions]):
             )
             held |= {row["log_id"] for row in found["rows"]}
         return next((at for at, one in enumerate(wanted) if one not in held), len(wanted))
-
-    def _has_ids(self) -> bool:
-        """Return whether the table of metrics has its ids: Trackio makes the table first, then adds the column.
-
-        A kill between the two leaves a table without ids; Trackio adds them when it writes next.
-        """
-        tables = self._storage().query_project(
-            self._project,
-            "SELECT name FROM sqlite_master "
-            "WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'log_id') > 0",
-        )
-        return bool(tables["rows"])
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as a section of the configuration."""

@@ -30,10 +30,6 @@ class Spool:
 
     Args:
         path: The file, created if it is missing; what a killed process left of a line is removed first.
-        flush_seconds: The time between flushes to the disk.
-
-    Attributes:
-        num_lost: The number of records that could not be written.
     """
 
     def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:

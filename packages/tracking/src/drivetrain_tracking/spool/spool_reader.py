@@ -16,7 +16,6 @@ class SpooledRecord(NamedTuple):
 
     Attributes:
         end: The offset of the next line in the file, in bytes, by which a reader goes on later.
-        record: The record, without its checksum.
     """
 
     end: int
@@ -24,16 +23,7 @@ class SpooledRecord(NamedTuple):
 
 
 class SpoolReader:
-    """A reader of the records behind an offset. Not thread-safe.
-
-    Args:
-        path: The spool; it need not exist yet.
-        offset: The `end` of the last record that was read, or 0.
-
-    Attributes:
-        offset: The offset of the first byte that is not read yet.
-        num_damaged: The number of damaged lines that were passed over.
-    """
+    """A reader of the records behind an offset. Not thread-safe."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.offset = offset
@@ -41,7 +31,7 @@ class SpoolReader:
         self._path = path
 
     def read(self) -> Iterator[SpooledRecord]:
-        """Yield the records that are complete by now. A last line without its line break is left for the next call."""
+        """Yield the records that are complete by now; a line without its break is left for the next call."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:

@@ -3,7 +3,6 @@
 import sys
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from drivetrain_tracking.values.plain import Plain, are_plain, plain_values
@@ -26,27 +25,39 @@ class CopiedValues(NamedTuple):
     plain: dict[str, Plain]
     events: tuple[Any, ...]
 
-
-def copy_values(values: Mapping[str, Any]) -> CopiedValues:
-    """Begin to copy values from their devices, without a wait."""
-    on_host, events = _copy_to_host(values)
-    return CopiedValues(on_host, plain_values(on_host), events)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending(Generic[Purpose]):
-    purpose: Purpose
-    values: Mapping[str, Any]  # numbers that the copies fill
-    events: tuple[Any, ...]  # one for each device that copies
-
-    def is_ready(self) -> bool:
+    def are_ready(self) -> bool:
+        """Return whether all numbers are on the host. Never waits."""
         return all(event.query() for event in self.events)
 
-    def read(self) -> tuple[Purpose, dict[str, Plain]]:
+    def read(self) -> dict[str, Plain]:
+        """Wait for the numbers, and return the values as plain ones."""
         for event in self.events:
             if not event.query():
                 event.synchronize()
-        return self.purpose, plain_values(self.values)
+        return plain_values(self.values) if self.events else self.plain
+
+
+def copy_values(values: Mapping[str, Any]) -> CopiedValues:
+    """Begin to copy scalars from their devices, without a wait: one copy for all of a device and dtype."""
+    found: dict[tuple[Any, Any], list[Any]] = {}
+    torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
+    if torch is not None and not are_plain(values):
+        # Whether a device is there is not asked, which may take longer than the whole call.
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            _find_scalars(values, torch.Tensor, accelerator.type, found)
+    if torch is None or not found:
+        return CopiedValues(values, plain_values(values), ())
+    copies: dict[int, Any] = {}
+    for (_, dtype), scalars in found.items():
+        pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
+        pinned.copy_(torch.stack([scalar.detach() for scalar in scalars]), non_blocking=True)
+        copies.update((id(scalar), one) for scalar, one in zip(scalars, pinned.unbind(), strict=True))
+    events = tuple(
+        torch.accelerator.current_stream(device).record_event() for device in {device for device, _ in found}
+    )
+    on_host = _replaced(values, copies)
+    return CopiedValues(on_host, plain_values(on_host), events)
 
 
 class DeviceValues(Generic[Purpose]):
@@ -56,49 +67,24 @@ class DeviceValues(Generic[Purpose]):
     """
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending[Purpose]] = deque()
+        self._pending: deque[tuple[Purpose, CopiedValues]] = deque()
 
     def add(self, copied: CopiedValues, purpose: Purpose) -> list[tuple[Purpose, dict[str, Plain]]]:
         """Take copied values, and return those that are on the host by now, with their purposes, in order."""
         if not copied.events and not self._pending:
             return [(purpose, copied.plain)]
-        self._pending.append(
-            _Pending(purpose, copied.values if copied.events else copied.plain, copied.events)
-        )
+        self._pending.append((purpose, copied))
         ready: list[tuple[Purpose, dict[str, Plain]]] = []
-        while self._pending and (self._pending[0].is_ready() or len(self._pending) > _MOST_PENDING):
-            ready.append(self._pending.popleft().read())
+        while self._pending and (self._pending[0][1].are_ready() or len(self._pending) > _MOST_PENDING):
+            first, values = self._pending.popleft()
+            ready.append((first, values.read()))
         return ready
 
     def drain(self) -> list[tuple[Purpose, dict[str, Plain]]]:
         """Wait for all values, and return them in order."""
-        ready = [pending.read() for pending in self._pending]
+        ready = [(purpose, copied.read()) for purpose, copied in self._pending]
         self._pending.clear()
         return ready
-
-
-def _copy_to_host(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Any, ...]]:
-    """Begin to copy scalars from their devices: one copy for all of a device and dtype."""
-    torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
-    if torch is None or are_plain(values):
-        return values, ()
-    # Whether a device is there is not asked, which may take longer than the whole call: without one none is found.
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return values, ()
-    found: dict[tuple[Any, Any], list[Any]] = {}
-    _find_scalars(values, torch.Tensor, accelerator.type, found)
-    if not found:
-        return values, ()
-    copies: dict[int, Any] = {}
-    for (_, dtype), scalars in found.items():
-        pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
-        pinned.copy_(torch.stack([scalar.detach() for scalar in scalars]), non_blocking=True)
-        copies.update((id(scalar), one) for scalar, one in zip(scalars, pinned.unbind(), strict=True))
-    events = tuple(
-        torch.accelerator.current_stream(device).record_event() for device in {device for device, _ in found}
-    )
-    return _replaced(values, copies), events
 
 
 def _find_scalars(

@@ -22,7 +22,6 @@ class CurveQuestion:
     """A question for one metric of some runs.
 
     Attributes:
-        metric: The name of the metric.
         runs: The runs, by index.
         axis: Steps, times, or seconds since the start of each run.
         low: The left end; None for the first point.

@@ -12,12 +12,7 @@ _MAX_BRANCHES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Points of one attempt whose steps never decrease.
-
-    Attributes:
-        attempt: 1, and one more each time that a resumed run logs steps again.
-        points: The points, in the order of their steps.
-    """
+    """Points of one attempt whose steps never decrease."""
 
     attempt: int
     points: SortedPoints
@@ -28,8 +23,6 @@ class Piece:
     """A part of a branch.
 
     Attributes:
-        branch: The branch that it is a part of.
-        start: The index of its first point.
         stop: The index behind its last point.
         is_replaced: True if a later attempt has logged these steps again.
     """
@@ -49,9 +42,7 @@ class Curve:
     Attributes:
         branches: The finite values, by attempt.
         marks: The places of values that are not finite, by kind: nan, inf and -inf.
-        num_points: The number of values, whichever they are.
         num_left_out: The number of points that no branch could take.
-        last: The last value.
     """
 
     def __init__(self) -> None:

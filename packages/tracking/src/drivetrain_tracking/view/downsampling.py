@@ -11,14 +11,7 @@ from drivetrain_tracking.view.sorted_points import Axis, SortedPoints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The part of an axis that a picture shows.
-
-    Attributes:
-        axis: The axis: steps, or times in seconds since the epoch.
-        low: The left end, included.
-        high: The right end, included.
-        num_columns: The width of the picture in pixels.
-    """
+    """The part of an axis that a picture shows."""
 
     axis: Axis
     low: float
@@ -31,11 +24,8 @@ class ReducedPoints:
     """Some of the points of a window, in their order.
 
     Attributes:
-        xs: The step or time of each point.
-        ys: The value of each point.
         mean_xs: The position of each mean: that of a point if all are there, else the middle of a pixel column.
         means: The mean value at each place of `mean_xs`, for smoothing.
-        num_points: The number of points in the window.
     """
 
     xs: Sequence[float] = ()

@@ -28,7 +28,6 @@ class LogPlace:
 
     Attributes:
         label: A short name, unique among the places of one search: the folder's path below the one that was given.
-        path: The absolute path of the log.
     """
 
     label: str
@@ -72,7 +71,6 @@ class LogChunk:
 
     Attributes:
         records: The records of whole lines, in order; a checksum is a member `crc`.
-        num_damaged: The number of lines that hold no record.
         is_replaced: True if the log is another file than before, or was cut: what was read of it is void.
         is_last: True if no whole line is left to read at present.
     """
@@ -84,12 +82,7 @@ class LogChunk:
 
 
 class LogReader:
-    """A reader of a log from its beginning. Not thread-safe.
-
-    Attributes:
-        offset: The number of bytes that were read.
-        size_bytes: The size of the log at the last read.
-    """
+    """A reader of a log from its beginning. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.offset = 0
@@ -100,7 +93,7 @@ class LogReader:
         self._chunk_bytes = _CHUNK_BYTES
 
     def read(self) -> LogChunk:
-        """Read the next whole lines, about a megabyte. A last line without its line break is left for the next call."""
+        """Read the next whole lines, about a megabyte; a line without its break is left for the next call."""
         file = open_regular(self._path)
         try:
             if self._is_replaced(file):

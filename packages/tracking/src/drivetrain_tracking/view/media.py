@@ -31,13 +31,9 @@ class LoggedMedium:
     """A medium as a log names it.
 
     Attributes:
-        name: The name that it was logged with.
-        kind: The kind of medium.
-        step: The step, if there is one.
         time: When it was logged, in seconds since the epoch.
         file: The path of its file, as it stands in the log; None where `data` holds all.
         data: A table, a histogram or a text.
-        caption: A line of text to show with it.
     """
 
     name: str

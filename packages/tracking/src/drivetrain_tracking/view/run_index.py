@@ -24,16 +24,12 @@ class RunFacts:
     """The facts that a log tells of its run, besides curves.
 
     Attributes:
-        run_name: The name of the run.
         config: The configuration of the newest start.
-        plan: The effective plan.
         info: Commit, versions, hardware, command.
         start_time: The time of the first record, in seconds since the epoch; None before.
-        last_time: The time of the newest record.
         last_step: The newest step, None before the first.
         attempt: The attempt of the newest step.
         ended: The log's word for how the run ended; None while it goes on, or where nobody could say its end.
-        num_damaged: The number of damaged lines.
         num_lost: The number of records that the run itself could not write.
         num_foreign: The number of lines that hold JSON of another kind.
         texts: The newest value of each name that was logged with a string.
@@ -60,14 +56,10 @@ class RunIndex:
     """The index of one run. One thread calls `advance`; any thread reads, while it holds `lock`.
 
     Attributes:
-        place: The place of the log.
         lock: The lock that a reader of the other attributes holds.
-        facts: The facts that are known of the run.
         curves: The curves by metric, in the order of their first value.
         version: A number, one more with each change.
         problem: The reason why the log cannot be read at present; empty if it can.
-        read_bytes: The number of bytes that were read.
-        size_bytes: The size of the log.
     """
 
     def __init__(self, place: LogPlace) -> None:
@@ -120,7 +112,9 @@ class RunIndex:
         time, step = record.get("time"), record.get("step")
         if "event" in record:
             self._take_event(record)
-        elif not _is_time(time) or not _is_step(step):
+        elif not _is_time(time) or not (
+            step is None or (type(step) is int and -_MOST_STEP <= step <= _MOST_STEP)
+        ):
             self.facts.num_foreign += 1
         else:
             facts = self.facts
@@ -209,10 +203,6 @@ class RunIndex:
 
 def _is_time(time: object) -> TypeGuard[float]:
     return isinstance(time, (int, float)) and abs(time) < _MOST_SECONDS  # false for NaN too
-
-
-def _is_step(step: object) -> bool:
-    return step is None or (type(step) is int and -_MOST_STEP <= step <= _MOST_STEP)
 
 
 def _number_of(value: object) -> float | None:

@@ -56,10 +56,7 @@ class HTTPAnswer:
     """The answer to a request.
 
     Attributes:
-        status: The HTTP status.
-        content_type: The type of the body.
         body: The body, or an open file of it, which the sender closes.
-        size_bytes: The length of the body.
     """
 
     status: HTTPStatus
@@ -77,7 +74,11 @@ class ViewServer(ThreadingHTTPServer):
 
     def __init__(self, collection: RunCollection, port: int = 0) -> None:
         self.collection = collection
-        self.page = _read_page()
+        self.page: dict[str, tuple[bytes, str]] = {}  # path -> content, type
+        for file in files("drivetrain_tracking.view").joinpath("page").iterdir():
+            if (kind := _PAGE_TYPES.get(Path(file.name).suffix)) is not None:
+                self.page[f"/{file.name}"] = file.read_bytes(), f"{kind}; charset=utf-8"
+        self.page["/"] = self.page["/index.html"]
         super().__init__((HOST, port), _Handler)
 
     @property
@@ -106,9 +107,8 @@ class ViewServer(ThreadingHTTPServer):
 
     def answer(self, target: str) -> HTTPAnswer:
         """Return the answer to a GET of a target, such as "/api/runs"."""
-        path, _, query = target.partition(
-            "?"
-        )  # a target is a path here; no parser of whole addresses can stumble
+        # A target is a path here: no parser of whole addresses can stumble.
+        path, _, query = target.partition("?")
         if (found := self.page.get(path)) is not None:
             return _answer_bytes(*found)
         runs = self.collection.runs
@@ -172,16 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Log requests for those who debug the page, rather than print them."""
         logger.debug(format, *args)
-
-
-def _read_page() -> dict[str, tuple[bytes, str]]:
-    """Return the files of the page with their types, by path."""
-    served: dict[str, tuple[bytes, str]] = {}
-    for file in files("drivetrain_tracking.view").joinpath("page").iterdir():
-        kind = _PAGE_TYPES.get(Path(file.name).suffix)
-        if kind is not None:
-            served[f"/{file.name}"] = (file.read_bytes(), f"{kind}; charset=utf-8")
-    return {**served, "/": served["/index.html"]}
 
 
 def _run_of(runs: Sequence[RunIndex], asked: Asked, name: str) -> RunIndex:

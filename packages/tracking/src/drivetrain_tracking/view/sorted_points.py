@@ -16,13 +16,7 @@ Axis = Literal["step", "time"]
 
 
 class SortedPoints:
-    """Points whose steps and times never decrease, 24 bytes each. Not thread-safe.
-
-    Attributes:
-        steps: The step of each point.
-        times: The time of each point, in seconds since the epoch.
-        values: The value of each point; all are finite.
-    """
+    """Points whose steps and times never decrease, 24 bytes each. Not thread-safe."""
 
     def __init__(self) -> None:
         self.steps = array("q")

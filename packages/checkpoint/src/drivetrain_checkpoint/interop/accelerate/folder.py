@@ -54,11 +54,7 @@ class AccelerateFiles:
 
     Attributes:
         models: The weights of each model: one file, or the index of several.
-        optimizers: The state of each optimizer.
-        schedulers: The state of each scheduler.
-        loaders: The state of each stateful data loader.
         generators: The random number generators, by rank; on a disk that is not shared, of this host's ranks only.
-        custom: The state of each registered object.
         scaler: The state of the loss scaler; None without one.
         others: The files and folders that are not recognized.
     """
