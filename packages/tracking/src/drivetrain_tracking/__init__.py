@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from drivetrain_tracking.media.data import Histogram as Histogram
     from drivetrain_tracking.media.data import Table as Table
     from drivetrain_tracking.media.data import Text as Text
-    from drivetrain_tracking.media.pictures import Figure as Figure
-    from drivetrain_tracking.media.pictures import Image as Image
-    from drivetrain_tracking.media.pictures import Video as Video
-    from drivetrain_tracking.media.sound import Audio as Audio
+    from drivetrain_tracking.media.files import Audio as Audio
+    from drivetrain_tracking.media.files import Figure as Figure
+    from drivetrain_tracking.media.files import Image as Image
+    from drivetrain_tracking.media.files import Video as Video
     from drivetrain_tracking.platforms.aim import AimTracker as AimTracker
     from drivetrain_tracking.platforms.clearml import ClearMLTracker as ClearMLTracker
     from drivetrain_tracking.platforms.comet import CometTracker as CometTracker
@@ -59,16 +59,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "AimTracker": "platforms.aim",
     "Artifact": "media.data",
-    "Audio": "media.sound",
+    "Audio": "media.files",
     "ClearMLTracker": "platforms.clearml",
     "CometTracker": "platforms.comet",
     "DVCLiveTracker": "platforms.dvclive",
     "DeliveryFileError": "errors",
     "DeliveryInUseError": "errors",
-    "Figure": "media.pictures",
+    "Figure": "media.files",
     "ForwardedTracker": "forwarding.forwarded_tracker",
     "Histogram": "media.data",
-    "Image": "media.pictures",
+    "Image": "media.files",
     "InfoTracker": "protocol",
     "JSONLTracker": "jsonl",
     "LoggedRecord": "values.records",
@@ -92,7 +92,7 @@ _MODULES = {
     "TrackioTracker": "platforms.trackio",
     "UnknownTrackerError": "errors",
     "ValueNotLoggableError": "errors",
-    "Video": "media.pictures",
+    "Video": "media.files",
     "WandbTracker": "platforms.wandb",
     "as_tracker": "choose",
     "chosen_names": "registry",

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from drivetrain_tracking.platforms.library import load_library
+from drivetrain_tracking.platforms.platform import load_library
 
 # wandb 0.31: seconds between two writes of a run's file; before it, and without it, every 32 KiB only.
 WANDB_FLUSH_SETTING = "x_transaction_log_flush_interval"

@@ -7,8 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
 from drivetrain_tracking.platforms import compat
-from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.spool.files import read_json, replace_text
 from drivetrain_tracking.values.plain import Plain, mark_of

@@ -6,14 +6,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 from drivetrain_tracking.arguments import check_options
 from drivetrain_tracking.errors import MissingLibraryError, TrackerStateError
 from drivetrain_tracking.platforms.conventions import CONVENTIONS, Conventions, PlatformNames
-from drivetrain_tracking.platforms.library import missing_library
 from drivetrain_tracking.protocol import Metrics, Tracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.spool.files import read_json, replace_text
@@ -101,7 +102,7 @@ class Platform(ABC, Generic[Options]):
             MissingLibraryError: It is not; the message names the extra that brings it.
         """
         if find_spec(self.library) is None:
-            raise MissingLibraryError(missing_library(self.library, self.name))
+            raise MissingLibraryError(_missing_library(self.library, self.name))
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:
         """Start a run, or continue a stopped run of the same name.
@@ -247,3 +248,21 @@ def wait_for_text(path: Path, text: str, *, offset: int) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path}: no record reached the file in {_LONGEST_WAIT_SECONDS:g} s")
             time.sleep(_PAUSE_SECONDS)
+
+
+def load_library(module: str, *, extra: str) -> ModuleType:
+    """Import a platform's library."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise  # the library is there, and lacks something itself
+        raise MissingLibraryError(_missing_library(module.partition(".")[0], extra)) from None
+
+
+def _missing_library(library: str, extra: str) -> str:
+    """Return the message of a library that is not installed."""
+    return (
+        f"the tracker {extra!r} needs the library {library!r}, which is not installed: "
+        f"pip install 'drivetrain-tracking[{extra}]'"
+    )

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain_tracking.platforms import compat
-from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform
+from drivetrain_tracking.platforms.platform import Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts

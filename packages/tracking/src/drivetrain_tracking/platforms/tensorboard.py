@@ -1,19 +1,31 @@
 """TensorBoard: event files in `DIRECTORY/tensorboard/RUN`, which `tensorboard --logdir` shows."""
 
 import json
+import math
+import struct
 import time
+import wave
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from drivetrain_tracking.errors import TrackerStateError
-from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import NoOptions, Platform
-from drivetrain_tracking.platforms.tensorboard_values import hyperparameters, medium_value, scalar, text
+from drivetrain_tracking.platforms.platform import NoOptions, Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import LoggedRecord, count_first_held, flat_numbers, flat_texts
+from drivetrain_tracking.values.records import (
+    LoggedRecord,
+    StoredMedium,
+    count_first_held,
+    flat_numbers,
+    flat_texts,
+)
 
+_FORMAT = "tensorboard.compat.proto"
+_HPARAMS = "tensorboard.plugins.hparams"
+_SIZE_IN_PNG = slice(16, 24)  # of the bytes: width and height
+_RGB = 3
 _NOT_FINISHED = ".not-finished"  # an empty file in the run's folder, while its text `state` says so
 
 
@@ -53,9 +65,9 @@ class TensorBoardTracker(Platform[NoOptions]):
         load_library("tensorboard", extra=self.name)
         if self._given is None:
             self._folder = self.directory / self.name / self.file_name(run_name)
-        told = text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+        told = _text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
         self._add(
-            1, wall_time=0.0, values=[told, hyperparameters(self.parameters(config), start_time=time.time())]
+            1, wall_time=0.0, values=[told, _hyperparameters(self.parameters(config), start_time=time.time())]
         )
         self._flush()
 
@@ -63,9 +75,9 @@ class TensorBoardTracker(Platform[NoOptions]):
         """Write each record as one event."""
         for record in records:
             self._step = self._step if record.step is None else record.step
-            values = [scalar(name, value) for name, value in flat_numbers(record.values).items()]
-            values += [text(name, content) for name, content in flat_texts(record.values).items()]
-            values += [medium_value(name, medium) for name, medium in record.media.items()]
+            values = [_scalar(name, value) for name, value in flat_numbers(record.values).items()]
+            values += [_text(name, content) for name, content in flat_texts(record.values).items()]
+            values += [_medium_value(name, medium) for name, medium in record.media.items()]
             self._add(record.attempt, wall_time=record.time, values=values)
         self._flush()
 
@@ -81,7 +93,7 @@ class TensorBoardTracker(Platform[NoOptions]):
     def keep_document(self, name: str, document: Metrics) -> None:
         """Write a document as a text."""
         self._add(
-            1, wall_time=0.0, values=[text(name, f"```json\n{json.dumps(dict(document), indent=2)}\n```")]
+            1, wall_time=0.0, values=[_text(name, f"```json\n{json.dumps(dict(document), indent=2)}\n```")]
         )
         self._flush()
 
@@ -89,7 +101,7 @@ class TensorBoardTracker(Platform[NoOptions]):
         """Close the event files, after a text `state` if the run did not finish, or did not before."""
         told = self._given is None and self.has_ended_early
         if told or (self.state == "finished" and self._folder.joinpath(_NOT_FINISHED).exists()):
-            self._add(1, wall_time=time.time(), values=[text("state", self.state_word)])
+            self._add(1, wall_time=time.time(), values=[_text("state", self.state_word)])
             note = self._folder / _NOT_FINISHED
             note.touch() if told else note.unlink()
         for writer in self._writers.values():
@@ -120,3 +132,95 @@ class TensorBoardTracker(Platform[NoOptions]):
             self._given.flush()
         for writer in self._writers.values():
             writer.flush()
+
+
+def _scalar(name: str, number: float) -> Any:
+    """Return a value of a curve; TensorBoard stores 32 bits."""
+    return _proto("summary").Summary.Value(tag=name, simple_value=number)
+
+
+def _text(name: str, content: str) -> Any:
+    """Return a value of the Text tab, which shows Markdown."""
+    summary, tensor = _proto("summary"), _proto("tensor")
+    metadata = summary.SummaryMetadata(plugin_data=summary.SummaryMetadata.PluginData(plugin_name="text"))
+    stored = tensor.TensorProto(dtype=_proto("types").DT_STRING, string_val=[content.encode()])
+    return summary.Summary.Value(tag=name, tensor=stored, metadata=metadata)
+
+
+def _medium_value(name: str, medium: StoredMedium) -> Any:
+    """Return the value of an image, a figure, audio, a histogram, a table or a text."""
+    if medium.kind == "histogram":
+        return _histogram(name, cast("Mapping[str, list[float]]", medium.data))
+    if medium.kind == "table":
+        return _text(name, _markdown(cast("Mapping[str, Any]", medium.data)))
+    if medium.kind == "text":
+        return _text(name, str(medium.data))
+    assert medium.path is not None
+    return _audio(name, medium.path) if medium.kind == "audio" else _image(name, medium.path)
+
+
+def _hyperparameters(config: Mapping[str, Plain], *, start_time: float) -> Any:
+    """Return the value that lists a configuration in the HParams tab, which has no place for None."""
+    data = load_library(f"{_HPARAMS}.plugin_data_pb2", extra="tensorboard")
+    metadata = load_library(f"{_HPARAMS}.metadata", extra="tensorboard")
+    session = data.SessionStartInfo(start_time_secs=start_time)
+    for name, value in config.items():
+        if isinstance(value, bool):
+            session.hparams[name].bool_value = value
+        elif isinstance(value, str):
+            session.hparams[name].string_value = value
+        elif isinstance(value, (int, float)):
+            session.hparams[name].number_value = value
+    described = metadata.create_summary_metadata(data.HParamsPluginData(session_start_info=session))
+    return _proto("summary").Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=described)
+
+
+def _proto(name: str) -> Any:
+    return load_library(f"{_FORMAT}.{name}_pb2", extra="tensorboard")
+
+
+def _image(name: str, path: Path) -> Any:
+    content = path.read_bytes()
+    width, height = struct.unpack(">II", content[_SIZE_IN_PNG]) if path.suffix == ".png" else (0, 0)
+    summary = _proto("summary").Summary
+    image = summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=content)
+    return summary.Value(tag=name, image=image)
+
+
+def _audio(name: str, path: Path) -> Any:
+    with wave.open(str(path)) as sound:
+        rate, channels, frames = sound.getframerate(), sound.getnchannels(), sound.getnframes()
+    summary = _proto("summary").Summary
+    audio = summary.Audio(
+        sample_rate=rate,
+        num_channels=channels,
+        length_frames=frames,
+        encoded_audio_string=path.read_bytes(),
+        content_type="audio/wav",
+    )
+    return summary.Value(tag=name, audio=audio)
+
+
+def _histogram(name: str, data: Mapping[str, list[float]]) -> Any:
+    edges, counts = data["edges"], data["counts"]
+    centres = [(low + high) / 2 for low, high in pairwise(edges)]
+    summary = _proto("summary")
+    histogram = summary.HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=math.fsum(counts),
+        sum=math.fsum(count * at for count, at in zip(counts, centres, strict=True)),
+        sum_squares=math.fsum(count * at * at for count, at in zip(counts, centres, strict=True)),
+        # Its buckets end at these limits, and the first begins at minus infinity: an empty one begins ours.
+        bucket_limit=edges,
+        bucket=[0.0, *counts],
+    )
+    return summary.Summary.Value(tag=name, histo=histogram)
+
+
+def _markdown(table: Mapping[str, Any]) -> str:
+    rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+    return "\n".join(
+        "| " + " | ".join(str(one).replace("|", "\\|").replace("\n", " ") for one in row) + " |"
+        for row in rows
+    )

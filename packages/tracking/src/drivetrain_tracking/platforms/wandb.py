@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain_tracking.platforms.compat import WANDB_FLUSH_SETTING
-from drivetrain_tracking.platforms.library import load_library
-from drivetrain_tracking.platforms.platform import Platform, wait_for_text
+from drivetrain_tracking.platforms.platform import Platform, load_library, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
