@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from drivetrain_backends import DeepSpeedSettings, EngineConfigError
-from drivetrain_backends.deepspeed import config_checks as keys
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config, flatten
-from drivetrain_backends.deepspeed.config_checks import check_keys
+from drivetrain_backends.deepspeed.config_checks import check_keys, known_keys
 from drivetrain_precision import PrecisionSettings
 
 # Keys that are not written, since their defaults change no result: speed, memory, observation, features that are off.
@@ -159,10 +158,6 @@ def names_of(model: Any) -> set[str]:
         for name, field in model.model_fields.items()
         if not (field.json_schema_extra or {}).get("deprecated")
     }
-
-
-def known_keys(section: str) -> frozenset[str]:
-    return keys._ZERO if section == "zero_optimization" else keys._ENGINE[section] or frozenset()
 
 
 def sections() -> dict[str, tuple[list[str], list[str], list[str]]]:

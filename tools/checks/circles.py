@@ -8,9 +8,6 @@ from graphlib import CycleError, TopologicalSorter
 from checks.findings import Finding
 from checks.sources import Source
 
-# Circles that stand until the code around them moves.
-_KNOWN = frozenset({"drivetrain_backends.gradients"})
-
 
 def circles(rooms: Iterable[Source]) -> list[Finding]:
     """Find a circle in each folder of every package that has one.
@@ -24,7 +21,7 @@ def circles(rooms: Iterable[Source]) -> list[Finding]:
             folder, one, other = _part(module, imported)
             if folder and one != other:
                 edges[folder][one].add(other)
-    return [found for folder in sorted(edges.keys() - _KNOWN) for found in _circle(folder, edges[folder])]
+    return [found for folder in sorted(edges) for found in _circle(folder, edges[folder])]
 
 
 def _circle(folder: str, imports: Mapping[str, set[str]]) -> list[Finding]:

@@ -2,11 +2,9 @@
 
 import math
 
-import pytest
 import torch
 
 from drivetrain_backends.gradients.multi_tensor import (
-    multiply,
     multiply_by_device,
     norms,
     stored_values,
@@ -15,14 +13,13 @@ from drivetrain_backends.gradients.multi_tensor import (
 from drivetrain_backends.gradients.snapshot import is_nonzero, versions_of
 
 
-@pytest.mark.parametrize("multiply", [multiply, multiply_by_device])
-def test_tensors_of_several_dtypes_are_multiplied_in_place_by_a_number_or_a_tensor(multiply) -> None:
+def test_tensors_of_several_dtypes_are_multiplied_in_place_by_a_number_or_a_tensor() -> None:
     tensors = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.ones(())]
-    multiply(tensors, 3.0)
-    multiply(tensors, torch.tensor(0.5, dtype=torch.float64))
+    multiply_by_device(tensors, 3.0)
+    multiply_by_device(tensors, torch.tensor(0.5, dtype=torch.float64))
     assert [tensor.tolist() for tensor in tensors] == [[1.5] * 2, [1.5] * 3, 1.5]
     assert tensors[1].dtype == torch.bfloat16
-    multiply([], 3.0)
+    multiply_by_device([], 3.0)
 
 
 def test_norms_are_of_each_tensor_and_the_largest_magnitude_keeps_a_nan() -> None:

@@ -1,4 +1,4 @@
-"""The stages of gradients follow the table of `stages.py`, and what a step needs is told by frozen values."""
+"""The stages of gradients follow the table of `tracker.py`, and what a step needs is told by frozen values."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import torch
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, SingleBackend
-from drivetrain_backends.gradients import stages
-from drivetrain_backends.gradients.stages import GradientGroup
+from drivetrain_backends.gradients import tracker
+from drivetrain_backends.gradients.tracker import GradientGroup
 from single_process import Weight, backend
 
 STAGES = ("empty", "open", "final", "used")
@@ -57,7 +57,7 @@ def test_events_lead_from_stage_to_stage_as_the_table_says(stage: str) -> None:
 
 def test_the_docstring_has_the_same_table() -> None:
     rows = [
-        line.strip("|").split("|") for line in (stages.__doc__ or "").splitlines() if line.startswith("| ")
+        line.strip("|").split("|") for line in (tracker.__doc__ or "").splitlines() if line.startswith("| ")
     ]
     told = {row[0].strip(): [cell.strip().split(",")[0] for cell in row[1:]] for row in rows[1:]}
     assert told == {stage: [after or "-" for after in row] for stage, row in TABLE.items()}
@@ -111,4 +111,4 @@ def test_the_norm_and_an_overflow_are_told_until_the_next_loss() -> None:
     prepared.optimizers[0].zero_grad()
     single.window.begin()
     prepared.backward(model(torch.tensor(2.0)))
-    assert prepared.group.final == stages.FinalGradients()
+    assert prepared.group.final == tracker.FinalGradients()

@@ -5,71 +5,61 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 
+def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json: bool = False) -> Any:
+    """Return a field with its help, the question of `backend_advice` that asks for it, and what it needs."""
+    metadata = {
+        "help": text,
+        "ask": f"drivetrain_backends.backend_advice:{ask}" if ask else "",
+        "needs": needs,
+        "json_file": is_json,
+    }
+    return field(default=default, metadata={key: value for key, value in metadata.items() if value})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
     """The settings by which DistributedDataParallel buckets, compresses and reduces gradients."""
 
-    reduce: Literal["overlap", "at_close"] | None = field(
-        default=None,
-        metadata={
-            "help": "When gradients are averaged: overlap averages them while backward runs, at_close all at "
-            "once when the window closes, independent of the order of calls; unset: overlap."
-        },
+    reduce: Literal["overlap", "at_close"] | None = _setting(
+        None,
+        "When gradients are averaged: overlap averages them while backward runs, at_close all at once when "
+        "the window closes, independent of the order of calls; unset: overlap.",
     )
-    find_unused_parameters: bool = field(
-        default=False,
-        metadata={
-            "needs": "reduce!=at_close",
-            "help": "Whether to search each forward for parameters that get no gradient; slower.",
-        },
+    find_unused_parameters: bool = _setting(
+        False,
+        "Whether to search each forward for parameters that get no gradient; slower.",
+        needs="reduce!=at_close",
     )
-    static_graph: bool = field(
-        default=False,
-        metadata={"help": "Whether every step uses the same parameters, which lets DDP optimise for it."},
+    static_graph: bool = _setting(
+        False, "Whether every step uses the same parameters, which lets DDP optimise for it."
     )
-    gradient_as_bucket_view: bool = field(
-        default=True,
-        metadata={
-            "needs": "reduce!=at_close",
-            "help": "Whether gradients are views of the communication buckets, which saves a copy of them.",
-        },
+    gradient_as_bucket_view: bool = _setting(
+        True,
+        "Whether gradients are views of the communication buckets, which saves a copy of them.",
+        needs="reduce!=at_close",
     )
-    bucket_size_mb: float = field(
-        default=25.0, metadata={"needs": "reduce!=at_close", "help": "Size of a communication bucket in MB."}
+    bucket_size_mb: float = _setting(25.0, "Size of a communication bucket in MB.", needs="reduce!=at_close")
+    broadcast_buffers: bool = _setting(
+        True, "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each forward."
     )
-    broadcast_buffers: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each "
-            "forward."
-        },
+    sync_batch_norm: bool = _setting(
+        False, "Whether to normalise over the batches of all ranks, by torch's SyncBatchNorm (GPU only)."
     )
-    sync_batch_norm: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to normalise over the batches of all ranks, by torch's SyncBatchNorm (GPU only)."
-        },
+    communication_hook: Literal["none", "fp16", "bf16", "power_sgd"] = _setting(
+        "none", "Compression of gradients during communication."
     )
-    communication_hook: Literal["none", "fp16", "bf16", "power_sgd"] = field(
-        default="none", metadata={"help": "Compression of gradients during communication."}
+    power_sgd_rank: int = _setting(
+        1, "Rank of PowerSGD's approximation.", needs="communication_hook=power_sgd"
     )
-    power_sgd_rank: int = field(
-        default=1,
-        metadata={"needs": "communication_hook=power_sgd", "help": "Rank of PowerSGD's approximation."},
+    power_sgd_start_step: int = _setting(
+        1000,
+        "Number of optimizer steps with plain all-reduce before PowerSGD begins.",
+        needs="communication_hook=power_sgd",
     )
-    power_sgd_start_step: int = field(
-        default=1000,
-        metadata={
-            "needs": "communication_hook=power_sgd",
-            "help": "Number of optimizer steps with plain all-reduce before PowerSGD begins.",
-        },
-    )
-    check_drift_every: int | None = field(
-        default=None,
-        metadata={
-            "help": "Interval in optimizer steps at which the replicas' weights are compared; unset: at the "
-            "first step, and at saves."
-        },
+    check_drift_every: int | None = _setting(
+        None,
+        "Interval in optimizer steps at which the replicas' weights are compared; unset: at the first step, "
+        "and at saves.",
     )
 
     def __post_init__(self) -> None:
@@ -110,80 +100,56 @@ class DDPSettings:
 class FSDPSettings:
     """The settings by which FSDP2 (`fully_shard`) shards a model over ranks; the backend chooses those left out."""
 
-    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = field(
-        default=None,
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_strategy",
-            "help": "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps "
-            "them in between, hybrid_shard shards within groups of ranks and replicates across "
-            "groups, no_shard replicates; unset: full_shard.",
-        },
+    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = _setting(
+        None,
+        "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps them in "
+        "between, hybrid_shard shards within groups of ranks and replicates across groups, no_shard "
+        "replicates; unset: full_shard.",
+        ask="ask_strategy",
     )
-    shard_size: int | None = field(
-        default=None,
-        metadata={"help": "Number of ranks in a sharding group of hybrid_shard; unset: the ranks of a node."},
+    shard_size: int | None = _setting(
+        None, "Number of ranks in a sharding group of hybrid_shard; unset: the ranks of a node."
     )
-    wrap: tuple[str, ...] | None = field(
-        default=None,
-        metadata={
-            "help": "Class names of the modules that are gathered one at a time, such as LlamaDecoderLayer."
-        },
+    wrap: tuple[str, ...] | None = _setting(
+        None, "Class names of the modules that are gathered one at a time, such as LlamaDecoderLayer."
     )
-    min_num_params: int | None = field(
-        default=None,
-        metadata={"help": "Minimum number of parameters of the modules that are gathered one at a time."},
+    min_num_params: int | None = _setting(
+        None, "Minimum number of parameters of the modules that are gathered one at a time."
     )
-    upcast: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to keep trainable parameters in fp32 where the model is given in half precision; "
-            "unset: under fp16 and bf16, unless precision.param_dtype says what they are held in."
-        },
+    upcast: bool | None = _setting(
+        None,
+        "Whether to keep trainable parameters in fp32 where the model is given in half precision; unset: "
+        "under fp16 and bf16, unless precision.param_dtype says what they are held in.",
     )
-    broadcast_buffers: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each step "
-            "that finds one changed."
-        },
+    broadcast_buffers: bool = _setting(
+        True,
+        "Whether rank 0's buffers (batch norm statistics) are broadcast to all ranks at each step that "
+        "finds one changed.",
     )
-    check_optimizers: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether prepare tries optimizers that are not known to be element-wise on tiny shards, "
-            "and refuses those whose steps differ."
-        },
+    check_optimizers: bool = _setting(
+        True,
+        "Whether prepare tries optimizers that are not known to be element-wise on tiny shards, and refuses "
+        "those whose steps differ.",
     )
-    offload: bool = field(
-        default=False,
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_offload",
-            "help": "Whether to keep shards, gradients and optimizer states on the CPU between uses.",
-        },
+    offload: bool = _setting(
+        False,
+        "Whether to keep shards, gradients and optimizer states on the CPU between uses.",
+        ask="ask_offload",
     )
-    pin_memory: bool | None = field(
-        default=None, metadata={"help": "Whether to offload to pinned memory; unset: with an accelerator."}
+    pin_memory: bool | None = _setting(
+        None, "Whether to offload to pinned memory; unset: with an accelerator."
     )
-    prefetch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of blocks to gather ahead in forward and backward; unset: torch's default."
-        },
+    prefetch: int | None = _setting(
+        None, "Number of blocks to gather ahead in forward and backward; unset: torch's default."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = field(
-        default="none",
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
-            "help": "Recomputation of activations in backward: full for each block, selective for all but "
-            "matrix products and attention.",
-        },
+    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
+        "none",
+        "Recomputation of activations in backward: full for each block, selective for all but matrix "
+        "products and attention.",
+        ask="ask_activation_checkpointing",
     )
-    compile_regions: bool = field(
-        default=False, metadata={"help": "Whether to compile each block separately with torch.compile."}
-    )
-    compile_backend: str = field(
-        default="inductor", metadata={"needs": "compile_regions", "help": "Backend of torch.compile."}
-    )
+    compile_regions: bool = _setting(False, "Whether to compile each block separately with torch.compile.")
+    compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile_regions")
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -219,78 +185,54 @@ class DeepSpeedSettings:
 
     requires: ClassVar[tuple[str, ...]] = ("deepspeed",)
 
-    config: dict[str, Any] | Path | None = field(
-        default=None,
-        metadata={
-            "json_file": True,
-            "help": "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'.",
-        },
+    config: dict[str, Any] | Path | None = _setting(  # noqa: RUF009
+        None,
+        "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'.",
+        is_json=True,
     )
-    stage: Literal[0, 1, 2, 3] | None = field(
-        default=None,
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_stage",
-            "help": "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also "
-            "gradients, 3 also parameters; unset: 2.",
-        },
+    stage: Literal[0, 1, 2, 3] | None = _setting(
+        None,
+        "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also gradients, 3 "
+        "also parameters; unset: 2.",
+        ask="ask_stage",
     )
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = field(
-        default=None,
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_offload_optimizer",
-            "help": "Location of optimizer states and master weights (stages 1 to 3).",
-        },
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = _setting(
+        None, "Location of optimizer states and master weights (stages 1 to 3).", ask="ask_offload_optimizer"
     )
-    offload_param: Literal["none", "cpu", "nvme"] | None = field(
-        default=None,
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_offload_param",
-            "help": "Location of parameters between their uses (stage 3).",
-        },
+    offload_param: Literal["none", "cpu", "nvme"] | None = _setting(
+        None, "Location of parameters between their uses (stage 3).", ask="ask_offload_param"
     )
-    nvme_path: Path | None = field(
-        default=None,
-        metadata={
-            "needs": "offload_optimizer=nvme or offload_param=nvme",
-            "ask": "drivetrain_backends.backend_advice:ask_nvme_path",
-            "help": "Folder on a fast local disk, for offloading to nvme.",
-        },
+    nvme_path: Path | None = _setting(  # noqa: RUF009
+        None,
+        "Folder on a fast local disk, for offloading to nvme.",
+        ask="ask_nvme_path",
+        needs="offload_optimizer=nvme or offload_param=nvme",
     )
-    reduce_bucket_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of gradient elements to reduce at a time; the model's own number if that is "
-            "smaller."
-        },
+    reduce_bucket_size: int | None = _setting(
+        None, "Number of gradient elements to reduce at a time; the model's own number if that is smaller."
     )
-    allgather_bucket_size: int | None = field(
-        default=None, metadata={"help": "Number of parameter elements to gather at a time (stages 1 and 2)."}
+    allgather_bucket_size: int | None = _setting(
+        None, "Number of parameter elements to gather at a time (stages 1 and 2)."
     )
-    overlap_comm: bool | None = field(
-        default=None,
-        metadata={"help": "Whether to reduce gradients while backward continues; unset: in stage 3 only."},
+    overlap_comm: bool | None = _setting(
+        None, "Whether to reduce gradients while backward continues; unset: in stage 3 only."
     )
-    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype in which gradients are accumulated; unset: fp32."}
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = _setting(
+        None, "Dtype in which gradients are accumulated; unset: fp32."
     )
-    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = field(
-        default=None, metadata={"help": "Dtype in which gradients are reduced over ranks; unset: fp32."}
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = _setting(
+        None, "Dtype in which gradients are reduced over ranks; unset: fp32."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = field(
-        default="none",
-        metadata={
-            "ask": "drivetrain_backends.backend_advice:ask_activation_checkpointing",
-            "help": "Recomputation of activations in backward: full for each block, selective for all but "
-            "matrix products and attention.",
-        },
+    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
+        "none",
+        "Recomputation of activations in backward: full for each block, selective for all but matrix "
+        "products and attention.",
+        ask="ask_activation_checkpointing",
     )
-    blocks: tuple[str, ...] | None = field(
-        default=None,
-        metadata={
-            "needs": "activation_checkpointing!=none",
-            "help": "Class names of these blocks; unset: those that the model names, or the items of its "
-            "module lists.",
-        },
+    blocks: tuple[str, ...] | None = _setting(
+        None,
+        "Class names of these blocks; unset: those that the model names, or the items of its module lists.",
+        needs="activation_checkpointing!=none",
     )
 
     def __post_init__(self) -> None:

@@ -251,14 +251,15 @@ class DeepSpeedBackend(TorchBackend):
         return asked
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
+        reduce = self.policy.dtypes.said().get("reduce_dtype")
         return EngineRun(
             world_size=self.context.topology.world_size,
             gradient_accumulation_steps=self.window.next_num_micro_batches,
             micro_batch_size=self.window.micro_batch_size,
             mode=self.policy.mode_beside_recipe,
             scaling=self.policy.scaling,
-            reduce=_name_of(self.policy.dtypes.said().get("reduce_dtype")),
-            num_elements=None if model is None else _num_elements(model),
+            reduce=None if reduce is None else str(reduce),
+            num_elements=None if model is None else sum(map(num_elements, trainable_parameters([model]))),
             optimizer=None if optimizer is None else type(optimizer).__name__,
             optimizer_options={} if optimizer is None else _shared_options(optimizer),
         )
@@ -285,7 +286,9 @@ class DeepSpeedBackend(TorchBackend):
             uncopyable=uncopyable(model) if self.config["zero_optimization"]["stage"] == 3 else None,
         )
         with entering(self.context), ExitStack() as undo:
-            undo.callback(_restore, model, blocks)
+            for block in blocks:
+                undo.callback(restore_activations, block)
+            undo.callback(restore_forward, model)
             undo.callback(release_models, [model])
             engine, *_ = self._deepspeed.initialize(
                 model=model,
@@ -321,17 +324,6 @@ class DeepSpeedBackend(TorchBackend):
         return blocks
 
 
-def _restore(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Restore a model and its blocks to their own classes."""
-    restore_forward(model)
-    for block in blocks:
-        restore_activations(block)
-
-
-def _name_of(dtype: object) -> str | None:
-    return None if dtype is None else str(dtype)
-
-
 def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options that all parameter groups share."""
     first, *others = optimizer.param_groups
@@ -340,10 +332,6 @@ def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in first.items()
         if name != "params" and all(group.get(name) == value for group in others)
     }
-
-
-def _num_elements(model: nn.Module) -> int:
-    return sum(map(num_elements, trainable_parameters([model])))
 
 
 def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:

@@ -109,8 +109,7 @@ def check_parameters(
             "dtype that it computes in by mixed_precision"
         )
     if optimizer is not None and stage:
-        _check_held(trained, optimizer, stage)
-        _check_groups(optimizer, stage)
+        _check_groups(trained, optimizer, stage)
         check_divisible(optimizer, where="ZeRO", scalars=False)
 
 
@@ -135,23 +134,21 @@ def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> 
         )
 
 
-def _check_held(trained: dict[Tensor, str], optimizer: Optimizer, stage: int) -> None:
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+def _check_groups(trained: Mapping[Tensor, str], optimizer: Optimizer, stage: int) -> None:
+    """Refuse trained parameters in no group, and in stages 1 and 2 a group without any, which they cannot flatten."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    held = {p for group in groups for p in group["params"]}
     if left_out := [name for p, name in trained.items() if p not in held]:
         raise ValueError(
-            f"{list_some(left_out)}: to be trained, but not held by {type(optimizer).__name__}: DeepSpeed's stage "
-            f"{stage} would leave their gradients out of the norm that is clipped by. Give them to the "
-            "optimizer, or freeze them before prepare(), requires_grad_(False)"
+            f"{list_some(left_out)}: to be trained, but not held by {kind}: DeepSpeed's stage {stage} would leave "
+            "their gradients out of the norm that is clipped by. Give them to the optimizer, or freeze them before "
+            "prepare(), requires_grad_(False)"
         )
-
-
-def _check_groups(optimizer: Optimizer, stage: int) -> None:
-    """Refuse a group without trained parameters: stages 1 and 2 flatten each group, and fail on an empty one."""
-    for index, group in enumerate(optimizer.param_groups):
-        if stage < 3 and not any(p.requires_grad for p in group["params"]):
+    for index, group in enumerate(groups if stage < 3 else ()):
+        if not any(p.requires_grad for p in group["params"]):
             raise ValueError(
-                f"group {index} of {type(optimizer).__name__} holds no parameter that is to be trained: DeepSpeed's "
-                f"stage {stage} has no place for such a group; leave it out of the optimizer"
+                f"group {index} of {kind} holds no parameter that is to be trained: DeepSpeed's stage {stage} has no "
+                "place for such a group; leave it out of the optimizer"
             )
 
 

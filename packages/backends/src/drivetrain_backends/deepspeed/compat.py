@@ -14,6 +14,7 @@ from inspect import getclosurevars
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -166,13 +167,16 @@ def restore_linear() -> None:
         torch.nn.functional.linear = before
 
 
-def drop_ended_groups(is_ended: Callable[[Any], bool]) -> None:
+def drop_ended_groups() -> None:
     """Make DeepSpeed recreate its process groups if they have ended: it keeps those of a destroyed group."""
     from deepspeed.utils import groups
 
     module: Any = groups
-    if module._WORLD_GROUP is not None and is_ended(module._WORLD_GROUP):
-        module._release_process_group_references()
+    if module._WORLD_GROUP is not None:
+        try:
+            dist.get_process_group_ranks(module._WORLD_GROUP)
+        except KeyError:  # it was destroyed
+            module._release_process_group_references()
 
 
 # Masters

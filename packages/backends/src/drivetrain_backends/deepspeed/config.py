@@ -84,7 +84,8 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
     if run.optimizer is None:  # nothing is trained, at least not yet
         given.pop("optimizer", None)
     flat = flatten(given)
-    keys = _keys(settings, run, _stage(settings, flat.get("zero_optimization.stage", "auto")))
+    stage = flat.get("zero_optimization.stage", "auto")
+    keys = _keys(settings, run, _asked(settings, "stage", _DEFAULT_STAGE if stage == "auto" else stage))
     if run.optimizer is not None:
         keys |= _optimizer_keys(run)
     merged = _merge(keys, flat, where)
@@ -149,12 +150,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{sorted(twice)} stand there twice")
     return dict(pairs)
-
-
-def _stage(settings: DeepSpeedSettings, given: object) -> Key:
-    if settings.stage is not None:
-        return Key(value=settings.stage, said=f"deepspeed.stage={settings.stage}")
-    return Key(value=_DEFAULT_STAGE if given == "auto" else given)
 
 
 def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, Key]:
@@ -300,7 +295,7 @@ def _merge(keys: Mapping[str, Key], given: Mapping[str, Any], where: str) -> dic
                 raise EngineConfigError(
                     f'{where}: {name} is "auto", and nothing in the run says what it should be; write the value'
                 )
-        elif key is not None and key.said is not None and not _equal(name, value, key.value):
+        elif key is not None and key.said is not None and _plain(name, value) != _plain(name, key.value):
             raise EngineConfigError(
                 f'{where}: {name}={value!r} contradicts {key.said}; make them equal, or write "auto"'
             )
@@ -309,10 +304,8 @@ def _merge(keys: Mapping[str, Key], given: Mapping[str, Any], where: str) -> dic
     return merged
 
 
-def _equal(name: str, one: Any, other: Any) -> bool:
-    if name == "optimizer.type":
-        return str(one).lower() == str(other).lower()
-    return one == other
+def _plain(name: str, value: Any) -> Any:
+    return str(value).lower() if name == "optimizer.type" else value
 
 
 def _batch_sizes(given: Mapping[str, Any], merged: Mapping[str, Any], run: EngineRun) -> dict[str, int]:

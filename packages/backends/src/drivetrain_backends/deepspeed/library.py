@@ -11,7 +11,6 @@ from threading import Event, Thread, get_ident
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.file_baton import FileBaton
 
@@ -63,7 +62,7 @@ def entering(context: Context) -> Generator[None]:
         )
     from deepspeed import comm
 
-    drop_ended_groups(_has_ended)
+    drop_ended_groups()
     with _variables(context):
         if not comm.is_initialized():
             with telling_of_builds(context):
@@ -85,15 +84,6 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 def local_rank_known(context: Context) -> AbstractContextManager[None]:
     """Set LOCAL_RANK in the block: stage 3 reads it in every backward, and a single process lacks it."""
     return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
-
-
-def _has_ended(group: Any) -> bool:
-    """Return whether a process group was destroyed."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return True
-    return False
 
 
 def _variables(context: Context):
@@ -122,7 +112,7 @@ def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generato
                 return
             lock = _awaited_lock(thread_id)
             holders = [] if lock is None else _holders(lock)
-            found = _of_build() if lock is None else _of_lock(lock, holders)
+            found = _describe_wait(lock, holders)
             if found != told and context.topology.local_rank == 0:
                 _logger.warning(found)
             told = found
@@ -161,15 +151,13 @@ def _holders(lock: str) -> list[str]:
     return found
 
 
-def _of_build() -> str:
-    folder = environ.read("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
-    return (
-        "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in "
-        f"{folder} (TORCH_EXTENSIONS_DIR)"
-    )
-
-
-def _of_lock(lock: str, holders: list[str]) -> str:
+def _describe_wait(lock: str | None, holders: list[str]) -> str:
+    if lock is None:
+        folder = environ.read("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
+        return (
+            "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in "
+            f"{folder} (TORCH_EXTENSIONS_DIR)"
+        )
     if holders:
         return f"DeepSpeed waits for another build of its operator, by process {', '.join(holders)}: lock file {lock}"
     return (

@@ -72,10 +72,13 @@ class WrittenToFlat(WrittenValues):
         flat = self._flat
         for parts, master, ranks in zip(flat.parts, flat.masters, flat.ranks, strict=True):
             own = parts[dist.get_rank(ranks)]
-            for written, kept in zip(
-                own.detach().split(_ELEMENTS_AT_ONCE), master.detach().split(_ELEMENTS_AT_ONCE), strict=True
-            ):
-                _take_up(written, kept)
+            pieces = [one.detach().split(_ELEMENTS_AT_ONCE) for one in (own, master)]
+            for piece, kept in zip(*pieces, strict=True):
+                written = piece.to(kept.device)
+                rounded = kept.to(written.dtype)
+                # If none differ, nothing is written, because a background save may be copying the master.
+                if not torch.equal(rounded, written):
+                    kept.copy_(torch.where(rounded == written, kept, written.to(kept.dtype)))
 
     def note(self) -> None:
         """Record the addresses of the parameters; see `WrittenValues.note`."""
@@ -173,14 +176,3 @@ def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
 
 def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:
     return [name for name, old, new in zip(parameters.values(), before, now, strict=True) if old != new]
-
-
-def _take_up(written: Tensor, kept: Tensor) -> None:
-    """Copy into a master, of shape (n,), the elements that differ from its rounded values.
-
-    If none differ, nothing is written, because a background save may be copying the master.
-    """
-    written = written.to(kept.device)
-    rounded = kept.to(written.dtype)
-    if not torch.equal(rounded, written):
-        kept.copy_(torch.where(rounded == written, kept, written.to(kept.dtype)))

@@ -29,8 +29,8 @@ class EngineModel(ModuleProxy):
         self.__dict__["engine"] = engine  # not registered as a child: its parameters are the module's
         self.engine: Any
         self._on_gradient = on_gradient
-        self.__dict__["explain"] = _leave
-        self.explain: Callable[[Exception], None]
+        self.__dict__["explain"] = None
+        self.explain: Callable[[Exception], None] | None
         # Before the engine's own error, which names another cause.
         call_before_backward(engine, lambda: on_gradient(engine.module))
         self.forward_attributes()
@@ -42,22 +42,19 @@ class EngineModel(ModuleProxy):
         try:
             output = self.engine(*inputs, **kwargs)
         except (RuntimeError, AttributeError, AssertionError) as error:
-            self.explain(error)
+            if self.explain is not None:
+                self.explain(error)
             raise
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._notice)
         return output
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(uncopyable(self.module))
-
     def _notice(self, _: Tensor) -> None:
         self._on_gradient(self.module)
 
-
-def _leave(_: Exception) -> None:
-    """Leave an error as it is."""
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(uncopyable(self.module))
 
 
 def uncopyable(model: nn.Module) -> str:

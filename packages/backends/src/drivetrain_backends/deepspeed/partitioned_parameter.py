@@ -19,43 +19,14 @@ from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.errors import UnshardedParameterError
 
 _TENSOR: Any = Tensor
-_OF_SHAPE = frozenset(
-    [
-        "shape",
-        "ndim",
-        "nbytes",
-        "numel",
-        "nelement",
-        "dim",
-        "ndimension",
-        "size",
-        "stride",
-        "__len__",
-        "is_contiguous",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-    ]
-)
-_OF_KIND = frozenset(
-    [
-        "__hash__",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "is_floating_point",
-        "is_complex",
-        "is_inference",
-        "is_shared",
-        "is_pinned",
-        "element_size",
-        "get_device",
-        "_has_compatible_shallow_copy_type",
-    ]
-)
+_OF_SHAPE = """
+    shape ndim nbytes numel nelement dim ndimension size stride __len__ is_contiguous empty_like zeros_like ones_like
+    full_like rand_like randn_like
+"""
+_OF_KIND = """
+    __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook is_floating_point is_complex is_inference
+    is_shared is_pinned element_size get_device _has_compatible_shallow_copy_type
+"""
 _MOVES = frozenset(["to", "type", "cuda", "cpu", "float", "double", "half", "bfloat16"])
 _VIEWS = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
 _TEXTS = frozenset(["__repr__", "__str__", "__format__"])
@@ -170,7 +141,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         name = func.__self__.__name__  # pyright: ignore[reportFunctionMemberAccess]
     first = args[0] if args else None
     if isinstance(first, EmptyParameter):
-        if name in _OF_SHAPE:
+        if name in _OF_SHAPE.split():
             return _of_full_shape(func, first, args, kwargs)
         if name in _TEXTS:
             return f"Parameter of shape {tuple(compat.full_shape(first))}, divided among ranks"
@@ -197,7 +168,7 @@ def _is_of_kind(name: str, access: str | None, args: tuple[Any, ...]) -> bool:
         return name not in ("data", "grad") or args[1] is (args[0] if name == "data" else None)
     if name == "view_as":  # of itself: so torch finds the node that adds up a gradient
         return args[1] is args[0]
-    return name in _OF_KIND or access == "__delete__" or (access == "__get__" and name not in _VIEWS)
+    return name in _OF_KIND.split() or access == "__delete__" or (access == "__get__" and name not in _VIEWS)
 
 
 def _of_full_shape(

@@ -82,7 +82,13 @@ class DeepSpeedPrepared(TorchPrepared):
                 "optimizer.step() twice after one backward(): a DeepSpeed engine clears gradients when it steps"
             )
         if group.stage == "empty":
-            self._check_unknown_gradients()
+            if any(
+                parameter.grad is not None for parameter in self._trained
+            ):  # as stages 0 and 1 leave it there
+                raise AccumulationError(
+                    f"the optimizer of {type(self.unwrap()).__name__} steps on gradients of loss.backward(), which "
+                    "its DeepSpeed engine neither averages nor steps: call accelerator.backward(loss) in its place"
+                )
             return STEPPED  # without gradients nothing moves, as with torch's optimizers
         assert self._gradients is not None  # there is an optimizer
         assert self._reached is not None
@@ -103,7 +109,7 @@ class DeepSpeedPrepared(TorchPrepared):
         if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
             self._gradients.discard()
             self._reached.forget()
-            self._note_skipped(optimizer)
+            group.skips.skipped(optimizer, gather=self._gather)
             return StepResult(stepped=False, skipped=True, grad_norm=group.final.norm)
         self.engine.step()
         self._reached.forget()
@@ -113,7 +119,7 @@ class DeepSpeedPrepared(TorchPrepared):
         if self._tracker.scaler is not None:
             self._tracker.scaler.observe(overflowed=not stepped)
         if not stepped:
-            self._note_skipped(optimizer)
+            group.skips.skipped(optimizer, gather=self._gather)
         elif group.skips.is_active:
             group.skips.stepped(optimizer, gather=self._gather)
         return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.final.norm)
@@ -221,15 +227,6 @@ class DeepSpeedPrepared(TorchPrepared):
         """Refuse parameters that were converted since `prepare`."""
         if odd := [n for p, n in self._parameter_names.items() if p.dtype != self._dtypes[p]]:
             raise ReplacedParameterError(converted(odd))
-
-    def _check_unknown_gradients(self) -> None:
-        """Refuse to step on gradients that no backward of the engine made; stages 0 and 1 leave them in `.grad`."""
-        if any(parameter.grad is not None for parameter in self._trained):
-            name = type(self.unwrap()).__name__
-            raise AccumulationError(
-                f"the optimizer of {name} steps on gradients of loss.backward(), which its DeepSpeed engine neither "
-                "averages nor steps: call accelerator.backward(loss) in its place"
-            )
 
     def _is_norm_finite(self, gradients: ReducedGradients) -> bool:
         """Return whether all gradients are finite, judged by their norm. Called on all ranks."""

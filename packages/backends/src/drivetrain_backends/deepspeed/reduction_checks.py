@@ -35,8 +35,16 @@ class ReachedParameters:
         self._is_last = False  # whether the last reduction of a backward is running
         self._is_offloaded = compat.offloads_gradients(engine)
         self._is_watching = False  # whether reductions run during backward
-        if self._stage:
-            self._watch()
+        if not self._stage:
+            return
+        optimizer = self._optimizer
+        reductions = compat.reductions_of(optimizer, self._stage)
+        self._is_watching = reductions.in_backward
+        check = self._count_zeros_in_bf16 if compat.adds_up_flat(optimizer) else self._fill_in_zeros
+        if reductions.in_backward:
+            check = self._hold_against_others
+            compat.wrap_last_reduction(optimizer, self._reduce_rest)
+        compat.call_before_reduction(optimizer, reductions, check)
 
     def check(self) -> None:
         """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen."""
@@ -62,20 +70,6 @@ class ReachedParameters:
     def forget(self) -> None:
         """Begin a new window."""
         self._reached.clear()
-
-    def _watch(self) -> None:
-        """Check each reduction from now on."""
-        optimizer = self._optimizer
-        reductions = compat.reductions_of(optimizer, self._stage)
-        self._is_watching = reductions.in_backward
-        check = self._fill_in_zeros
-        if reductions.in_backward:
-            check = self._hold_against_others
-        elif compat.adds_up_flat(optimizer):
-            check = self._count_zeros_in_bf16
-        compat.call_before_reduction(optimizer, reductions, check)
-        if reductions.in_backward:
-            compat.wrap_last_reduction(optimizer, self._reduce_rest)
 
     def _reduce_rest(self, reduce: Callable[[], None]) -> None:
         """Run the last reduction of a backward."""

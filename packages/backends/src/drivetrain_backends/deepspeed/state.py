@@ -215,11 +215,6 @@ def _gather(parameter: nn.Parameter) -> Tensor:
         return parameter.detach().clone()
 
 
-def _whole(value: Any, parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's saved value, gathered if it is partitioned. Called on all ranks."""
-    return whole_of_parts(value, parameter) if hasattr(value, "flat_range") else full_tensor(value)
-
-
 def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     """Load parameters and their masters."""
     from deepspeed import zero
@@ -238,7 +233,8 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
             continue
-        saved = _whole(state[name], value)
+        saved: Any = state[name]
+        saved = whole_of_parts(saved, value) if hasattr(saved, "flat_range") else full_tensor(saved)
         with zero.GatheredParameters([value], modifier_rank=0), torch.no_grad():
             value.copy_(saved)
         write_whole(value, saved)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from drivetrain_backends.fsdp.compat import parameter_groups, wrap_collectives
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.gradients.nonfinite import list_ranks
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
 
@@ -83,15 +84,12 @@ class CollectiveOrder:
         for name, block in zip(names, model.blocks, strict=True):
             what = f"{name} of {kind}" if name else f"what {kind} holds outside its blocks"
             for group in parameter_groups(block):
-                wrap_collectives(
-                    group,
-                    partial(_Gathering, note=self.noting("gather", what)),
-                    partial(
-                        _Reducing,
-                        note=self.noting("reduce", what),
-                        is_divided=len(self._divisions[0]) > 1,
-                    ),
+                reduce = partial(
+                    _Recorded,
+                    note=self.noting("reduce", what),
+                    at_allocation=len(self._divisions[0]) == 1,
                 )
+                wrap_collectives(group, partial(_Recorded, note=self.noting("gather", what)), reduce)
 
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
         """Compare with the other ranks before reduced values are used, and return their `news`. Called on all ranks.
@@ -162,7 +160,7 @@ class CollectiveOrder:
         found: dict[str, list[int]] = {}
         for rank, order in enumerate(orders):
             found.setdefault(order[first] if first < len(order) else "nothing more", []).append(rank)
-        shown = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
+        shown = "; ".join(f"{list_ranks(ranks)}: {what}" for what, ranks in found.items())
         return CollectiveMismatchError(
             f"ranks do not run the same blocks in the same order: collective {first + 1} since the last step is\n"
             f"  {shown}\nFSDP pairs them up by their order, so that weights and gradients of one block would go "
@@ -172,38 +170,21 @@ class CollectiveOrder:
         )
 
 
-class _Gathering:
-    """The all-gather of a block, recorded before torch runs it."""
+class _Recorded:
+    """The all-gather of a block or the reduction of its gradients, recorded before torch runs it.
 
-    def __init__(self, inner: Any, note: Callable[[], None]) -> None:
-        self._inner, self._note = inner, note
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._inner.allocate(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._note()
-        return self._inner(*args, **kwargs)
-
-
-class _Reducing:
-    """The reduction of a block's gradients, recorded before torch runs it.
-
-    With one rank per replica, torch only calls it to allocate, and averages over the replicas by itself.
+    With one rank per replica, torch only calls a reduction to allocate, and averages over the replicas by itself: it
+    is recorded `at_allocation`.
     """
 
-    def __init__(self, inner: Any, note: Callable[[], None], *, is_divided: bool) -> None:
-        self._inner, self._note, self._is_divided = inner, note, is_divided
+    def __init__(self, inner: Any, note: Callable[[], None], *, at_allocation: bool = False) -> None:
+        self._inner, self._note, self._at_allocation = inner, note, at_allocation
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._is_divided:
+        if self._at_allocation:
             self._note()
         return self._inner.allocate(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._note()
         return self._inner(*args, **kwargs)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

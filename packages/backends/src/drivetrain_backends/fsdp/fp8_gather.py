@@ -60,7 +60,7 @@ class Fp8Gather:
         self._layers[0].compute_scales(self._inside)
 
     def _end(self, _model: nn.Module, _inputs: object, output: Any) -> None:
-        scales = self._exchange([None] * len(self._layers))
+        scales = self._exchange()
         for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 # Before FSDP's own hook on it, which begins to gather.
@@ -71,9 +71,10 @@ class Fp8Gather:
         call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._exchange([None] * len(self._layers))
+        self._exchange()
 
-    def _exchange(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _exchange(self, scales: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
+        scales = scales or [None] * len(self._layers)
         return [
             layer.exchange_scale(shard, scale)
             for layer, shard, scale in zip(self._layers, self._shards, scales, strict=False)

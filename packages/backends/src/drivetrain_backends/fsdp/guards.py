@@ -100,15 +100,28 @@ def refuse_misuse(sharded: ShardedModel) -> None:
             "prepared, or under backend='single'; values go in inside gathered(write=True)"
         )
 
-    every: list[_Held] = []
+    def check(held: Sequence[tuple[Any, dict[str, Any], str]]) -> None:
+        for parameter, slots, attribute in held:
+            if slots.get(attribute) is not parameter.sharded_param:
+                refuse(names[parameter.sharded_param])
+
+    def refuse_second_derivative() -> None:
+        if torch.is_grad_enabled():
+            raise SecondDerivativeError(
+                f"a backward through {kind} with create_graph=True, as a gradient penalty takes: FSDP lets gathered "
+                "parameters go in backward, and a second one would need them. Use backend='single' or 'ddp'; or "
+                "take the penalty of a difference of outputs instead of a gradient"
+            )
+
+    every: list[tuple[Any, dict[str, Any], str]] = []  # parameters, with the slots of modules that hold them
     for block in sharded.blocks:
         for group in parameter_groups(block):
-            held = [_Held(parameter, names[parameter.sharded_param]) for parameter in group.fsdp_params]
+            held = [(parameter, *module_slot(parameter)) for parameter in group.fsdp_params]
             every += held
-            check_before_gathering(group, partial(_check, held, refuse))
+            check_before_gathering(group, partial(check, held))
     for block in sharded.blocks:
-        check_before_first_forward(block, partial(_check, every, refuse))
-        check_before_backward(block, partial(_refuse_second_derivative, kind))
+        check_before_first_forward(block, partial(check, every))
+        check_before_backward(block, refuse_second_derivative)
 
 
 def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
@@ -144,31 +157,6 @@ def check_unconverted(models: Iterable[ShardedModel], error: BaseException | Non
 def _begin_anew(sharded: ShardedModel) -> None:
     for block in sharded.blocks:
         begin_anew(block)
-
-
-class _Held:
-    """The slot of a module that holds a parameter for torch to gather."""
-
-    __slots__ = ("attribute", "name", "parameter", "slots")
-
-    def __init__(self, parameter: Any, name: str) -> None:
-        self.parameter, self.name = parameter, name
-        self.slots, self.attribute = module_slot(parameter)
-
-
-def _check(held: Sequence[_Held], refuse: Callable[[str], NoReturn]) -> None:
-    for one in held:
-        if one.slots.get(one.attribute) is not one.parameter.sharded_param:
-            refuse(one.name)
-
-
-def _refuse_second_derivative(kind: str) -> None:
-    if torch.is_grad_enabled():
-        raise SecondDerivativeError(
-            f"a backward through {kind} with create_graph=True, as a gradient penalty takes: FSDP lets gathered "
-            "parameters go in backward, and a second one would need them. Use backend='single' or 'ddp'; or "
-            "take the penalty of a difference of outputs instead of a gradient"
-        )
 
 
 class CountedParameter(nn.Parameter):

@@ -7,7 +7,7 @@ of ranks.
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, cast
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -112,7 +112,11 @@ def initialise(
             devices=list(devices), device_type=next(iter(devices), torch.device("cuda")).type
         ):
             torch.manual_seed(crc32(f"{seed} {names[module]}".encode()))
-            _fill(module, ways)
+            own = (getattr(module, name, None) for name in RESET_METHODS)
+            if (reset := next(filter(callable, own), None)) is not None:
+                reset()
+            for way in ways:
+                way(module)
         with torch.no_grad():
             for name, values in kept.items():
                 tensors[name].copy_(values)
@@ -123,16 +127,6 @@ def initialise(
 
 def _depth(name: str) -> int:
     return name.count(".") + 1 if name else 0
-
-
-def _fill(module: nn.Module, ways: Sequence[Callable[[nn.Module], Any]]) -> None:
-    for name in RESET_METHODS:
-        own = getattr(module, name, None)
-        if callable(own):
-            own()
-            break
-    for way in ways:
-        way(module)
 
 
 @torch.no_grad()

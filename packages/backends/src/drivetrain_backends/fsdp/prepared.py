@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,12 +72,9 @@ class FSDPPrepared(TorchPrepared):
         self._num_checked: dict[Optimizer, int] = {}
         self._told_mixed = set[Optimizer]()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Keep full gradients local in the block; see `Prepared.no_sync`."""
-        return self._held()
-
     @contextmanager
-    def _held(self) -> Generator[None]:
+    def no_sync(self) -> Generator[None]:
+        """Keep full gradients local in the block; see `Prepared.no_sync`."""
         root = self.sharded.blocks[-1]
         root.set_requires_gradient_sync(False)
         self._gradients.holding.add(self.model)
@@ -165,13 +162,36 @@ class FSDPPrepared(TorchPrepared):
         self._assign(whole)
         try:
             yield
-            if write:
-                self._keep(whole)
+            with torch.no_grad():
+                for parameter, values in whole.items() if write else ():
+                    broadcast_from_first(values.detach(), self._context)
+                    if values is not parameter:
+                        local(parameter).copy_(own_part(values, parameter))
         finally:
             self._assign({parameter: parameter for parameter in whole})
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        return self._shards_of(None if parameters is None else list(parameters))
+        """Return the shards of parameters, which may have been listed before `prepare` or while gathered."""
+        models = self._all_sharded.values()
+        known = frozenset[Tensor]().union(*(sharded.known for sharded in models))
+        given = self.sharded.parameters.values() if parameters is None else list(parameters)
+        gathered: dict[Tensor, nn.Parameter] = {}
+        if not known.issuperset(given):
+            gathered = {p: shard for sharded in models for p, shard in sharded.standing_in().items()}
+        for sharded in models:
+            sharded.reshard()
+        found: list[Tensor] = []
+        for parameter in given:
+            shard = (
+                parameter if parameter in known else gathered.get(parameter, self._successors.get(parameter))
+            )
+            if shard is None:
+                raise UnshardedParameterError(
+                    f"clip: a parameter of shape {tuple(parameter.shape)} is none of those that prepare() sharded; "
+                    "pass the parameters of prepared models"
+                )
+            found.append(shard)
+        return found
 
     def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         return global_norm(_gradients(parameters), float(norm_type), self._context.device)
@@ -188,13 +208,6 @@ class FSDPPrepared(TorchPrepared):
         with self._guard.paused():
             for place in self.sharded.places:
                 setattr(place.module, place.attribute, values[place.parameter])
-
-    @torch.no_grad()
-    def _keep(self, whole: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for parameter, values in whole.items():
-            broadcast_from_first(values.detach(), self._context)
-            if values is not parameter:
-                local(parameter).copy_(own_part(values, parameter))
 
     def release(self) -> nn.Module:
         """End the training; the parameters stay sharded, because torch cannot undo that, and blocks as they are."""
@@ -255,29 +268,6 @@ class FSDPPrepared(TorchPrepared):
 
     def _group_sharded(self) -> list[ShardedModel]:
         return [self._all_sharded[model] for model in self.group.models]
-
-    def _shards_of(self, parameters: list[Tensor] | None) -> list[Tensor]:
-        """Return the shards of parameters, which may have been listed before `prepare` or while gathered."""
-        models = self._all_sharded.values()
-        known = [sharded.known for sharded in models]
-        shards: dict[Tensor, Tensor] = {}
-        if parameters is not None and not all(any(p in own for own in known) for p in parameters):
-            shards = {p: shard for sharded in models for p, shard in sharded.standing_in().items()}
-            shards |= {p: p for own in known for p in own}
-        for sharded in models:
-            sharded.reshard()
-        if parameters is None:
-            return list(self.sharded.parameters.values())
-        return [self._shard_of(p, shards) for p in parameters] if shards else parameters
-
-    def _shard_of(self, parameter: Tensor, shards: Mapping[Tensor, Tensor]) -> Tensor:
-        found = shards.get(parameter, self._successors.get(parameter))
-        if found is None:
-            raise UnshardedParameterError(
-                f"clip: a parameter of shape {tuple(parameter.shape)} is none of those that prepare() sharded; pass "
-                "the parameters of prepared models"
-            )
-        return found
 
     def _check_known(self, optimizer: Optimizer) -> None:
         """Check an optimizer's parameters, at its first step and whenever their number has changed."""

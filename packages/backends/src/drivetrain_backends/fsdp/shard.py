@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -42,17 +42,13 @@ class Sharding:
     pin_memory: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sources:
-    """The origin of each tensor's values, the same on all ranks; tensors are identified by their names in the model.
+class _Sources(NamedTuple):
+    """The origin of each tensor's values, the same on all ranks."""
 
-    Attributes:
-        initialised: The tensors on meta on all ranks, which their modules initialise alike on every rank.
-        seed: The seed of that initialisation.
-    """
-
-    initialised: frozenset[str]
-    seed: int
+    initialised: frozenset[
+        str
+    ]  # names of tensors on meta on all ranks, which modules initialise alike on every rank
+    seed: int  # of that initialisation
 
 
 class Scratch:
@@ -96,7 +92,14 @@ def shard_model(
     groups = _groups(model, plan)
     storage = TensorStorage(model, sharding.dtypes, islands)
     upcast = tuple(n for n, p in model.named_parameters() if storage.upcasts(p))
-    scratch = Scratch(context.device, [_size_on_meta(modules, storage) for modules in groups.values()])
+    on_meta = [[p for p in _parameters_of(modules) if p.is_meta] for modules in groups.values()]
+    scratch = Scratch(
+        context.device,
+        [
+            sum(room_for(p, storage.dtype_of(p)) for p in group if not storage.is_whole(p))
+            for group in on_meta
+        ],
+    )
     blocks: list[FSDPModule] = []
     for name, modules in groups.items():
         scratch.clear()
@@ -126,10 +129,9 @@ def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
     return groups
 
 
-def _size_on_meta(modules: list[nn.Module], storage: TensorStorage) -> int:
-    """Return the size in bytes of the parameters of some modules that are on meta and will be sharded."""
-    held = {p for module in modules for p in module.parameters(recurse=False)}
-    return sum(room_for(p, storage.dtype_of(p)) for p in held if p.is_meta and not storage.is_whole(p))
+def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that modules hold themselves, each once."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
 
 
 def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
@@ -138,7 +140,7 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: 
     storage = TensorStorage(model, dtypes, islands)
     for modules in _groups(model, plan).values():
         found: dict[torch.dtype, str] = {}
-        for parameter in (p for module in modules for p in module.parameters(recurse=False)):
+        for parameter in _parameters_of(modules):
             if parameter.requires_grad and not storage.is_whole(parameter):
                 found.setdefault(storage.dtype_of(parameter), names[parameter])
         if len(found) > 1:
@@ -177,7 +179,7 @@ def _agree(model: nn.Module) -> _Sources:
                 f"{kind}: {lacking[0]} is on the meta device on rank 0 and has values on rank {rank}, but they are "
                 "taken from rank 0: build the model there with values, or on meta everywhere"
             )
-    return _Sources(initialised=first_meta, seed=seed)
+    return _Sources(first_meta, seed)
 
 
 def _bring_values(
@@ -250,7 +252,7 @@ def _shard(
     is_alone: bool,
 ) -> FSDPModule:
     """Shard a block's parameters outside its inner blocks, and release the full ones."""
-    held = list(dict.fromkeys(p for module in group for p in module.parameters(recurse=False)))
+    held = _parameters_of(group)
     # Backward needs the root's own parameters first; by default (None), torch keeps them gathered until then.
     reshards = None if is_root and not is_alone and sharding.reshards else sharding.reshards
     offload = CPUOffloadPolicy(pin_memory=sharding.pin_memory) if sharding.offload else OffloadPolicy()

@@ -7,7 +7,6 @@ the parameter itself. Users' hooks therefore run there, before ranks average, wi
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from drivetrain_backends.fsdp.compat import (
     tree_map_only,
 )
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.state_dict.dtensor import local, own_part
+from drivetrain_backends.state_dict.dtensor import local, own_part, sharded_like
 
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
 _STORAGES = ("storage", "untyped_storage")
@@ -167,7 +166,9 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
                 "parameters inside accelerator.gathered(model, write=True)"
             ) from error
         return _in_place(func, types, args, kwargs)
-    if is_in_place or not _is_differentiable(result) or any(result is arg for arg in args):
+    results: Iterable[Any] = result if isinstance(result, (tuple, list)) else (result,)
+    is_differentiable = any(isinstance(one, DTensor) and one.requires_grad for one in results)
+    if is_in_place or not is_differentiable or any(result is arg for arg in args):
         return result
     return _of_whole(func, args, kwargs)
 
@@ -177,21 +178,12 @@ def _in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
 
     def part(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else _divided_like(target, tensor)
+        if tensor.dim() == 0 or isinstance(tensor, DTensor):
+            return tensor
+        return sharded_like(own_part(tensor.expand(target.shape), target).to(target.device), target)
 
     args, kwargs = tree_map_only(Tensor, part, (args, kwargs))
     return _AS_IT_IS(func, types, args, kwargs)
-
-
-def _divided_like(target: Any, tensor: Tensor) -> Tensor:
-    return DTensor.from_local(
-        own_part(tensor.expand(target.shape), target).to(target.device),
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
 
 
 def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -206,20 +198,14 @@ def _whole(sharded: Any) -> Tensor:
             return sharded.detach().full_tensor()
         whole = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
         if sharded.is_leaf and sharded.device.type != "cpu":
-            whole.register_hook(partial(_wait_for_reduction, sharded))
+
+            def wait(_: Tensor) -> None:
+                # FSDP may still be reducing a gradient on another stream, to which autograd adds next.
+                if sharded.grad is not None:
+                    torch.accelerator.synchronize()
+
+            whole.register_hook(wait)
         return whole
-
-
-def _wait_for_reduction(parameter: Tensor, gradient: Tensor) -> None:
-    """Wait for a gradient that FSDP may still be reducing on another stream, before autograd adds to it."""
-    del gradient
-    if parameter.grad is not None:
-        torch.accelerator.synchronize()
-
-
-def _is_differentiable(result: Any) -> bool:
-    found: Iterable[Any] = result if isinstance(result, (tuple, list)) else (result,)
-    return any(isinstance(one, DTensor) and one.requires_grad for one in found)
 
 
 def _refuse_gradient(error: Exception) -> NoReturn:

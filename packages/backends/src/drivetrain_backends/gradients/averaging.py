@@ -56,7 +56,8 @@ def _packed(parameters: Sequence[nn.Parameter], device: torch.device, dtype: tor
     """Return gradients in one flat tensor, after a flag per parameter that says if this rank has a gradient."""
     wide = torch.promote_types(parameters[0].dtype, torch.float32) if dtype is None else dtype
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)
-    values = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    values = [one.to_dense() if one.is_sparse else one for one in gradients]
     # `has` may be freed: CUDA has staged pageable memory by the time the call returns.
     return torch.cat(
         [has.to(device, non_blocking=True), *(value.reshape(-1).to(device, wide) for value in values)]
@@ -81,7 +82,3 @@ def _unpack(parameters: Sequence[nn.Parameter], flat: Tensor, world_size: int) -
             parameter.grad = shaped.to(parameter.device, parameter.dtype).to_sparse(dims)
         else:
             parameter.grad.copy_(shaped)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

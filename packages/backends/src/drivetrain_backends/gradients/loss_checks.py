@@ -7,22 +7,29 @@ traversed, at about a millisecond per thousand operations; later losses cost not
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain_backends.errors import PairingError
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from drivetrain_backends.gradients.tracker import GradientGroup
 
 logger = logging.getLogger(__name__)
 
 LOSSES_FOLLOWED = 16  # several per step, because two models may train in turns
+
+
+class TrainedModels(Protocol):
+    """Models that one loss may train, with the prepared optimizers that step them."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: list[Optimizer]
 
 
 class FirstLosses:
@@ -41,14 +48,18 @@ class FirstLosses:
         self.num_left = LOSSES_FOLLOWED
 
     def follow(
-        self, loss: Tensor, leaves: Mapping["GradientGroup", Sequence[Tensor]], *, is_stepped: bool = True
+        self,
+        loss: Tensor,
+        leaves: Sequence[tuple[TrainedModels, Sequence[Tensor]]],
+        *,
+        is_stepped: bool = True,
     ) -> None:
         """Refuse a loss whose gradients would not be used, before its backward.
 
         `leaves` are those of each group of prepared models. Without `is_stepped`, the program steps by itself.
         """
         self.num_left -= 1
-        owners = {id(leaf): group for group, own in leaves.items() for leaf in own}
+        owners = {id(leaf): group for group, own in leaves for leaf in own}
         # Leaves of custom autograd functions are not visible, so leaves other than parameters prove nothing.
         reached = [
             leaf for leaf in graph_leaves(loss) if isinstance(leaf, nn.Parameter) or id(leaf) in owners

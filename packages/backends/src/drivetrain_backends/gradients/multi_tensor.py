@@ -9,12 +9,6 @@ from torch import Tensor
 from drivetrain_backends.compat import foreach_multiply, foreach_norm, foreach_unscale, values_of_sparse
 
 
-def multiply(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply tensors in place by one factor, of shape () on their device."""
-    if tensors:
-        foreach_multiply(list(tensors), factor)
-
-
 def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors of any devices in place by one factor, of shape (), in one kernel a device and dtype."""
     by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

@@ -48,15 +48,18 @@ def nonfinite_error(
         layer: The first value that was not finite in the model's execution, as a clause; None if it is not known.
     """
     names = list(gradients)
-    own = next((i for i, g in enumerate(gradients.values()) if _is_bad(g)), len(names))
+    own = next(
+        (i for i, g in enumerate(gradients.values()) if g is not None and not _all_finite([_local(g)])),
+        len(names),
+    )
     rank = context.topology.rank
     said = torch.tensor([rank, own, bad_loss], device=context.device)
     table: list[list[int]] = (said[None] if alone else gather(context, said[None])).tolist()
     first = min(index for _, index, _ in table)
     holders = [rank for rank, index, _ in table if index == first]
     lost = [rank for rank, _, is_bad in table if is_bad]
-    where = "" if len(holders) == len(table) else f" on {_ranks(holders)}"
-    cause = f"; a loss of {_ranks(lost)} was not finite" if lost else ""
+    where = "" if len(holders) == len(table) else f" on {list_ranks(holders)}"
+    cause = f"; a loss of {list_ranks(lost)} was not finite" if lost else ""
     which = f"of {names[first]}" if first < len(names) else "of a parameter"
     if layer is None:
         found = "precision.watch_underflow names the layer that overflows first"
@@ -68,7 +71,8 @@ def nonfinite_error(
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks as a message names them."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
@@ -80,10 +84,6 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
     # The largest magnitude rather than the 2-norm, which may overflow for finite gradients. It keeps a NaN.
     largest = [torch.stack(norms(group, math.inf)) for group in by_place.values()]
     return all(each.isfinite().all().item() for each in largest)
-
-
-def _is_bad(gradient: Tensor | None) -> bool:
-    return gradient is not None and not torch.isfinite(_local(gradient)).all().item()
 
 
 def _local(gradient: Tensor) -> Tensor:

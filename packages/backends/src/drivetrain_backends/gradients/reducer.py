@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from drivetrain_backends.gradients.multi_tensor import multiply, stored_values
+from drivetrain_backends.gradients.multi_tensor import multiply_by_device, stored_values
 from drivetrain_precision import LossScaler
 
 
@@ -28,7 +28,9 @@ class BackwardOptions:
     def said(self) -> str:
         """The arguments that are not the defaults, for messages; empty without any."""
         found = {"retain_graph=True": self.retain_graph, "create_graph=True": self.create_graph}
-        return ", ".join([name for name, is_said in found.items() if is_said] + self._said_inputs())
+        listed = [name for name, is_said in found.items() if is_said]
+        listed += [] if self.inputs is None else [f"inputs=({len(self.inputs)} tensors)"]
+        return ", ".join(listed)
 
     def run(self, loss: Tensor) -> None:
         """Run torch's backward of a loss."""
@@ -37,9 +39,6 @@ class BackwardOptions:
             create_graph=self.create_graph,
             inputs=self.inputs,
         )
-
-    def _said_inputs(self) -> list[str]:
-        return [] if self.inputs is None else [f"inputs=({len(self.inputs)} tensors)"]
 
 
 ONCE = BackwardOptions()
@@ -116,7 +115,7 @@ class ParameterGradients:
             self.scaler.observe(overflowed=found)
             return found
         if factor is not None:
-            multiply(gradients, factor)
+            multiply_by_device(gradients, factor)
         return False
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:

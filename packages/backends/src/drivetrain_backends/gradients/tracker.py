@@ -1,27 +1,342 @@
-"""The gradient state that a backend's models share, from a backward to a step.
+"""The gradients of a backend's models, from a backward to a step.
 
-Models that share an optimizer or a parameter form a group: their losses have one normalisation and one overflow
-check; see `GradientGroup`.
+Models that share an optimizer or a parameter form a group: their losses have one normalisation and one check for
+overflows. Each row is a stage of a group's gradients, each column an event, each cell the stage after it:
+
+| stage | `add_loss` | `finish` | `use` | `clear`, by all optimizers |
+|---|---|---|---|---|
+| empty | open | empty | used | empty |
+| open | open | final | - | empty |
+| final | open, in a later window | final | used | empty |
+| used | open | used | used | empty |
+
+Gradients are *open* while losses add to them, *final* once they are unscaled and normalised (at the first clip or
+step of a closed window), *used* after a step, and *empty* after `zero_grad`. A step comes after `finish`. What the
+events refuse, and why, their docstrings say.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import AccumulationError
-from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount
+from drivetrain_backends.gradients.accumulation import AccumulationWindow, ReferenceCount, total_count
+from drivetrain_backends.gradients.edits import EditWatch
 from drivetrain_backends.gradients.loss_checks import FirstLosses, check_loss
+from drivetrain_backends.gradients.nonfinite import holds_nonfinite
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, GradientReducer, ParameterGradients
-from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
-from drivetrain_backends.gradients.stages import GradientGroup as GradientGroup
+from drivetrain_backends.gradients.snapshot import is_nonzero, versions_of
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, Writes
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_messages import list_some
-from drivetrain_precision import PrecisionSettings
+from drivetrain_precision import PrecisionSettings, SkippedSteps
 from drivetrain_state import Context
+
+Stage = Literal["empty", "open", "final", "used"]
+
+
+class WindowLosses(NamedTuple):
+    """The losses that gradients hold, as far as making them final depends on it.
+
+    Attributes:
+        is_counted: Whether the losses are sums with counts, rather than means.
+        num_items: The sum of this rank's counts.
+        adds_to_used: Whether the losses were added to gradients that a step had used.
+        is_bad: Whether a loss was not finite, of shape (); None if not recorded.
+    """
+
+    is_counted: bool = False
+    num_items: Tensor | float = 0.0
+    adds_to_used: bool = False
+    is_bad: Tensor | None = None
+
+
+class FinalGradients(NamedTuple):
+    """The properties of final gradients.
+
+    Attributes:
+        norm: The norm before clipping, of shape (); None if they were not clipped by norm.
+        overflowed: Whether they held an infinity or NaN, if that was checked: in fp16, and where the window says so.
+        checked_for: The optimizers that stepped since that check, by id; None if there was none outside fp16.
+    """
+
+    norm: Tensor | None = None
+    overflowed: bool = False
+    checked_for: frozenset[int] | None = None
+
+
+_NO_LOSSES = WindowLosses()
+_UNCHECKED = FinalGradients()
+
+
+class GradientGroup:
+    """The gradients of models that share an optimizer or a parameter.
+
+    Attributes:
+        models: The users' modules.
+        optimizers: The users' optimizers that train the models.
+        stage: The stage of the gradients; the events alone change it.
+        losses: The losses that the gradients hold.
+        last_window: The number of the window of the last loss; -1 before the first.
+        final: The properties of the gradients, once they are final.
+        skips: The steps skipped one after another.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], tracker: "GradientTracker") -> None:
+        self.models = tuple(models)
+        self.optimizers: list[Optimizer] = []
+        self.stage: Stage = "empty"
+        self.losses = _NO_LOSSES
+        self.last_window = -1
+        self.final = _UNCHECKED
+        self.skips = SkippedSteps(self.models, tracker.precision, scaler=tracker.scaler)
+        self._cleared: set[int] = set()  # the optimizers cleared since the last loss
+        self._num_failed = 0  # failed micro-batches that left nothing in these gradients
+        # Cached: walking through modules takes longer than a pass over small gradients.
+        self._held = tuple(dict.fromkeys(p for model in self.models for p in model.parameters()))
+        self._ids = frozenset(map(id, self._held))
+        self._tracker = tracker
+        self._edits = EditWatch(self.models, self._held, tracker.reducer, tracker.window)
+
+    def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
+        """Record a loss that is about to be added.
+
+        Args:
+            count: The number of items that the loss sums; None for a mean.
+            is_bad: Whether the loss is not finite, of shape (), for the error about its gradients.
+
+        Raises:
+            AccumulationError: The gradients are already final, or hold a loss of the other kind; or the loss would be
+                normalised together with gradients that a step used.
+        """
+        window, losses, is_counted = self._tracker.window, self.losses, count is not None
+        if self.stage == "final" and self.last_window == window.number and window.begun:
+            raise AccumulationError(
+                "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
+            )
+        is_new = self.stage in ("empty", "used") or (
+            self.stage == "open" and not self._accept_or_refuse_edits(is_counted)
+        )
+        if is_new:
+            losses = self._first_losses(is_counted=is_counted)
+        elif losses.is_counted != is_counted:
+            raise AccumulationError(
+                "backward(loss) and backward(loss_sum, count=...) came in one accumulation window: a mean and a sum "
+                "cannot be added; pass count= for every loss of the window, or for none (and model= for each loss "
+                "where several models are prepared)"
+            )
+        if count is not None:
+            num_items = losses.num_items + (count.detach() if isinstance(count, Tensor) else count)
+            losses = losses._replace(is_counted=True, num_items=num_items)
+        if is_bad is not None:
+            losses = losses._replace(is_bad=is_bad if losses.is_bad is None else losses.is_bad | is_bad)
+        self.losses, self.last_window = losses, window.number
+        self.stage, self.final = "open", _UNCHECKED
+        self._cleared.clear()
+
+    def finish(self) -> None:
+        """Make the closed window's gradients final: unscaled, and the gradient of the requested mean.
+
+        Called on all ranks. Gradients that are not open stay as they are, but for edits that ranks average.
+
+        Raises:
+            AccumulationError: A micro-batch failed, and its gradients were not dropped; gradients to correct were
+                added to gradients that a step used; other code changed them since the last loss; or backward is
+                still running.
+        """
+        self.check_ended()
+        if self.stage != "open":
+            self._edits.average(to_correct=self._is_corrected, are_empty=self.stage == "empty")
+            return
+        tracker, window = self._tracker, self._tracker.window
+        if self._num_failed != window.num_failed:
+            raise AccumulationError(
+                "the step of a window in which a micro-batch ended in an exception: what it left in the gradients is "
+                "not known. Call optimizer.zero_grad() where the exception is caught, for every optimizer"
+            )
+        if tracker.is_plain and not self.losses.is_counted and window.length == window.num_micro_batches == 1:
+            self.stage = "final"
+            return
+        if has_edits := self._edits.found(to_correct=self._is_corrected):
+            if self._is_corrected:
+                self._edits.check_before_correction()
+            else:
+                self._edits.accept()
+        factor = self._correction()
+        is_changed = factor is not None or tracker.scaler is not None
+        # Values may be read where fp16 synchronises at this step anyway, and in a debug run.
+        context = tracker.context
+        if is_changed and (
+            tracker.scaler is not None or context.device.type == "cpu" or context.settings.debug
+        ):
+            self._edits.check_unscaled()
+        if factor is not None and self.losses.adds_to_used:
+            raise self._used_already("of a window that closed early")
+        # Unmodified gradients are still those just compared; recording them is the main cost of a plain step.
+        is_recorded = not has_edits and not is_changed and self._edits.are_averaged
+        self.final = FinalGradients(overflowed=tracker.reducer.finalize(self.models, factor))
+        self.stage = "final"
+        if not is_recorded:
+            self.record()
+
+    def check_ended(self) -> None:
+        """Refuse to go on while a backward runs, as a hook on a parameter would."""
+        if self._tracker.in_backward:
+            raise AccumulationError(
+                f"a step or clip of {self._names} while backward() runs, from a hook on a parameter: its gradients "
+                "are not averaged over ranks, unscaled and accumulated before the end of backward. Step and clip "
+                "after accelerator.backward(loss), with one optimizer over all parameters or one after the other"
+            )
+
+    def use(self) -> None:
+        """Record that an optimizer steps, or would step but for an overflow.
+
+        Raises:
+            AccumulationError: The gradients come from no loss of this group: other models' losses were counted in
+                this window, or `loss.backward()` was called where losses must be divided or scaled.
+        """
+        if self.stage == "empty":
+            self._check_known()
+        self.stage = "used"
+        self._tracker.has_stepped = True
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer's gradients were cleared; once all are, so are those of the losses."""
+        was_used = self.stage == "used"
+        if not was_used and self.final.checked_for is not None:
+            self.final = self.final._replace(checked_for=None)
+        if self.stage != "empty":
+            self._cleared.add(id(optimizer))
+            if len(self._cleared) >= len(self.optimizers):
+                # Other ranks that step have nothing left to average: nor may this one.
+                self._edits.clear(keep=not was_used and self._edits.are_averaged)
+                self.stage = "empty"
+            else:
+                self._edits.record_again()
+        if self.stage == "empty":
+            self._num_failed = self._tracker.window.num_failed
+
+    def record(self) -> None:
+        """Record the present gradients, to detect later changes by other code. Called after each pass over them."""
+        self._edits.record(to_correct=self.stage == "open" and self._is_corrected)
+
+    def check_finite(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
+        """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
+
+        Args:
+            optimizer: The optimizer about to step, if any: its second step uses other gradients than its first.
+            are_finite: Whether the gradients are known to be finite, as from a finite norm.
+        """
+        if self._tracker.scaler is not None:
+            return  # fp16's scaler checked while unscaling
+        checked_for, overflowed = self.final.checked_for, self.final.overflowed
+        if checked_for is None or (optimizer is not None and id(optimizer) in checked_for):
+            gradients = [gradient for p in self._held if (gradient := p.grad) is not None]
+            overflowed = not are_finite and holds_nonfinite(self._tracker.context, gradients)
+            checked_for = frozenset[int]()
+        if optimizer is not None:
+            checked_for |= {id(optimizer)}
+        self.final = self.final._replace(overflowed=overflowed, checked_for=checked_for)
+
+    def skip(self) -> None:
+        """Skip the steps on these final gradients, as if they had overflowed."""
+        self.final = self.final._replace(overflowed=True)
+
+    def set_norm(self, norm: Tensor) -> None:
+        """Record the norm of the final gradients before clipping, of shape ()."""
+        _, overflowed, checked_for = self.final
+        self.final = FinalGradients(norm, overflowed, checked_for)  # `_replace` takes three times as long
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True if `zero_grad` must keep the gradients, because an open window has accumulated them.
+
+        Many loops call `zero_grad` before backward, which must keep the gradients of earlier micro-batches.
+        """
+        window = self._tracker.window
+        if self.stage != "open" or self.last_window != window.number or self._num_failed != window.num_failed:
+            return False
+        return not (window.closing and (window.length == 1 or self._tracker.last_backward == window.begun))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, each once."""
+        return [parameter for parameter in self._held if parameter.requires_grad]
+
+    def holds_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether any of the parameters belongs to these models."""
+        return any(id(parameter) in self._ids for parameter in parameters)
+
+    @property
+    def _is_corrected(self) -> bool:
+        """True if gradients need a correction (unscaling or normalisation) before a step can use them."""
+        tracker = self._tracker
+        return self.losses.is_counted or tracker.scaler is not None or tracker.window.num_micro_batches > 1
+
+    def _first_losses(self, *, is_counted: bool) -> WindowLosses:
+        """Return the losses before the first one of a window, and forget failed micro-batches of earlier windows."""
+        window = self._tracker.window
+        self._num_failed = max(self._num_failed, window.num_failed_before)
+        if self.stage != "used" or not any(is_nonzero(p.grad) for p in self._held if p.grad is not None):
+            return _NO_LOSSES
+        if is_counted or self._tracker.scaler is not None:
+            raise self._used_already("counted or scaled")
+        return WindowLosses(adds_to_used=True)
+
+    def _accept_or_refuse_edits(self, is_counted: bool) -> bool:
+        """Accept or refuse what other code changed in open gradients; return whether they stay open."""
+        if not self._edits.found(to_correct=self._is_corrected):
+            return True
+        if not self._is_corrected:
+            self._edits.accept()
+            return True
+        return self._edits.check_before_loss(
+            is_same_window=self.last_window == self._tracker.window.number,
+            is_counted=self.losses.is_counted or is_counted,
+        )
+
+    def _check_known(self) -> None:
+        """Refuse gradients that come from no loss of this group; see `use`."""
+        tracker = self._tracker
+        others_counted = tracker.was_counted_in_window and self.last_window != tracker.window.number
+        divided = tracker.window.num_micro_batches > 1 or tracker.scaler is not None
+        if not (others_counted or divided) or all(p.grad is None for p in self.parameters()):
+            return
+        if others_counted:
+            raise AccumulationError(
+                f"an optimizer of {self._names} steps, but no counted loss of this window was said to be theirs: "
+                "pass every model a loss trains, backward(..., model=(a, b))"
+            )
+        raise AccumulationError(
+            f"an optimizer of {self._names} steps on gradients of loss.backward(), which are neither divided by the "
+            "window's micro-batches nor scaled for fp16: call accelerator.backward(loss) in its place"
+        )
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(type(model).__name__ for model in self.models)
+
+    def _used_already(self, what: str) -> AccumulationError:
+        return AccumulationError(
+            f"a loss {what} adds to gradients of {self._names} that a step has used and that were not cleared: these "
+            "would be normalised a second time. Call zero_grad() of every optimizer after each step"
+        )
+
+    def _correction(self) -> Tensor | float | None:
+        """Return the factor that corrects reduced gradients; None if they need no correction."""
+        tracker = self._tracker
+        if not self.losses.is_counted:
+            window = tracker.window
+            nominal, length = window.num_micro_batches, window.length
+            return None if length == nominal or window.keeps_divisor else nominal / length
+        total = total_count(tracker.context, self.losses.num_items)
+        factor = tracker.reference.value(total) * tracker.context.topology.world_size / total
+        tracker.reference.last_total = total
+        return torch.where(total > 0, factor, torch.zeros_like(total))
 
 
 class GradientTracker:
@@ -118,21 +433,30 @@ class GradientTracker:
     ) -> None:
         window, reducer = self.window, self.reducer
         if self.first_losses.num_left:
-            self.first_losses.follow(loss, {group: reducer.leaves(group.models) for group in self.groups})
+            self.first_losses.follow(loss, [(group, reducer.leaves(group.models)) for group in self.groups])
         if self.scaler is not None:
             self.move_scale()
         if count is not None and all(group.stage in ("empty", "used") for group in self.groups):
             self.reference.renew()
-        final = self._final(owners) if len(owners) > 1 else ()
+        final = [
+            group
+            for group in (owners if len(owners) > 1 else ())
+            if group.stage == "final" and group.last_window == window.number
+        ]
         is_bad = ~loss.detach().isfinite() if window.nonfinite_gradients == "raise" else None
         for group in owners:
-            if not final or group not in final:
+            if group not in final:
                 group.add_loss(count, is_bad=is_bad)
         if count is not None:
-            loss = loss / self._reference_of(count)
+            if reducer.is_joined:
+                raise AccumulationError(
+                    "backward(count=...) inside join_uneven_inputs: a rank without batches cannot add its count; "
+                    "prepare the loader, which gives every rank equally many batches, or use the mean"
+                )
+            loss = loss / self.reference.value(count)
         elif window.num_micro_batches > 1:
             loss = loss / window.num_micro_batches
-        before = [versions_of(group.parameters()) for group in final] if final else ()
+        before = [versions_of(group.parameters()) for group in final]
         trained = [model for group in owners for model in group.models]
         writes = self._writes_to_watch()
         self.in_backward = not (self.is_plain and window.num_micro_batches == 1 and count is None)
@@ -142,8 +466,12 @@ class GradientTracker:
             self.in_backward = False
         if writes is not None:
             _check_unwritten(writes, self.groups)
-        if final:
-            _check_unreached(final, before)
+        if any(
+            not old.are(versions_of(group.parameters())) for old, group in zip(before, final, strict=True)
+        ):
+            raise AccumulationError(
+                "backward() reached gradients of this window that were clipped already; clip after its last loss"
+            )
         for group in self.groups:
             if group.stage == "open":
                 group.record()
@@ -196,18 +524,6 @@ class GradientTracker:
             group.finish()
         return found
 
-    def _final(self, owners: Sequence[GradientGroup]) -> list[GradientGroup]:
-        number = self.window.number
-        return [group for group in owners if group.stage == "final" and group.last_window == number]
-
-    def _reference_of(self, count: Tensor | float) -> Tensor:
-        if self.reducer.is_joined:
-            raise AccumulationError(
-                "backward(count=...) inside join_uneven_inputs: a rank without batches cannot add its count; prepare "
-                "the loader, which gives every rank equally many batches, or use the mean"
-            )
-        return self.reference.value(count)
-
 
 def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
     """Refuse a backward in which parameters were written to."""
@@ -217,14 +533,6 @@ def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
             f"{list_some(written)} changed while backward() ran: a hook steps there{' (' if hooks else ''}"
             f"{', '.join(hooks)}{')' if hooks else ''}, before gradients are averaged over ranks, unscaled and "
             "accumulated. Step after backward(), with an optimizer that was passed to prepare()"
-        )
-
-
-def _check_unreached(final: Sequence[GradientGroup], before: Sequence[GradientVersions]) -> None:
-    """Refuse a backward that reached groups whose gradients are final."""
-    if any(not old.are(versions_of(group.parameters())) for old, group in zip(before, final, strict=True)):
-        raise AccumulationError(
-            "backward() reached gradients of this window that were clipped already; clip after its last loss"
         )
 
 

@@ -6,7 +6,6 @@ forward. Hooks around the forward, such as those that gather parameters, run out
 
 from collections.abc import Iterable
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -20,21 +19,11 @@ from torch.utils.checkpoint import (
 from drivetrain_backends.compat import ATTENTION_AND_FP8
 
 Checkpointing = Literal["none", "full", "selective"]
-_ATEN = torch.ops.aten
-_SAVED = (
-    frozenset(  # saved by selective checkpointing: matrix products and attention, the costliest to recompute
-        operation.default
-        for name in (
-            "mm",
-            "addmm",
-            "bmm",
-            "baddbmm",
-            "linear",
-            "convolution",
-            *ATTENTION_AND_FP8,
-        )
-        if (operation := getattr(_ATEN, name, None)) is not None
-    )
+# What selective checkpointing saves: matrix products and attention, the costliest to recompute.
+_SAVED = frozenset(
+    operation.default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", *ATTENTION_AND_FP8)
+    if (operation := getattr(torch.ops.aten, name, None)) is not None
 )
 
 
@@ -84,7 +73,8 @@ def checkpointing_of(module: nn.Module) -> Checkpointing:
 
 
 def _checkpointed(original: type[nn.Module], kind: Checkpointing) -> type[nn.Module]:
-    run = checkpoint if kind == "full" else partial(checkpoint, context_fn=_selective)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    run = checkpoint if kind == "full" else partial(checkpoint, context_fn=contexts)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -102,12 +92,5 @@ def _checkpointed(original: type[nn.Module], kind: Checkpointing) -> type[nn.Mod
     return cast("type[nn.Module]", type(original.__name__, (CheckpointedForward, original), members))
 
 
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
-
-
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return _POLICIES[operation in _SAVED]
-
-
-_POLICIES = MappingProxyType({True: CheckpointPolicy.MUST_SAVE, False: CheckpointPolicy.PREFER_RECOMPUTE})
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,6 +1,6 @@
 """Frozen weights that bitsandbytes or torchao packed, and their entries in a model's state."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,15 +56,9 @@ def packed_entries(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
         *model.named_buffers(remove_duplicate=False),
     )
     known = {_plain(name) for name, _ in tensors}
-    prefixes = tuple(_prefixes(model))
+    holders = [n for n, m in model.named_modules() if any(map(is_packed, m.parameters(recurse=False)))]
+    prefixes = tuple(f"{_plain(name)}." if name else "" for name in holders)
     return frozenset(name for name in names if name not in known and name.startswith(prefixes))
-
-
-def _prefixes(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the modules that hold a packed weight, each with a dot at the end."""
-    for name, module in model.named_modules():
-        if any(map(is_packed, module.parameters(recurse=False))):
-            yield f"{_plain(name)}." if name else ""
 
 
 def _plain(name: str) -> str:

@@ -49,11 +49,12 @@ def plan_blocks(
         ValueError: No model has one of the classes; the message lists the existing ones.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
+    declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     if classes is not None:
         chosen, reason = _by_class(modules, classes, [model, *others], asked), asked
     elif min_num_params is not None:
         chosen, reason = _by_size(model, min_num_params), "min_num_params"
-    elif own := [n for n, m in modules.items() if class_name(m) in _no_split_modules(model)]:
+    elif own := [n for n, m in modules.items() if class_name(m) in declared]:
         chosen, reason = own, "the model's _no_split_modules"
     else:
         chosen = [n for n in modules if _is_listed(model, n)]
@@ -110,20 +111,11 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
     return [name for name in found if name in known]
 
 
-def _no_split_modules(model: nn.Module) -> set[str]:
-    """Return the block classes that a model declares, as in the transformers library."""
-    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-
-
 def _is_listed(model: nn.Module, name: str) -> bool:
     """Return whether a module is an item of a ModuleList that is not itself nested in another list."""
     parts = name.split(".")
-    lists = [
-        depth
-        for depth in range(len(parts))
-        if isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList)
-    ]
-    return lists == [len(parts) - 1]
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    return [one for one in around if isinstance(one, nn.ModuleList)] == around[-1:]
 
 
 def _is_container(module: nn.Module) -> bool:

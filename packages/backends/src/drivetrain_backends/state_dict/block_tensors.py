@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.state_dict.dtensor import local
+from drivetrain_backends.state_dict.dtensor import local, sharded_like
 from drivetrain_weights import box_of_dtensor
 from drivetrain_weights.tensor_box import is_dtensor
 
@@ -241,12 +241,7 @@ def _sharded_like(value: Tensor, like: Any) -> Tensor:
     value = value.to(local(like).device)
     if not is_dtensor(like):
         return value
-    from torch.distributed.tensor import DTensor
-
-    sharded = DTensor.from_local(
-        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return sharded.to(like.device)  # offloaded: from_local moves a shard to the device of the mesh
+    return sharded_like(value, like).to(like.device)  # offloaded: it is on the device of the mesh now
 
 
 @torch.no_grad()

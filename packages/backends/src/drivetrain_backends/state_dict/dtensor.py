@@ -38,13 +38,15 @@ def plain_dtensor(tensor: Any) -> Any:
     plain = plain_values(shard)
     if plain is shard:
         return tensor
-    return type(tensor).from_local(
-        plain,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+    return sharded_like(plain, tensor)
+
+
+def sharded_like(shard: Tensor, like: Any) -> Any:
+    """Return this rank's shard as a tensor that is sharded like another, on the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
@@ -59,14 +61,7 @@ def whole_of(tensor: Tensor, device: torch.device) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     if tensor.to_local().device.type != device.type:  # offloaded; the mesh communicates on its own device
-        tensor = type(tensor).from_local(
-            tensor.to_local().to(device),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        return sharded_like(tensor.to_local().to(device), tensor).full_tensor()
     return tensor.full_tensor()
 
 

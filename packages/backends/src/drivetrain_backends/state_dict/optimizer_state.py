@@ -107,8 +107,7 @@ def load_named_state(
 def _as_range(optimizer: Optimizer, positions: list[int]) -> Sequence[int]:
     """Return positions in a form in which torch's own load finds each at once, and not by a walk through a list."""
     found = range(positions[0], positions[-1] + 1) if positions else range(0)
-    is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict and not changes_states(optimizer)
-    return found if is_torchs and list(found) == positions else positions
+    return found if _loads_as_torch(optimizer) and list(found) == positions else positions
 
 
 def _as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from drivetrain_backends.modules.held_dtypes import (
 )
 from drivetrain_backends.modules.model_checks import check_new, check_values
 from drivetrain_backends.optim.host_optimizers import check_steps_parameters
-from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.optim.parameter_matching import owners
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_backends.protocol import AutoValue
@@ -164,7 +163,10 @@ class TorchBackend:
         finally:
             self._islands = {}
         for scheduler in schedulers:
-            prepared, optimizer = self._trained_by(scheduler.optimizer)
+            trained = ((p, o) for p in self._prepared for o in p.optimizers)
+            prepared, optimizer = next(
+                (p, o) for p, o in trained if scheduler.optimizer is o or scheduler.optimizer is o.optimizer
+            )
             prepared.schedulers.append(
                 PreparedScheduler(scheduler, optimizer, is_main=self.context.topology.is_main)
             )
@@ -287,11 +289,6 @@ class TorchBackend:
         self._trained = [group for group in self._tracker.groups if group.optimizers]
         self._tracker.first_losses.renew()
 
-    def _trained_by(self, optimizer: Optimizer) -> tuple[TorchPrepared, PreparedOptimizer]:
-        return next(
-            (p, o) for p in self._prepared for o in p.optimizers if o is optimizer or o.optimizer is optimizer
-        )
-
 
 def loss_scaler(context: Context, policy: Policy) -> LossScaler | None:
     """Return the loss scale of a run; None without fp16."""
@@ -329,7 +326,8 @@ def read_dtypes(
         if dtypes.buffer is not None:
             found["buffer_dtype"] = _held([b for m in modules for b in m.buffers(recurse=False)])
         if dtypes.output is not None:
-            found["output_dtype"] = _listed({_returned(model) for model in models})
+            returned = {type(m).output_dtype if isinstance(m, PreparedForward) else None for m in models}
+            found["output_dtype"] = _listed({None if one is None else NAMES[one] for one in returned})
         found["keep_fp32"] = tuple(p for p in dtypes.keep_fp32 if any(_are_islands(m, p) for m in models))
     if dtypes.update is not None:
         applied = "nearest" if updates is None else updates.rounding
@@ -342,11 +340,6 @@ def _held(tensors: Sequence[Tensor]) -> str | None:
     """Return the names of the dtypes of plain floating-point tensors."""
     plain = [t for t in tensors if t.is_floating_point() and (t.dtype in NAMES or t.dtype.itemsize == 8)]
     return _listed({NAMES.get(t.dtype, "fp64") for t in plain})
-
-
-def _returned(model: nn.Module) -> str | None:
-    dtype = type(model).output_dtype if isinstance(model, PreparedForward) else None
-    return None if dtype is None else NAMES[dtype]
 
 
 def _listed(names: set[str | None]) -> str | None:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -72,7 +71,7 @@ class DDPBackend(TorchBackend):
         self._made = WeakSet[Replica]()
         self._returning: dict[
             nn.Module, Replica
-        ] = {}  # of the models that are being prepared, by user module
+        ] = {}  # by user module, of the models that are being prepared
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
@@ -87,28 +86,22 @@ class DDPBackend(TorchBackend):
         """
         given, known = models, self._made
         models = [each.module if isinstance(each, Replica) and each in known else each for each in given]
-        pairs = zip(models, given, strict=True)
-        self._returning = {model: each for model, each in pairs if isinstance(each, Replica)}
-        try:
-            return self._prepare(models, optimizers, schedulers)
-        finally:
-            self._returning = {}
-
-    def _prepare(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
-    ) -> tuple[TorchPrepared, ...]:
         check_new(models)
         _check_shared([*(p.unwrap() for p in self._prepared), *models])
-        if not self.settings.sync_batch_norm:
-            return super().prepare(models, optimizers, schedulers)
-        for model in models:
-            check_batch_norms(model, self.context.device)
-        changed = synchronise_batch_norms(models, self.context.group)
+        changed: dict[nn.Module, type[nn.Module]] = {}
+        if self.settings.sync_batch_norm:
+            for model in models:
+                check_batch_norms(model, self.context.device)
+            changed = synchronise_batch_norms(models, self.context.group)
+        pairs = zip(models, given, strict=True)
+        self._returning = {model: each for model, each in pairs if isinstance(each, Replica)}
         try:
             prepared = super().prepare(models, optimizers, schedulers)
         except BaseException:
             restore_batch_norms(changed)
             raise
+        finally:
+            self._returning = {}
         self._batch_norms |= changed
         return prepared
 
@@ -180,12 +173,17 @@ class DDPBackend(TorchBackend):
     def _replicate(self, model: nn.Module, *, at_close: bool) -> Replica:
         """Return the DDP wrapper of a model, as the settings say."""
         settings, device = self.settings, self.context.device
+        if self.context.group is None:
+            raise RuntimeError(
+                "the ddp backend needs a process group, and this is a single process; "
+                "start it with `drivetrain launch --num-processes N`, or use backend='single'"
+            )
         buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         replica = Replica(
             model,
             at_close=at_close,
             device_ids=None if device.type == "cpu" else [device],
-            process_group=_group(self.context),
+            process_group=self.context.group,
             **buffers,
             bucket_cap_mb=settings.bucket_size_mb,
             find_unused_parameters=settings.find_unused_parameters,
@@ -215,7 +213,7 @@ class DDPBackend(TorchBackend):
         if not self._prepared:
             raise AccumulationError("backward() before prepare(model): no ranks average its gradients")
         if tracker.first_losses.num_left:
-            leaves = {group: self._gradients.leaves(group.models) for group in tracker.groups}
+            leaves = [(group, self._gradients.leaves(group.models)) for group in tracker.groups]
             tracker.first_losses.follow(loss, leaves, is_stepped=False)
         models = [prepared.unwrap() for prepared in self._prepared]
         self._gradients.backward(loss, models, options=options)
@@ -253,15 +251,26 @@ class DDPBackend(TorchBackend):
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the DDP wrappers."""
+        settings = self.settings
         replicas = [p.model for p in self._prepared if isinstance(p.model, Replica)]
+        layers = [layer for prepared in self._prepared for _, layer in batch_norms(prepared.unwrap())]
         found = dict(super().applied())
         for replica in replicas[:1]:
+            reason = (
+                "gradients are averaged while backward runs; what comes around that, when the window closes"
+            )
+            by_default = AutoValue(value="overlap", reason=reason)
+            is_synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
             found |= {
                 **compat.applied_arguments(replica),
-                "sync_batch_norm": self._is_synchronised(),
+                "sync_batch_norm": settings.sync_batch_norm and is_synchronised,
                 **applied_hook(replica),
-                "reduce": self._applied_reduce(replica),
-                "check_drift_every": self.settings.check_drift_every,
+                "reduce": by_default
+                if settings.reduce is None
+                else "at_close"
+                if replica.at_close
+                else "overlap",
+                "check_drift_every": settings.check_drift_every,
             }
         return found
 
@@ -278,20 +287,6 @@ class DDPBackend(TorchBackend):
             return name
         return AutoValue(value=name, reason="param_dtype='bf16': sums in bf16 would lose small gradients")
 
-    def _applied_reduce(self, replica: Replica) -> object:
-        if self.settings.reduce is not None:
-            return "at_close" if replica.at_close else "overlap"
-        return AutoValue(
-            value="overlap",
-            reason="gradients are averaged while backward runs; what comes around that, when the window closes",
-        )
-
-    def _is_synchronised(self) -> bool:
-        """Return whether `sync_batch_norm` is on and every batch normalisation layer is synchronised."""
-        found = (module for prepared in self._prepared for _, module in batch_norms(prepared.unwrap()))
-        asked = self.settings.sync_batch_norm
-        return asked and all(isinstance(module, nn.SyncBatchNorm) for module in found)
-
 
 def _check_shared(models: Sequence[nn.Module]) -> None:
     """Refuse models that share a trained parameter: DDP would raise in backward or average its gradient twice."""
@@ -305,15 +300,6 @@ def _check_shared(models: Sequence[nn.Module]) -> None:
                     "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
                     "may have two optimizers), or freeze what they share"
                 )
-
-
-def _group(context: Context) -> ProcessGroup:
-    if context.group is None:
-        raise RuntimeError(
-            "the ddp backend needs a process group, and this is a single process; "
-            "start it with `drivetrain launch --num-processes N`, or use backend='single'"
-        )
-    return context.group
 
 
 class ReplicatedPrepared(TorchPrepared):
@@ -378,9 +364,8 @@ class ReplicatedPrepared(TorchPrepared):
                 yield
         finally:
             replica.is_alone, self.steps_together = False, True
-            replica.is_unreduced = (
-                False  # what is left was stepped on, and would be averaged with the next step's
-            )
+            # What is left was stepped on, and would be averaged with the next step's.
+            replica.is_unreduced = False
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one optimizer if the window is closed. Called on all ranks.
@@ -394,12 +379,8 @@ class ReplicatedPrepared(TorchPrepared):
         result = super().step(optimizer)
         if result.stepped and optimizer is self.group.optimizers[0]:
             self._num_steps += 1
-            if self._compares_now:
+            number, every = self._num_steps, self._check_drift_every
+            # The host waits for it: only at the first step, unless the settings say how often.
+            if number % every == 0 if every is not None else number == 1 and not self._is_alone:
                 check_replicas(self._context, self.group.models)
         return result
-
-    @property
-    def _compares_now(self) -> bool:
-        """True at a step that compares weights across ranks, for which the host waits: the first, unless said."""
-        number, every = self._num_steps, self._check_drift_every
-        return number % every == 0 if every is not None else number == 1 and not self._is_alone

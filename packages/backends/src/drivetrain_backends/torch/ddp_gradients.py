@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,10 @@ class ReplicatedGradients(ParameterGradients):
         on_computed = self.on_computed
         if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
             # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
-            handle = loss.register_hook(partial(_call_before_reducer, on_computed))
+            def call_once_computed(_: Tensor) -> None:
+                call_after_backward(on_computed)
+
+            handle = loss.register_hook(call_once_computed)
             try:
                 super().backward(loss, models, options=options)
             finally:
@@ -198,9 +200,3 @@ class ReplicatedGradients(ParameterGradients):
             dtype=self.dtype,
         )
         self._context.progress.mark(ProgressMark.AVERAGING_DONE)
-
-
-def _call_before_reducer(on_computed: Callable[[], None], gradient: Tensor) -> None:
-    """Have a function called once all gradients are computed; a hook on the loss."""
-    del gradient
-    call_after_backward(on_computed)

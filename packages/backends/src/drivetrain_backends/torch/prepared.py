@@ -100,7 +100,7 @@ class TorchPrepared:
         self._progress.mark(ProgressMark.OPTIMIZER_STEP)
         final = group.final
         if final.overflowed:
-            self._note_skipped(optimizer)
+            group.skips.skipped(optimizer, gather=self._gather)
             return StepResult(stepped=False, skipped=True, grad_norm=final.norm)
         if self.updates is None:
             optimizer.step()
@@ -291,10 +291,6 @@ class TorchPrepared:
             alone=self._is_alone,
             layer=next((layer for layer in layers if layer is not None), None),
         )
-
-    def _note_skipped(self, optimizer: Optimizer) -> None:
-        """Record a step that is skipped; raise if it is one too many, see `SkippedSteps.skipped`."""
-        self.group.skips.skipped(optimizer, gather=self._gather)
 
     @property
     def _is_alone(self) -> bool:
