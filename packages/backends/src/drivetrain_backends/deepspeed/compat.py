@@ -184,19 +184,12 @@ def drop_ended_groups() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatGroups:
-    """The flat tensors of stages 1 and 2, by parameter group.
+    """The flat tensors of stages 1 and 2, by parameter group."""
 
-    Attributes:
-        parameters: The parameters, which are views of the flat tensor of their group.
-        parts: The parts of that tensor, one for each rank.
-        masters: The fp32 master of this rank's part.
-        ranks: The process groups of the parts.
-    """
-
-    parameters: list[list[nn.Parameter]]
-    parts: list[list[Tensor]]
-    masters: list[Tensor]
-    ranks: list[ProcessGroup]
+    parameters: list[list[nn.Parameter]]  # views of the flat tensor of their group
+    parts: list[list[Tensor]]  # of that tensor, one for each rank
+    masters: list[Tensor]  # the fp32 master of this rank's part
+    ranks: list[ProcessGroup]  # the process groups of the parts
 
 
 def flat_groups(optimizer: Any) -> FlatGroups:
@@ -310,15 +303,10 @@ def drop_gradients(engine: Any) -> None:
 
 
 class Reductions(NamedTuple):
-    """The way in which a stage reduces gradients.
+    """The way in which a stage reduces gradients."""
 
-    Attributes:
-        method: The name of the optimizer's method.
-        in_backward: Whether it runs during backward.
-    """
-
-    method: str
-    in_backward: bool
+    method: str  # the name of the optimizer's method
+    in_backward: bool  # whether it runs during backward
 
 
 def reductions_of(optimizer: Any, stage: int) -> Reductions:

@@ -33,42 +33,29 @@ _OF_SOME_STAGES = frozenset(  # "auto" is allowed for these at every stage, as i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """The properties of the run that determine an engine's configuration.
+    """The properties of the run that determine an engine's configuration."""
 
-    Attributes:
-        world_size: The number of ranks of the engine.
-        gradient_accumulation_steps: The number of micro-batches in a window.
-        micro_batch_size: The samples of a micro-batch on one rank; None if no loader sets it.
-        mode: The precision: "no", "fp16" or "bf16".
-        scaling: The settings of the loss scale, for fp16.
-        reduce: The name of the dtype in which ranks add up gradients; None if the run does not say.
-        num_elements: The number of trainable parameter elements of the model; None before there is a model.
-        optimizer: The class name of the prepared optimizer; None without one.
-        optimizer_options: The options that all of its parameter groups share.
-    """
-
-    world_size: int
-    gradient_accumulation_steps: int = 1
-    micro_batch_size: int | None = None
-    mode: str = "no"
-    scaling: PrecisionSettings | None = None
+    world_size: int  # the number of ranks of the engine
+    gradient_accumulation_steps: int = 1  # the number of micro-batches in a window
+    micro_batch_size: int | None = None  # the samples of a micro-batch on one rank; None if no loader sets it
+    mode: str = "no"  # the precision: "no", "fp16" or "bf16"
+    scaling: PrecisionSettings | None = None  # the settings of the loss scale, for fp16
+    # The name of the dtype in which ranks add up gradients; None if the run does not say.
     reduce: str | None = None
+    # The number of trainable parameter elements of the model; None before there is a model.
     num_elements: int | None = None
-    optimizer: str | None = None
+    optimizer: str | None = None  # the class name of the prepared optimizer; None without one
+    # The options that all of its parameter groups share.
     optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A value of the configuration.
-
-    Attributes:
-        value: The value that is set.
-        said: The setting of the run that requires exactly this value, such as "mixed_precision='bf16'"; None for a
-            default, which a given configuration may replace.
-    """
+    """A value of the configuration."""
 
     value: Any
+    # The setting of the run that requires exactly this value, such as "mixed_precision='bf16'"; None for a default,
+    # which a given configuration may replace.
     said: str | None = None
 
 

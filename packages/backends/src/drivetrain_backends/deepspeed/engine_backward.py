@@ -22,32 +22,23 @@ from drivetrain_state import ProgressMark, ProgressRecord
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _TrainedModel:
-    """A model with its engine.
-
-    Attributes:
-        engine: The DeepSpeed engine.
-        gradients: The engine's reduced gradients.
-        parameters: The parameters of the model.
-        names: The names of those parameters.
-        is_ready: Whether the last backward made the gradients ready for the step.
-        left: The fingerprint of `.grad` after the last backward; None without one.
-        placeholder_gradient: A parameter and the zeros in its `.grad`.
-        explain: A function that raises a better error than the one that a backward raised, if it knows one.
-        is_watched: Whether the next backward is watched for writes into parameters, as the first one is.
-        of_frozen: The hooks on frozen parameters.
-        of_trained: The hooks on trained parameters.
-    """
+    """A model with its engine."""
 
     engine: Any
     gradients: ReducedGradients
     parameters: list[Tensor]
     names: list[str]
-    is_ready: bool = False
+    is_ready: bool = False  # whether the last backward made the gradients ready for the step
+    # The fingerprint of `.grad` after the last backward; None without one.
     left: list[tuple[int, int]] | None = None
-    placeholder_gradient: tuple[Tensor, Tensor] | None = None
+    placeholder_gradient: tuple[Tensor, Tensor] | None = None  # a parameter and the zeros in its `.grad`
+    # A function that raises a better error than the one that a backward raised, if it knows one.
     explain: Callable[[Exception], None] | None = None
+    # Whether the next backward is watched for writes into parameters, as the first one is.
     is_watched: bool = True
+    # The hooks on frozen parameters.
     of_frozen: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+    # The hooks on trained parameters.
     of_trained: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def put_stand_in(self) -> None:

@@ -17,13 +17,11 @@ class ReducedGradients:
 
     This class is for stage 1 in bf16, whose gradients are flat fp32 buffers beside the bf16 parameters, and the base
     of those for the other stages.
-
-    Attributes:
-        in_backward: Whether the backward that closes a window makes the gradients ready for the step, so that no
-            other backward may follow.
     """
 
     def __init__(self, engine: Any) -> None:
+        # Whether the backward that closes a window makes the gradients ready for the step, so that no other backward
+        # may follow.
         self.in_backward = False
         self._engine = engine
         self._optimizer = engine.optimizer

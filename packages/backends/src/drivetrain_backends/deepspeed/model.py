@@ -16,20 +16,17 @@ class EngineModel(ModuleProxy):
     A frozen model that a loss merely passes through, such as a discriminator in the generator's step, must bypass its
     engine, which would take the passing gradients for its own. `on_gradient` gets the user's module when a backward
     reaches an output of the engine.
-
-    Attributes:
-        module: The user's module.
-        engine: The DeepSpeed engine, for methods without a counterpart here, such as `save_checkpoint`.
-        explain: A function that raises a better error than the one that a forward raised, if it knows one.
     """
 
     def __init__(self, engine: Any, on_gradient: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.module: nn.Module = engine.module
         self.__dict__["engine"] = engine  # not registered as a child: its parameters are the module's
+        # The DeepSpeed engine, for methods without a counterpart here, such as `save_checkpoint`.
         self.engine: Any
         self._on_gradient = on_gradient
         self.__dict__["explain"] = None
+        # A function that raises a better error than the one that a forward raised, if it knows one.
         self.explain: Callable[[Exception], None] | None
         # Before the engine's own error, which names another cause.
         call_before_backward(engine, lambda: on_gradient(engine.module))

@@ -24,11 +24,7 @@ from drivetrain_state import Context, ProgressMark
 
 
 class DeepSpeedPrepared(TorchPrepared):
-    """A model with its optimizer, trained by an engine.
-
-    Attributes:
-        engine: The DeepSpeed engine.
-    """
+    """A model with its optimizer, trained by an engine."""
 
     steps_together = True
 

@@ -27,13 +27,7 @@ from drivetrain_precision import LossScaler
 
 
 class ShardedGradients(ParameterGradients):
-    """The gradients that FSDP leaves in `.grad`: shards of the mean over all ranks; full ones of plain parameters.
-
-    Attributes:
-        holding: The models whose backwards are not reduced at present.
-        held: The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
-        retained: The retained parts of the sharded models, by model.
-    """
+    """The gradients that FSDP leaves in `.grad`: shards of the mean over all ranks; full ones of plain parameters."""
 
     def __init__(
         self,
@@ -48,8 +42,10 @@ class ShardedGradients(ParameterGradients):
         # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
         self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
         self._dtype = dtype
-        self.holding: set[nn.Module] = set()
+        self.holding: set[nn.Module] = set()  # the models whose backwards are not reduced at present
+        # The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
         self.held: set[nn.Module] = set()
+        # The retained parts of the sharded models, by model.
         self.retained: dict[nn.Module, RetainedModel] = {}
 
     def watch(self, model: ShardedModel) -> None:

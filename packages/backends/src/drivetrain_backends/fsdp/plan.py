@@ -22,19 +22,12 @@ _AXES = ("data", "shard")  # the axes of the run's own mesh that FSDP uses, oute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """The division of ranks into replicas and shards.
-
-    Attributes:
-        strategy: The strategy in force.
-        num_replicas: The number of replicas of the parameters.
-        shard_size: The number of ranks that share a replica.
-        reason: The reason for the chosen strategy; empty if the settings give one.
-    """
+    """The division of ranks into replicas and shards."""
 
     strategy: Strategy
-    num_replicas: int
-    shard_size: int
-    reason: str = ""
+    num_replicas: int  # the number of replicas of the parameters
+    shard_size: int  # the number of ranks that share a replica
+    reason: str = ""  # the reason for the chosen strategy; empty if the settings give one
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -102,18 +95,12 @@ def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePlan:
-    """The dtypes of a run; None keeps the model's own.
+    """The dtypes of a run; None keeps the model's own."""
 
-    Attributes:
-        compute: The dtype of forward and backward.
-        reduce: The dtype in which gradients are reduced.
-        upcast: Whether trainable half-precision parameters are converted to fp32 before they are sharded.
-        held: The dtypes that parameters and buffers are held in, as far as the run's policy says them.
-    """
-
-    compute: torch.dtype | None
-    reduce: torch.dtype | None
-    upcast: bool
+    compute: torch.dtype | None  # the dtype of forward and backward
+    reduce: torch.dtype | None  # the dtype in which gradients are reduced
+    upcast: bool  # whether trainable half-precision parameters are converted to fp32 before they are sharded
+    # The dtypes that parameters and buffers are held in, as far as the run's policy says them.
     held: DtypePolicy
 
     def policy(self) -> MixedPrecisionPolicy:

@@ -36,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPPrepared(TorchPrepared):
-    """A sharded model with its optimizers.
-
-    Attributes:
-        sharded: The sharded model with its blocks and parameters.
-    """
+    """A sharded model with its optimizers."""
 
     steps_together = True
 
@@ -59,7 +55,7 @@ class FSDPPrepared(TorchPrepared):
         buffers: SharedBuffers,
     ) -> None:
         super().__init__(model, context=context, tracker=tracker)
-        self.sharded = retained.sharded
+        self.sharded = retained.sharded  # the sharded model with its blocks and parameters
         self._all_sharded = all_sharded
         self._successors = successors
         self._guard = guard

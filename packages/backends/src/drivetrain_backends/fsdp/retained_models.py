@@ -28,21 +28,13 @@ from drivetrain_state import Context
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class RetainedModel:
-    """A sharded model, and what lives as long as it does.
+    """A sharded model, and what lives as long as it does."""
 
-    Attributes:
-        sharded: The sharded model with its blocks and parameters.
-        hooks: The users' hooks on its parameters.
-        fp8_gather: The weights that are gathered in 8 bits.
-        use: The use of the parameters by a program's own code.
-        writes: The writes of forwards into gathered parameters.
-    """
-
-    sharded: ShardedModel
-    hooks: ParameterHooks
-    fp8_gather: Fp8Gather
-    use: ProgramUse
-    writes: ForwardWrites
+    sharded: ShardedModel  # the sharded model with its blocks and parameters
+    hooks: ParameterHooks  # the users' hooks on its parameters
+    fp8_gather: Fp8Gather  # the weights that are gathered in 8 bits
+    use: ProgramUse  # the use of the parameters by a program's own code
+    writes: ForwardWrites  # the writes of forwards into gathered parameters
 
 
 class RetainedModels:

@@ -25,21 +25,13 @@ _ALIGNMENT = 64  # bytes, the alignment of torch's CPU tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The sharding options that are the same for every model of a run.
+    """The sharding options that are the same for every model of a run."""
 
-    Attributes:
-        mesh: The ranks that parameters are sharded over.
-        reshards: Whether parameters are released after forward.
-        dtypes: The dtypes of storage and computation.
-        offload: Whether shards are kept on the CPU.
-        pin_memory: Whether offloaded shards are in pinned memory.
-    """
-
-    mesh: DeviceMesh
-    reshards: bool
-    dtypes: DtypePlan
-    offload: bool
-    pin_memory: bool
+    mesh: DeviceMesh  # the ranks that parameters are sharded over
+    reshards: bool  # whether parameters are released after forward
+    dtypes: DtypePlan  # the dtypes of storage and computation
+    offload: bool  # whether shards are kept on the CPU
+    pin_memory: bool  # whether offloaded shards are in pinned memory
 
 
 class _Sources(NamedTuple):

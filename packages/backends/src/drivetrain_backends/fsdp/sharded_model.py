@@ -22,45 +22,27 @@ from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlot:
-    """A module attribute that holds a parameter; a tied parameter has several places.
+    """A module attribute that holds a parameter; a tied parameter has several places."""
 
-    Attributes:
-        module: The module that holds the parameter.
-        attribute: The parameter's name in the module.
-        name: The parameter's name in the model.
-        parameter: The parameter that `prepare` left there.
-    """
-
-    module: nn.Module
-    attribute: str
-    name: str
-    parameter: nn.Parameter
+    module: nn.Module  # the module that holds the parameter
+    attribute: str  # the parameter's name in the module
+    name: str  # the parameter's name in the model
+    parameter: nn.Parameter  # the parameter that `prepare` left there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedModel:
-    """A model whose parameters are shards.
-
-    Attributes:
-        module: The user's module.
-        plan: The plan of the module's blocks.
-        blocks: The separately sharded modules, the root last.
-        places: The place of every parameter.
-        upcast: The names of parameters converted from half precision to fp32.
-        parameters: Every parameter once, by the first of its names.
-        known: The set of all parameters.
-        plain: The parameters that every rank holds in full: scalars, empty ones, and those of dtypes without
-            gradients.
-    """
+    """A model whose parameters are shards."""
 
     module: nn.Module
-    plan: BlockPlan
-    blocks: tuple[FSDPModule, ...]
-    places: tuple[ParameterSlot, ...]
-    upcast: tuple[str, ...] = ()
-    parameters: dict[str, nn.Parameter] = field(init=False)
+    plan: BlockPlan  # the plan of the module's blocks
+    blocks: tuple[FSDPModule, ...]  # the separately sharded modules, the root last
+    places: tuple[ParameterSlot, ...]  # the place of every parameter
+    upcast: tuple[str, ...] = ()  # the names of parameters converted from half precision to fp32
+    parameters: dict[str, nn.Parameter] = field(init=False)  # every parameter once, by the first of its names
+    # The parameters that every rank holds in full: scalars, empty ones, and those of dtypes without gradients.
     plain: dict[str, nn.Parameter] = field(init=False)
-    known: frozenset[Tensor] = field(init=False)
+    known: frozenset[Tensor] = field(init=False)  # the set of all parameters
 
     def __post_init__(self) -> None:
         parameters: dict[str, nn.Parameter] = {}

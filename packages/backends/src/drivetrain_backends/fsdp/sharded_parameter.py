@@ -35,14 +35,10 @@ _AS_IT_IS: Any = DTensor.__torch_function__
 
 
 class ShardedParameter(DTensor):
-    """A parameter that `fully_shard` divided, to which full tensors can be assigned and copied.
-
-    Attributes:
-        name_in_model: The parameter's name in its model.
-    """
+    """A parameter that `fully_shard` divided, to which full tensors can be assigned and copied."""
 
     __slots__ = ()
-    name_in_model: str
+    name_in_model: str  # the parameter's name in its model
     if ASSERTS_ONE_CLASS:
         __torch_dispatch__ = classmethod(run_as_dtensors)  # pyright: ignore[reportAssignmentType]
 

@@ -139,14 +139,11 @@ class ReferenceCount:
 
     It is the total count of the last window; before the first one, the total of the first micro-batch times the
     window's length. An estimate is enough to keep fp16 gradients in range, because the later correction is exact.
-
-    Attributes:
-        number: The reference, of shape (); None before the first count.
-        last_total: The total of the last closed window, of shape (), which becomes the next reference.
     """
 
     def __init__(self, context: Context, window: AccumulationWindow) -> None:
-        self.number: Tensor | None = None
+        self.number: Tensor | None = None  # the reference, of shape (); None before the first count
+        # The total of the last closed window, of shape (), which becomes the next reference.
         self.last_total: Tensor | None = None
         self._context = context
         self._window = window

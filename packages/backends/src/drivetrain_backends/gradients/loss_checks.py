@@ -33,14 +33,10 @@ class TrainedModels(Protocol):
 
 
 class FirstLosses:
-    """A check of the graphs of the first losses after each `prepare`.
-
-    Attributes:
-        num_left: The number of losses still to check.
-    """
+    """A check of the graphs of the first losses after each `prepare`."""
 
     def __init__(self) -> None:
-        self.num_left = 0
+        self.num_left = 0  # the number of losses still to check
         self._has_warned = False
 
     def renew(self) -> None:

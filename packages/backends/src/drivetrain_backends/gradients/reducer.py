@@ -45,15 +45,10 @@ ONCE = BackwardOptions()
 
 
 class GradientReducer(Protocol):
-    """An object that runs backwards, averages their gradients over ranks, and makes them final.
+    """An object that runs backwards, averages their gradients over ranks, and makes them final."""
 
-    Attributes:
-        scaler: The loss scale, for fp16.
-        is_joined: Whether ranks may run out of batches at different steps.
-    """
-
-    scaler: LossScaler | None
-    is_joined: bool
+    scaler: LossScaler | None  # the loss scale, for fp16
+    is_joined: bool  # whether ranks may run out of batches at different steps
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
@@ -82,19 +77,13 @@ class GradientReducer(Protocol):
 
 
 class ParameterGradients:
-    """The gradients that torch's autograd leaves in `.grad`, in full on every rank, where other code may change them.
+    """The gradients that torch's autograd leaves in `.grad`, full on every rank, where other code may change them."""
 
-    Attributes:
-        scaler: The loss scale, for fp16.
-        is_joined: Whether ranks may run out of batches at different steps.
-        averages: Whether ranks hold replicas, so that gradients changed by other code must be averaged.
-    """
-
-    averages = False
+    averages = False  # whether ranks hold replicas, so that gradients changed by other code must be averaged
 
     def __init__(self, scaler: LossScaler | None) -> None:
-        self.scaler = scaler
-        self.is_joined = False
+        self.scaler = scaler  # the loss scale, for fp16
+        self.is_joined = False  # whether ranks may run out of batches at different steps
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run torch's backward, on the scaled loss for fp16; see `GradientReducer.backward`."""

@@ -26,15 +26,11 @@ _SAMPLED_VALUES = 64
 
 
 class GradientVersions(NamedTuple):
-    """The state of gradients at one moment, by parameter; None for a parameter without a gradient.
+    """The state of gradients at one moment, by parameter; None for a parameter without a gradient."""
 
-    Attributes:
-        gradients: The gradients. A live tensor has a single weak reference, so `is` compares them.
-        versions: The number of in-place writes to each gradient.
-    """
-
+    # The gradients. A live tensor has a single weak reference, so `is` compares them.
     gradients: list[ref[Tensor] | None]
-    versions: list[int | None]
+    versions: list[int | None]  # the number of in-place writes to each gradient
 
     def are(self, other: "GradientVersions") -> bool:
         """Return whether the gradients are in the same state. `==` would compare values."""
@@ -42,17 +38,11 @@ class GradientVersions(NamedTuple):
 
 
 class GradientEdits(NamedTuple):
-    """The indices of parameters whose gradients were changed since the last `take`.
+    """The indices of parameters whose gradients were changed since the last `take`."""
 
-    Attributes:
-        edited: The parameters whose gradients are new or have other values.
-        cleared: The parameters whose gradients are gone or zero.
-        left: The number of gradients that exist and were not cleared.
-    """
-
-    edited: list[int]
-    cleared: list[int]
-    left: int
+    edited: list[int]  # the parameters whose gradients are new or have other values
+    cleared: list[int]  # the parameters whose gradients are gone or zero
+    left: int  # the number of gradients that exist and were not cleared
 
 
 class GradientSnapshot:

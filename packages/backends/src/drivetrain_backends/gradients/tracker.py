@@ -41,32 +41,21 @@ Stage = Literal["empty", "open", "final", "used"]
 
 
 class WindowLosses(NamedTuple):
-    """The losses that gradients hold, as far as making them final depends on it.
+    """The losses that gradients hold, as far as making them final depends on it."""
 
-    Attributes:
-        is_counted: Whether the losses are sums with counts, rather than means.
-        num_items: The sum of this rank's counts.
-        adds_to_used: Whether the losses were added to gradients that a step had used.
-        is_bad: Whether a loss was not finite, of shape (); None if not recorded.
-    """
-
-    is_counted: bool = False
-    num_items: Tensor | float = 0.0
-    adds_to_used: bool = False
-    is_bad: Tensor | None = None
+    is_counted: bool = False  # whether the losses are sums with counts, rather than means
+    num_items: Tensor | float = 0.0  # the sum of this rank's counts
+    adds_to_used: bool = False  # whether the losses were added to gradients that a step had used
+    is_bad: Tensor | None = None  # whether a loss was not finite, of shape (); None if not recorded
 
 
 class FinalGradients(NamedTuple):
-    """The properties of final gradients.
+    """The properties of final gradients."""
 
-    Attributes:
-        norm: The norm before clipping, of shape (); None if they were not clipped by norm.
-        overflowed: Whether they held an infinity or NaN, if that was checked: in fp16, and where the window says so.
-        checked_for: The optimizers that stepped since that check, by id; None if there was none outside fp16.
-    """
-
-    norm: Tensor | None = None
+    norm: Tensor | None = None  # the norm before clipping, of shape (); None if they were not clipped by norm
+    # Whether they held an infinity or NaN, if that was checked: in fp16, and where the window says so.
     overflowed: bool = False
+    # The optimizers that stepped since that check, by id; None if there was none outside fp16.
     checked_for: frozenset[int] | None = None
 
 
@@ -75,25 +64,16 @@ _UNCHECKED = FinalGradients()
 
 
 class GradientGroup:
-    """The gradients of models that share an optimizer or a parameter.
-
-    Attributes:
-        models: The users' modules.
-        optimizers: The users' optimizers that train the models.
-        stage: The stage of the gradients; the events alone change it.
-        losses: The losses that the gradients hold.
-        last_window: The number of the window of the last loss; -1 before the first.
-        final: The properties of the gradients, once they are final.
-        skips: The steps skipped one after another.
-    """
+    """The gradients of models that share an optimizer or a parameter."""
 
     def __init__(self, models: Sequence[nn.Module], tracker: "GradientTracker") -> None:
         self.models = tuple(models)
-        self.optimizers: list[Optimizer] = []
-        self.stage: Stage = "empty"
+        self.optimizers: list[Optimizer] = []  # the users' optimizers that train the models
+        self.stage: Stage = "empty"  # the stage of the gradients; the events alone change it
         self.losses = _NO_LOSSES
-        self.last_window = -1
+        self.last_window = -1  # the number of the window of the last loss; -1 before the first
         self.final = _UNCHECKED
+        # The steps skipped one after another.
         self.skips = SkippedSteps(self.models, tracker.precision, scaler=tracker.scaler)
         self._cleared: set[int] = set()  # the optimizers cleared since the last loss
         self._num_failed = 0  # failed micro-batches that left nothing in these gradients
@@ -340,22 +320,7 @@ class GradientGroup:
 
 
 class GradientTracker:
-    """The state that the groups of one backend share.
-
-    Attributes:
-        context: The ranks and the device.
-        window: The accumulation window.
-        reducer: The object that runs backwards and reduces their gradients.
-        scaler: The loss scale, for fp16.
-        precision: The limits of skipped steps.
-        is_plain: Whether backwards leave the final mean gradients of a full window, with nothing to correct and no
-            loss to record.
-        reference: The divisor of counted losses before backward.
-        first_losses: The check that the first losses reach prepared models.
-        last_backward: The micro-batch of the last backward; -1 before the first.
-        has_stepped: Whether an optimizer stepped since the loss scale was last updated.
-        in_backward: Whether a backward is running whose gradients are not final before its end.
-    """
+    """The state that the groups of one backend share."""
 
     def __init__(
         self,
@@ -364,20 +329,22 @@ class GradientTracker:
         reducer: GradientReducer,
         precision: PrecisionSettings | None = None,
     ) -> None:
-        self.context = context
+        self.context = context  # the ranks and the device
         self.window = window
-        self.reducer = reducer
-        self.scaler = reducer.scaler
-        self.precision = precision or PrecisionSettings()
+        self.reducer = reducer  # the object that runs backwards and reduces their gradients
+        self.scaler = reducer.scaler  # the loss scale, for fp16
+        self.precision = precision or PrecisionSettings()  # the limits of skipped steps
         is_watched = window.nonfinite_gradients == "raise"
+        # Whether backwards leave the final mean gradients of a full window, with nothing to correct and no loss to
+        # record.
         self.is_plain = self.scaler is None and type(reducer) is ParameterGradients and not is_watched
         # Weak: a group holds the tracker, and models are to be freed with their last reference.
         self._groups: list[ref[GradientGroup]] = []
-        self.reference = ReferenceCount(context, window)
-        self.first_losses = FirstLosses()
-        self.last_backward = -1
-        self.has_stepped = False
-        self.in_backward = False
+        self.reference = ReferenceCount(context, window)  # the divisor of counted losses before backward
+        self.first_losses = FirstLosses()  # the check that the first losses reach prepared models
+        self.last_backward = -1  # the micro-batch of the last backward; -1 before the first
+        self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated
+        self.in_backward = False  # whether a backward is running whose gradients are not final before its end
         self._until_look = 0
 
     @property

@@ -28,15 +28,10 @@ _SAVED = frozenset(
 
 
 class CheckpointedForward:
-    """The base of the classes that `checkpoint_activations` makes.
+    """The base of the classes that `checkpoint_activations` makes."""
 
-    Attributes:
-        unchecked_class: The class that the subclass replaces.
-        checkpointing: The kind of checkpointing, "full" or "selective".
-    """
-
-    unchecked_class: type[nn.Module]
-    checkpointing: Checkpointing
+    unchecked_class: type[nn.Module]  # the class that the subclass replaces
+    checkpointing: Checkpointing  # the kind of checkpointing, "full" or "selective"
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) -> None:

@@ -28,14 +28,10 @@ _MIXED = (
 
 
 class PreparedForward:
-    """The base of the classes that `prepare_forward` makes.
+    """The base of the classes that `prepare_forward` makes."""
 
-    Attributes:
-        original_class: The class that the subclass replaces.
-        output_dtype: The dtype that floating-point outputs are cast to; None returns them as computed.
-    """
-
-    original_class: type[nn.Module]
+    original_class: type[nn.Module]  # the class that the subclass replaces
+    # The dtype that floating-point outputs are cast to; None returns them as computed.
     output_dtype: torch.dtype | None
 
 

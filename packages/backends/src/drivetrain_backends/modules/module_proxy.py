@@ -13,9 +13,6 @@ class ModuleProxy(nn.Module):
 
     A subclass sets `module`, and calls `forward_attributes` after its own attributes are set. A copy or pickle is one
     of the user's module, as for a model that is not wrapped.
-
-    Attributes:
-        module: The user's module.
     """
 
     module: nn.Module

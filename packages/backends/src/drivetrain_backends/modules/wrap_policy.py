@@ -12,16 +12,12 @@ from drivetrain_backends.modules.autocast_forward import PreparedForward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """The blocks of a model; in a sharded model the remaining parameters are sharded with the root.
+    """The blocks of a model; in a sharded model the remaining parameters are sharded with the root."""
 
-    Attributes:
-        blocks: The names of the blocks, inner ones before those around them, otherwise in module order.
-        reason: The criterion that chose them.
-        left_out: The modules excluded as blocks because they share a parameter, each with that parameter's name.
-    """
-
+    # The names of the blocks, inner ones before those around them, otherwise in module order.
     blocks: tuple[str, ...]
-    reason: str
+    reason: str  # the criterion that chose them
+    # The modules excluded as blocks because they share a parameter, each with that parameter's name.
     left_out: dict[str, str] = field(default_factory=dict[str, str])
 
 

@@ -22,14 +22,11 @@ class ScheduleGuard:
 
     Args:
         optimizers: The user's optimizer and its wrapper, because a scheduler may be built over either.
-
-    Attributes:
-        has_begun: Whether a window of several micro-batches has begun.
-        is_prepared: Whether a prepared scheduler sets the rates; others are then not searched for.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        self.has_begun = False
+        self.has_begun = False  # whether a window of several micro-batches has begun
+        # Whether a prepared scheduler sets the rates; others are then not searched for.
         self.is_prepared = False
         self._optimizers = tuple(ref(optimizer) for optimizer in optimizers)
         self._schedulers: list[ref[LRScheduler]] = []

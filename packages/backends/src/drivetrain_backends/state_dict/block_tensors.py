@@ -35,15 +35,10 @@ _SHAPE = "tensor_shape"
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The parts of a tensor.
+    """The parts of a tensor."""
 
-    Attributes:
-        block_size: The number of elements in a block; 0 if the tensor has no known blocks.
-        per_block: The number of elements of each divided part in a block.
-    """
-
-    block_size: int
-    per_block: Mapping[str, int]
+    block_size: int  # the number of elements in a block; 0 if the tensor has no known blocks
+    per_block: Mapping[str, int]  # the number of elements of each divided part in a block
 
 
 class BlockPart:
@@ -165,17 +160,13 @@ def is_stored(value: object) -> bool:
 
 
 class Restored:
-    """Restores the states of an optimizer from their plain form, and counts those that came back in another form.
-
-    Attributes:
-        num_cut: States of which a new shard would cut a block: their values are kept in floating point.
-        num_foreign: States of a class that the optimizer's own library does not have: likewise.
-    """
+    """Restores the states of an optimizer from their plain form, and counts those that came back in another form."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+        # States of which a new shard would cut a block: their values are kept in floating point.
         self.num_cut = 0
-        self.num_foreign = 0
+        self.num_foreign = 0  # states of a class that the optimizer's own library does not have: likewise
 
     def restore(self, value: Any, parameter: Tensor | None) -> Any:
         """Return a value of a state with all plain forms restored, sharded like the parameter if of its shape."""

@@ -15,26 +15,18 @@ Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        windows: The number of micro-batches of each accumulation window; a shorter one closes early.
-        accumulation: The nominal number of micro-batches in a window.
-        counted: Whether losses are sums with a count, of sizes that differ by rank and micro-batch.
-        clip: The norm to clip to, if any.
-        tied: Whether the model's last layer shares its first layer's weight.
-        frozen: Whether the model's first layer is frozen.
-        zero_first: Whether `zero_grad` comes before backward, as in many loops.
-        mode: The precision; in fp16 and bf16 the model is float32, and its weights approximate the plain loop's.
-    """
-
+    # The number of micro-batches of each accumulation window; a shorter one closes early.
     windows: Sequence[int]
-    accumulation: int = 1
+    accumulation: int = 1  # the nominal number of micro-batches in a window
+    # Whether losses are sums with a count, of sizes that differ by rank and micro-batch.
     counted: bool = False
-    clip: float | None = None
-    tied: bool = False
-    frozen: bool = False
-    zero_first: bool = False
+    clip: float | None = None  # the norm to clip to, if any
+    tied: bool = False  # whether the model's last layer shares its first layer's weight
+    frozen: bool = False  # whether the model's first layer is frozen
+    zero_first: bool = False  # whether `zero_grad` comes before backward, as in many loops
+    # The precision; in fp16 and bf16 the model is float32, and its weights approximate the plain loop's.
     mode: str = "no"
 
 
@@ -57,19 +49,13 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainStep:
-    """The results of a step of the plain loop.
+    """The results of a step of the plain loop."""
 
-    Attributes:
-        losses: The loss of each micro-batch of each rank, as [micro-batch][rank].
-        norm: The norm of the gradients before clipping; None without clipping.
-        gradients: The gradients that the optimizer used, by parameter name; clipped if `Case.clip` is set.
-        weights: The model's state after the step.
-    """
-
-    losses: list[list[Tensor]]
-    norm: Tensor | None
+    losses: list[list[Tensor]]  # the loss of each micro-batch of each rank, as [micro-batch][rank]
+    norm: Tensor | None  # the norm of the gradients before clipping; None without clipping
+    # The gradients that the optimizer used, by parameter name; clipped if `Case.clip` is set.
     gradients: dict[str, Tensor] = field(repr=False)
-    weights: dict[str, Tensor] = field(repr=False)
+    weights: dict[str, Tensor] = field(repr=False)  # the model's state after the step
 
 
 def tiny_model(case: Case, dtype: torch.dtype, *, seed: int) -> TinyModel:

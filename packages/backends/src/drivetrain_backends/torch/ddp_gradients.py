@@ -31,13 +31,6 @@ class ReplicatedGradients(ParameterGradients):
     A loss from another method of the model, or the second of two backwards, bypasses the reducer. The mean over ranks
     of `mean(a) + b` is `mean(a) + mean(b)`; all gradients of a replica are therefore averaged once more when its
     window closes, if one of its backwards bypassed the reducer.
-
-    Attributes:
-        replicas: The DDP wrappers by user module.
-        unreduced: The parameters whose gradients are not averaged over ranks, with their names: those frozen when
-            their model was replicated.
-        dtype: The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
-        on_computed: A function called in each backward that ranks wait for, before this rank waits; None for none.
     """
 
     def __init__(
@@ -49,12 +42,16 @@ class ReplicatedGradients(ParameterGradients):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(scaler)
-        self.replicas: dict[nn.Module, Replica] = {}
+        self.replicas: dict[nn.Module, Replica] = {}  # the DDP wrappers by user module
+        # The parameters whose gradients are not averaged over ranks, with their names: those frozen when their model
+        # was replicated.
         self.unreduced: dict[Tensor, str] = {}
         self.averages = context.topology.world_size > 1
+        # A function called in each backward that ranks wait for, before this rank waits; None for none.
         self.on_computed: Callable[[], None] | None = None
         self._context = context
         self._bucket_bytes = bucket_bytes
+        # The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
         self.dtype = dtype
         self._group: ProcessGroup | None = None
         self._rebuilt: set[Replica] = set()

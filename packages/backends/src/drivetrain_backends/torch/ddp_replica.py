@@ -38,13 +38,6 @@ class Replica(ModuleProxy, DistributedDataParallel):
 
     DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. The
     gradients that another backward adds stay local.
-
-    Attributes:
-        at_close: Whether gradients are averaged when their window closes.
-        is_armed: Whether the reducer waits for a backward.
-        is_unreduced: Whether there may be gradients that are not averaged over ranks.
-        is_alone: Whether this rank steps on gradients of its own.
-        known: The record of the parameters that the model was replicated with.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -52,11 +45,12 @@ class Replica(ModuleProxy, DistributedDataParallel):
         # The parameters that DDP counts, whatever is frozen later.
         self._reduced = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._reduced_parameters = tuple(self._reduced.values())
-        self.at_close = at_close
-        self.is_armed = False
-        self.is_unreduced = False
-        self.is_alone = False
+        self.at_close = at_close  # whether gradients are averaged when their window closes
+        self.is_armed = False  # whether the reducer waits for a backward
+        self.is_unreduced = False  # whether there may be gradients that are not averaged over ranks
+        self.is_alone = False  # whether this rank steps on gradients of its own
         self._is_held = False
+        # The record of the parameters that the model was replicated with.
         self.known = KnownParameters(module)
         self._attached = compat.accumulators(self._reduced_parameters)
         self._num_backwards = 0

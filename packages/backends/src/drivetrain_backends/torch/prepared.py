@@ -34,24 +34,18 @@ STEPPED = StepResult(stepped=True, skipped=False)
 
 
 class TorchPrepared:
-    """A model with its optimizers, trained by torch's autograd.
+    """A model with its optimizers, trained by torch's autograd."""
 
-    Attributes:
-        steps_together: Whether all ranks step this model at the same time, so that they may gather an error.
-        model: The module that the user calls.
-        optimizers: The prepared optimizers that train this model.
-        schedulers: The prepared schedulers of those optimizers.
-        group: The gradients of this model and of the models that share an optimizer or a parameter with it.
-        updates: The object that steps optimizers whose parameters are held in bf16; None if they step by themselves.
-    """
-
+    # Whether all ranks step this model at the same time, so that they may gather an error.
     steps_together = False
 
     def __init__(self, model: nn.Module, *, context: Context, tracker: GradientTracker) -> None:
-        self.model = model
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[PreparedScheduler] = []
+        self.model = model  # the module that the user calls
+        self.optimizers: list[PreparedOptimizer] = []  # the prepared optimizers that train this model
+        self.schedulers: list[PreparedScheduler] = []  # the prepared schedulers of those optimizers
+        # The gradients of this model and of the models that share an optimizer or a parameter with it.
         self.group = GradientGroup([self.unwrap()], tracker)
+        # The object that steps optimizers whose parameters are held in bf16; None if they step by themselves.
         self.updates: Bf16Updates | None = None
         self._context = context
         self._progress = context.progress
