@@ -5,10 +5,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam
 
-from drivetrain_backends import (
-    AccumulationWindow,
-    DDPBackend,
-)
+from drivetrain_backends import AccumulationWindow, DDPBackend
 from drivetrain_precision import choose_policy
 from sharded_stack import context, fsdp, loss_of, scaled, stack, trained, weights
 

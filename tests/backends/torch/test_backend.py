@@ -4,13 +4,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain_backends import (
-    AccumulationError,
-    AccumulationWindow,
-    DDPBackend,
-    DDPSettings,
-    PairingError,
-)
+from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, DDPSettings, PairingError
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
 from single_process import backend, linear

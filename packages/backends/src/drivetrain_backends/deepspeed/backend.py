@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.deepspeed.checks import (
     check_device,
     check_dtypes,
@@ -16,14 +17,6 @@ from drivetrain_backends.deepspeed.checks import (
     check_optimizer,
     check_parameters,
     check_rounding,
-)
-from drivetrain_backends.deepspeed.compat import (
-    accumulation_dtype,
-    applied_zero,
-    call_after_module,
-    num_elements,
-    release_models,
-    restore_linear,
 )
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.deepspeed.elementwise import check_elementwise, parts_of
@@ -101,7 +94,7 @@ class DeepSpeedBackend(TorchBackend):
             return
         with entering(self.context):
             init = self._deepspeed.zero.Init(config_dict_or_path=self.config)
-            call_after_module(init, lambda module: guard(module.parameters(recurse=False)))
+            compat.call_after_module(init, lambda module: guard(module.parameters(recurse=False)))
             with init:
                 yield
 
@@ -168,8 +161,8 @@ class DeepSpeedBackend(TorchBackend):
 
     def close(self) -> None:
         """End the engines and forget all models."""
-        release_models(prepared.unwrap() for prepared in self._prepared)
-        restore_linear()
+        compat.release_models(prepared.unwrap() for prepared in self._prepared)
+        compat.restore_linear()
         super().close()
         self.window.fixed_because = None
         self._lifetime.close()
@@ -192,7 +185,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
         """End the engines that the failed call had started; see `TorchBackend.undo_prepare`."""
-        release_models(prepared.unwrap() for prepared in placed)
+        compat.release_models(prepared.unwrap() for prepared in placed)
         super().undo_prepare(placed, error)
         if not self._engines():
             self.window.fixed_because = None
@@ -259,7 +252,9 @@ class DeepSpeedBackend(TorchBackend):
             mode=self.policy.mode_beside_recipe,
             scaling=self.policy.scaling,
             reduce=None if reduce is None else str(reduce),
-            num_elements=None if model is None else sum(map(num_elements, trainable_parameters([model]))),
+            num_elements=None
+            if model is None
+            else sum(map(compat.num_elements, trainable_parameters([model]))),
             optimizer=None if optimizer is None else type(optimizer).__name__,
             optimizer_options={} if optimizer is None else _shared_options(optimizer),
         )
@@ -289,7 +284,7 @@ class DeepSpeedBackend(TorchBackend):
             for block in blocks:
                 undo.callback(restore_activations, block)
             undo.callback(restore_forward, model)
-            undo.callback(release_models, [model])
+            undo.callback(compat.release_models, [model])
             engine, *_ = self._deepspeed.initialize(
                 model=model,
                 optimizer=None if by_engine else optimizer,
@@ -336,7 +331,7 @@ def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
 
 def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
     """Return the section's fields as the engine has them; an `AutoValue` where the section left one open."""
-    zero = applied_zero(engine)
+    zero = compat.applied_zero(engine)
     found: dict[str, object] = {
         "stage": int(engine.zero_optimization_stage()),
         "offload_optimizer": _device_of(zero.offload_optimizer),
@@ -344,7 +339,7 @@ def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
         "reduce_bucket_size": int(zero.reduce_bucket_size),
         "allgather_bucket_size": int(zero.allgather_bucket_size),
         "overlap_comm": bool(zero.overlap_comm),
-        "grad_accum_dtype": accumulation_dtype(engine),
+        "grad_accum_dtype": compat.accumulation_dtype(engine),
         "communication_data_type": reduction_dtype(engine),
         "config": engine.config,
     }

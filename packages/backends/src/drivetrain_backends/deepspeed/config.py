@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log2
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from drivetrain_backends.deepspeed.config_checks import check_keys, check_possible
 from drivetrain_backends.errors import EngineConfigError
@@ -49,8 +49,7 @@ class EngineRun:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """A value of the configuration."""
 
     value: Any
@@ -92,20 +91,15 @@ def read_given(config: Mapping[str, Any] | Path | None) -> tuple[dict[str, Any],
         return {}, "deepspeed.config"
     if not isinstance(config, Path):
         return dict(config), "deepspeed.config"
+    name = f"deepspeed.config={str(config)!r}"
     try:
         read = parse_json(config, read_text(config), object_pairs_hook=_no_duplicates)
     except OSError as error:
-        raise EngineConfigError(
-            f"deepspeed.config={str(config)!r}: cannot be read ({error.strerror})"
-        ) from error
+        raise EngineConfigError(f"{name}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise EngineConfigError(
-            f"deepspeed.config={str(config)!r}: is no JSON that can be used ({error})"
-        ) from error
+        raise EngineConfigError(f"{name}: is no JSON that can be used ({error})") from error
     if not isinstance(read, dict):
-        raise EngineConfigError(
-            f"deepspeed.config={str(config)!r}: must hold an object, not a {type(read).__name__}"
-        )
+        raise EngineConfigError(f"{name}: must hold an object, not a {type(read).__name__}")
     return cast("dict[str, Any]", read), str(config)
 
 
@@ -147,39 +141,35 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
     said_batch = None if micro_batch is None else f"the prepared loaders' batch_size={micro_batch}"
     half = f"mixed_precision={run.mode!r}"
     keys = {
-        "train_micro_batch_size_per_gpu": Key(value=micro_batch or 1, said=said_batch),
-        "gradient_accumulation_steps": Key(value=accumulation, said=said_accumulation),
+        "train_micro_batch_size_per_gpu": Key(micro_batch or 1, said_batch),
+        "gradient_accumulation_steps": Key(accumulation, said_accumulation),
         "train_batch_size": Key(
-            value=(micro_batch or 1) * accumulation * run.world_size,
-            said=said_batch and f"{said_batch}, {said_accumulation} and {run.world_size} processes",
+            (micro_batch or 1) * accumulation * run.world_size,
+            said_batch and f"{said_batch}, {said_accumulation} and {run.world_size} processes",
         ),
-        "managed_gradient_accumulation": Key(
-            value=True, said="the accumulation window, which is drivetrain's"
-        ),
-        "gradient_clipping": Key(value=0.0),
-        "gradient_allreduce_op": Key(
-            value="mean", said="the mean over ranks, which losses are normalised for"
-        ),
-        "prescale_gradients": Key(value=False),
-        "gradient_predivide_factor": Key(value=1.0),
+        "managed_gradient_accumulation": Key(True, "the accumulation window, which is drivetrain's"),
+        "gradient_clipping": Key(0.0),
+        "gradient_allreduce_op": Key("mean", "the mean over ranks, which losses are normalised for"),
+        "prescale_gradients": Key(False),
+        "gradient_predivide_factor": Key(1.0),
         "communication_data_type": _reduction(settings, run),
         "data_types.grad_accum_dtype": _asked(settings, "grad_accum_dtype", "fp32"),
-        "bf16.enabled": Key(value=run.mode == "bf16", said=half),
-        "fp16.enabled": Key(value=run.mode == "fp16", said=half),
-        "torch_autocast.enabled": Key(value=False, said=f"{half}, which says what models compute in"),
-        "zero_allow_untested_optimizer": Key(value=True),  # prepare() has tested it, see `elementwise`
-        "zero_force_ds_cpu_optimizer": Key(value=False),
+        "bf16.enabled": Key(run.mode == "bf16", half),
+        "fp16.enabled": Key(run.mode == "fp16", half),
+        "torch_autocast.enabled": Key(False, f"{half}, which says what models compute in"),
+        "zero_allow_untested_optimizer": Key(True),  # prepare() has tested it, see `elementwise`
+        "zero_force_ds_cpu_optimizer": Key(False),
         "zero_optimization.stage": stage,
     }
     if run.mode == "bf16":
         keys |= {
-            "bf16.check_grad_overflow": Key(value=False),
-            "bf16.immediate_grad_update": Key(value=False),
-            "bf16.bf16_master_weights_and_grads": Key(value=False),
-            "bf16.bf16_optimizer_states": Key(value=False),
+            "bf16.check_grad_overflow": Key(False),
+            "bf16.immediate_grad_update": Key(False),
+            "bf16.bf16_master_weights_and_grads": Key(False),
+            "bf16.bf16_optimizer_states": Key(False),
         }
     if run.mode == "fp16":
-        keys["fp16.fp16_master_weights_and_grads"] = Key(value=False)
+        keys["fp16.fp16_master_weights_and_grads"] = Key(False)
     if run.scaling is not None:
         keys |= _scaling_keys(run.scaling)
     return keys | _zero_keys(settings, run, stage.value)
@@ -202,7 +192,7 @@ def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
         "min_loss_scale": (scaling.min_scale, f"precision.min_scale={scaling.min_scale}"),
         "auto_cast": (False, "autocast inside the model, which casts inputs"),
     }
-    return {f"fp16.{name}": Key(value=value, said=said) for name, (value, said) in own.items()}
+    return {f"fp16.{name}": Key(value, said) for name, (value, said) in own.items()}
 
 
 def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[str, Key]:
@@ -218,17 +208,17 @@ def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[
     zero = {
         "reduce_bucket_size": _asked(settings, "reduce_bucket_size", fitting),
         "overlap_comm": _asked(settings, "overlap_comm", stage == 3),
-        "contiguous_gradients": Key(value=True),
-        "reduce_scatter": Key(value=True),
-        "ignore_unused_parameters": Key(value=True),
-        "zero_quantized_weights": Key(value=False),
-        "zero_quantized_nontrainable_weights": Key(value=False),
-        "zero_quantized_gradients": Key(value=False),
+        "contiguous_gradients": Key(True),
+        "reduce_scatter": Key(True),
+        "ignore_unused_parameters": Key(True),
+        "zero_quantized_weights": Key(False),
+        "zero_quantized_nontrainable_weights": Key(False),
+        "zero_quantized_gradients": Key(False),
     }
     if stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": Key(value=min(_PREFETCH_ELEMENTS, fitting)),
-            "stage3_param_persistence_threshold": Key(value=_PERSISTENT_ELEMENTS),
+            "stage3_prefetch_bucket_size": Key(min(_PREFETCH_ELEMENTS, fitting)),
+            "stage3_param_persistence_threshold": Key(_PERSISTENT_ELEMENTS),
         }
     else:
         zero["allgather_bucket_size"] = _asked(settings, "allgather_bucket_size", fitting + fitting % 2)
@@ -238,13 +228,13 @@ def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[
 def _offload_keys(settings: DeepSpeedSettings, name: str) -> dict[str, Key]:
     keys = {f"{name}.device": _asked(settings, name, "none")}
     if settings.nvme_path is not None and getattr(settings, name) == "nvme":
-        keys[f"{name}.nvme_path"] = Key(value=str(settings.nvme_path), said=f"nvme_path={settings.nvme_path}")
+        keys[f"{name}.nvme_path"] = Key(str(settings.nvme_path), f"nvme_path={settings.nvme_path}")
     return keys
 
 
 def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
     value = getattr(settings, name)
-    return Key(value=default) if value is None else Key(value=value, said=f"deepspeed.{name}={value!r}")
+    return Key(default) if value is None else Key(value, f"deepspeed.{name}={value!r}")
 
 
 def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
@@ -257,17 +247,15 @@ def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
             f"deepspeed.communication_data_type={own!r} with precision.reduce_dtype={run.reduce!r}: both say in what "
             "ranks add up gradients, and they differ; leave one of the two out"
         )
-    return Key(value=run.reduce, said=f"precision.reduce_dtype={run.reduce!r}")
+    return Key(run.reduce, f"precision.reduce_dtype={run.reduce!r}")
 
 
 def _optimizer_keys(run: EngineRun) -> dict[str, Key]:
     """Return the keys that a given `optimizer` section must match: those of the prepared optimizer."""
-    keys = {"optimizer.type": Key(value=run.optimizer, said=f"the prepared optimizer, {run.optimizer}")}
+    keys = {"optimizer.type": Key(run.optimizer, f"the prepared optimizer, {run.optimizer}")}
     for name, value in run.optimizer_options.items():
         plain = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
-        keys[f"optimizer.params.{name}"] = Key(
-            value=plain, said=f"{name}={plain!r} of the prepared {run.optimizer}"
-        )
+        keys[f"optimizer.params.{name}"] = Key(plain, f"{name}={plain!r} of the prepared {run.optimizer}")
     return keys
 
 

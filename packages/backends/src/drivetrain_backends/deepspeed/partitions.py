@@ -8,16 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_backends.deepspeed.compat import (
-    divided_part,
-    full_shape,
-    group_of,
-    has_master,
-    is_divided,
-    master_fragment,
-    num_elements,
-    part_size,
-)
+from drivetrain_backends.deepspeed import compat
 
 
 class PartitionedTensor:
@@ -50,14 +41,14 @@ class PartitionedTensor:
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Return whether ranks hold partitions of a parameter or of its master."""
-    return is_divided(parameter) or has_master(parameter)
+    return compat.is_divided(parameter) or compat.has_master(parameter)
 
 
 @contextmanager
 def as_trained(parameter: Any) -> Generator[None]:
     """Make a frozen parameter's master accessible in the block, where stage 3 (0.19) reports that it has none."""
     before = parameter.requires_grad
-    parameter.requires_grad_(before or has_master(parameter))
+    parameter.requires_grad_(before or compat.has_master(parameter))
     try:
         yield
     finally:
@@ -66,11 +57,11 @@ def as_trained(parameter: Any) -> Generator[None]:
 
 def own_range(parameter: Any) -> tuple[int, int]:
     """Return the indices of this rank's first element of a parameter, and of the first after its last."""
-    if is_divided(parameter):
-        size, number = part_size(parameter), num_elements(parameter)
-        start = min(size * dist.get_rank(group_of(parameter)), number)
+    if compat.is_divided(parameter):
+        size, number = compat.part_size(parameter), compat.num_elements(parameter)
+        start = min(size * dist.get_rank(compat.group_of(parameter)), number)
         return start, min(start + size, number)  # the last parts are padded
-    start, part = master_fragment(parameter, None) or (0, torch.empty(0))
+    start, part = compat.master_fragment(parameter, None) or (0, torch.empty(0))
     return start, start + part.numel()
 
 
@@ -81,10 +72,10 @@ def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
     one.
     """
     start, stop = own_range(parameter)
-    if not is_divided(parameter):
-        _, part = master_fragment(parameter, key) or (0, torch.empty(0))
-    elif not has_master(parameter):
-        part = divided_part(parameter)
+    if not compat.is_divided(parameter):
+        _, part = compat.master_fragment(parameter, key) or (0, torch.empty(0))
+    elif not compat.has_master(parameter):
+        part = compat.divided_part(parameter)
     else:
         from deepspeed import utils
 
@@ -103,17 +94,18 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
     own_number = own_stop - own_start
     if (start, elements.numel()) != (own_start, own_number) and elements.numel() + own_number:
         raise ValueError(
-            f"elements {start} to {start + elements.numel()} of a parameter of shape {tuple(full_shape(parameter))}, "
-            f"of which this rank holds {own_start} to {own_stop}: they were read for another division"
+            f"elements {start} to {start + elements.numel()} of a parameter of shape "
+            f"{tuple(compat.full_shape(parameter))}, of which this rank holds {own_start} to {own_stop}: they were "
+            "read for another division"
         )
-    if not is_divided(parameter):
-        if (fragment := master_fragment(parameter, key)) is not None:
+    if not compat.is_divided(parameter):
+        if (fragment := compat.master_fragment(parameter, key)) is not None:
             fragment[1].detach().copy_(elements)
         return
     from deepspeed import utils
 
     # DeepSpeed's own function for full tensors fails if ranks do not divide them evenly.
-    padded = torch.zeros(part_size(parameter), device=elements.device)
+    padded = torch.zeros(compat.part_size(parameter), device=elements.device)
     padded[: elements.numel()] = elements
     with as_trained(parameter):
         if key is None:
@@ -124,7 +116,7 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
 
 def write_whole(parameter: Any, value: Tensor, key: str | None = None) -> None:
     """Copy this rank's part of a full tensor into a parameter's master, if any, or its optimizer state."""
-    if has_master(parameter):
+    if compat.has_master(parameter):
         start, stop = own_range(parameter)
         write_own_part(parameter, start, value.flatten()[start:stop].to(parameter.device), key)
 
@@ -135,5 +127,5 @@ def whole_of_parts(value: Any, parameter: Any) -> Tensor:
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements
     # As bits, each of which comes from one rank: a sum of floats would lose the sign of a zero.
-    dist.all_reduce(own.view(torch.int32), group=group_of(parameter))
+    dist.all_reduce(own.view(torch.int32), group=compat.group_of(parameter))
     return own.view(value.shape)

@@ -9,12 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.compat import as_they_are
-from drivetrain_backends.deepspeed.compat import (
-    full_shape,
-    has_master,
-    link_states,
-    master_of,
-)
+from drivetrain_backends.deepspeed.compat import full_shape, has_master, link_states, master_of
 from drivetrain_backends.deepspeed.partitions import (
     PartitionedTensor,
     as_trained,

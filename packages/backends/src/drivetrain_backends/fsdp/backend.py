@@ -13,14 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.buffers import SharedBuffers
-from drivetrain_backends.fsdp.compat import (
-    mixed_precision,
-    num_prefetched,
-    parameter_groups,
-    reshards_after_forward,
-)
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guards import AssignmentGuard, check_trainable, explain_ungathered
 from drivetrain_backends.fsdp.meta_init import parameters_on_meta
@@ -322,7 +317,7 @@ def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
     """Return the dtype in which gradients of shards are reduced; None without shards, or in their own dtype."""
     for model in models:
         if len(model.plain) < len(model.parameters):
-            dtype = mixed_precision(model.blocks[0]).reduce_dtype
+            dtype = compat.mixed_precision(model.blocks[0]).reduce_dtype
             return None if dtype is None else NAMES[dtype]
     return None
 
@@ -332,10 +327,13 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 def _of_torch(model: ShardedModel) -> dict[str, object]:
     """Return the arguments of `fully_shard`, which are the same for all models."""
-    group = next(group for block in model.blocks for group in parameter_groups(block))
+    group = next(group for block in model.blocks for group in compat.parameter_groups(block))
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+    strategies = (
+        ("full_shard", "shard_grad_op") if group.mesh_info.mesh.ndim == 1 else ("hybrid_shard", "no_shard")
+    )
     return {
-        "strategy": _strategy(group),
+        "strategy": strategies[0] if compat.reshards_after_forward(group) else strategies[1],
         "shard_size": group.mesh_info.shard_mesh_size,
         "offload": offloads,
         "pin_memory": offloads and group.offload_policy.pin_memory,
@@ -349,7 +347,7 @@ def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[s
     classes = {class_name(block) for block in blocks}
     asked = [name for name in settings.wrap or () if name in classes]
     trained = [p for model in models for p in model.known if p.requires_grad and isinstance(p, DTensor)]
-    ahead = [num_prefetched(block) for model in models for block in model.blocks]
+    ahead = [compat.num_prefetched(block) for model in models for block in model.blocks]
     return {
         "wrap": (*asked, *sorted(classes.difference(asked))),
         "upcast": not any(p.dtype in HALF for p in trained)
@@ -372,15 +370,4 @@ def _reasons(models: Sequence[ShardedModel], settings: FSDPSettings, strategy: s
     if settings.prefetch is not None:
         most = max(len(model.blocks) for model in models) - 1
         prefetch = "there are no more blocks" if most < settings.prefetch else ""
-    return {
-        "strategy": strategy,
-        "wrap": "; ".join(filter(None, (said, shared))),
-        "prefetch": prefetch,
-    }
-
-
-def _strategy(group: Any) -> str:
-    mesh, reshards = group.mesh_info, reshards_after_forward(group)
-    if mesh.mesh.ndim == 1:
-        return "full_shard" if reshards else "shard_grad_op"
-    return "hybrid_shard" if reshards else "no_shard"
+    return {"strategy": strategy, "wrap": "; ".join(filter(None, (said, shared))), "prefetch": prefetch}

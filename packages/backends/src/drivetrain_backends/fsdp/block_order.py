@@ -85,9 +85,7 @@ class CollectiveOrder:
             what = f"{name} of {kind}" if name else f"what {kind} holds outside its blocks"
             for group in parameter_groups(block):
                 reduce = partial(
-                    _Recorded,
-                    note=self.noting("reduce", what),
-                    at_allocation=len(self._divisions[0]) == 1,
+                    _Recorded, note=self.noting("reduce", what), at_allocation=len(self._divisions[0]) == 1
                 )
                 wrap_collectives(group, partial(_Recorded, note=self.noting("gather", what)), reduce)
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain_backends.errors import AccumulationError
-from drivetrain_backends.fsdp.compat import give_gradient_dtypes, needs_gradient_dtypes, parameter_groups
+from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.guards import check_unconverted
 from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
@@ -56,7 +56,9 @@ class ShardedGradients(ParameterGradients):
         torch refuses. Drop this once the oldest supported torch finds the dtypes by itself, as 2.15 does.
         """
         self._without_dtypes.update(
-            block for block in model.blocks if any(map(needs_gradient_dtypes, parameter_groups(block)))
+            block
+            for block in model.blocks
+            if any(map(compat.needs_gradient_dtypes, compat.parameter_groups(block)))
         )
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
@@ -74,7 +76,9 @@ class ShardedGradients(ParameterGradients):
                     "built and prepared anew"
                 )
         self._without_dtypes -= {
-            block for block in self._without_dtypes if all(map(give_gradient_dtypes, parameter_groups(block)))
+            block
+            for block in self._without_dtypes
+            if all(map(compat.give_gradient_dtypes, compat.parameter_groups(block)))
         }
         with ExitStack() as stack:
             for one in self.retained.values():

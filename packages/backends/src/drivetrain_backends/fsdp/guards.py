@@ -25,17 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import SecondDerivativeError, UnshardedParameterError
-from drivetrain_backends.fsdp.compat import (
-    begin_anew,
-    call_after_gathering,
-    check_before_backward,
-    check_before_first_forward,
-    check_before_gathering,
-    gathered_parameter,
-    is_in_forward,
-    module_slot,
-    parameter_groups,
-)
+from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
@@ -115,13 +105,13 @@ def refuse_misuse(sharded: ShardedModel) -> None:
 
     every: list[tuple[Any, dict[str, Any], str]] = []  # parameters, with the slots of modules that hold them
     for block in sharded.blocks:
-        for group in parameter_groups(block):
-            held = [(parameter, *module_slot(parameter)) for parameter in group.fsdp_params]
+        for group in compat.parameter_groups(block):
+            held = [(parameter, *compat.module_slot(parameter)) for parameter in group.fsdp_params]
             every += held
-            check_before_gathering(group, partial(check, held))
+            compat.check_before_gathering(group, partial(check, held))
     for block in sharded.blocks:
-        check_before_first_forward(block, partial(check, every))
-        check_before_backward(block, refuse_second_derivative)
+        compat.check_before_first_forward(block, partial(check, every))
+        compat.check_before_backward(block, refuse_second_derivative)
 
 
 def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
@@ -156,7 +146,7 @@ def check_unconverted(models: Iterable[ShardedModel], error: BaseException | Non
 
 def _begin_anew(sharded: ShardedModel) -> None:
     for block in sharded.blocks:
-        begin_anew(block)
+        compat.begin_anew(block)
 
 
 class CountedParameter(nn.Parameter):
@@ -183,10 +173,10 @@ class ForwardWrites:
         self.num_steps = 0
         self._num_at_forward: dict[Any, int] = {}  # the steps before the last forward, by group
         for block in sharded.blocks:
-            groups = parameter_groups(block)
+            groups = compat.parameter_groups(block)
             for group in groups:
-                call_after_gathering(group, partial(self._note, group))
-            check_before_backward(block, partial(self._refuse_stepped, groups))
+                compat.call_after_gathering(group, partial(self._note, group))
+            compat.check_before_backward(block, partial(self._refuse_stepped, groups))
 
     def check(self) -> None:
         """Refuse writes into gathered parameters since the last call."""
@@ -200,14 +190,14 @@ class ForwardWrites:
 
     def _note(self, group: Any) -> None:
         """Count the writes to a group's parameters from its first gather on, and the steps from each forward on."""
-        first = gathered_parameter(group.fsdp_params[0])
+        first = compat.gathered_parameter(group.fsdp_params[0])
         if group not in self._writes or self._writes[group][0] is not first:
-            named = {self._names[p.sharded_param]: gathered_parameter(p) for p in group.fsdp_params}
+            named = {self._names[p.sharded_param]: compat.gathered_parameter(p) for p in group.fsdp_params}
             for parameter in named.values():
                 if type(parameter) is nn.Parameter:  # others are gathered in another form, as in fp8
                     parameter.__class__ = CountedParameter
             self._writes[group] = first, Writes(named)
-        if is_in_forward(group):
+        if compat.is_in_forward(group):
             self._num_at_forward[group] = self.num_steps
 
     def _refuse_stepped(self, groups: list[Any]) -> None:

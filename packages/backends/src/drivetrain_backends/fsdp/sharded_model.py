@@ -10,13 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.compat import parameters_in
 from drivetrain_backends.errors import UnshardedParameterError
-from drivetrain_backends.fsdp.compat import (
-    backward_is_open,
-    drop_full_gradient,
-    gathered_parameter,
-    holds_full_gradient,
-    sharded_parameters,
-)
+from drivetrain_backends.fsdp import compat
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 
@@ -66,26 +60,26 @@ class ShardedModel:
         return {
             gathered: parameter.sharded_param
             for parameter in self.divided()
-            if (gathered := gathered_parameter(parameter)) is not None
+            if (gathered := compat.gathered_parameter(parameter)) is not None
         }
 
     def holds_gradients(self) -> bool:
         """Return whether unreduced backwards left full gradients."""
-        return any(map(holds_full_gradient, self.divided()))
+        return any(map(compat.holds_full_gradient, self.divided()))
 
     def drop_held(self) -> None:
         """Drop the full gradients that unreduced backwards left."""
         for parameter in self.divided():
-            drop_full_gradient(parameter)
+            compat.drop_full_gradient(parameter)
 
     def in_backward(self) -> bool:
         """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
-        return backward_is_open(self.blocks[-1])
+        return compat.backward_is_open(self.blocks[-1])
 
     def divided(self) -> Iterator[Any]:
         """Yield torch's own object for each sharded parameter."""
         for block in self.blocks:
-            yield from sharded_parameters(block)
+            yield from compat.sharded_parameters(block)
 
     def check(self, *, thoroughly: bool = False) -> None:
         """Refuse parameters that were reassigned since `prepare`; none may be gathered now.

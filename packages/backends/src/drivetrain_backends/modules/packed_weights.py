@@ -51,10 +51,7 @@ def packed_entries(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
         model: The model, as torch.compile returned it or plain.
         names: Plain names of its state.
     """
-    tensors = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = {_plain(name) for name, _ in tensors}
     holders = [n for n, m in model.named_modules() if any(map(is_packed, m.parameters(recurse=False)))]
     prefixes = tuple(f"{_plain(name)}." if name else "" for name in holders)

@@ -14,10 +14,8 @@ _STAGES = ("num_warmup_steps", "num_stable_steps", "num_decay_steps")
 
 def total_of(scheduler: Any) -> int | None:
     """Return the number of steps that a scheduler is made for; None if it does not state them."""
-    parts, milestones = schedulers_in(scheduler), milestones_of(scheduler)
-    if parts and milestones:
-        last = total_of(parts[-1])
-        return None if last is None else milestones[-1] + last
+    if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
+        return _after_milestones(scheduler, total_of(parts[-1]))
     if parts:
         return max((total for one in parts if (total := total_of(one)) is not None), default=None)
     for attribute in ("total_steps", "T_max", "total_iters", "total_num_steps"):  # the last is DeepSpeed's
@@ -32,10 +30,8 @@ def end_of(scheduler: Any) -> int | None:
 
     A warm-up ends at the optimizer's own rate, on which training may go on.
     """
-    parts, milestones = schedulers_in(scheduler), milestones_of(scheduler)
-    if parts and milestones:
-        last = end_of(parts[-1])
-        return None if last is None else milestones[-1] + last
+    if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
+        return _after_milestones(scheduler, end_of(parts[-1]))
     if parts:
         ends = [end_of(one) for one in parts if not _is_warm_up(one)]
         known = [end for end in ends if end is not None]
@@ -66,6 +62,10 @@ def with_length_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
                 for one, other in zip(saved[key], value, strict=True)
             ]
     return merged
+
+
+def _after_milestones(scheduler: Any, last: int | None) -> int | None:
+    return None if last is None else milestones_of(scheduler)[-1] + last
 
 
 def _is_warm_up(scheduler: Any) -> bool:

@@ -172,9 +172,7 @@ def check_numbers(
 
 
 def load_progress(
-    state: Mapping[str, Any],
-    optimizers: Sequence[PreparedOptimizer],
-    schedulers: Sequence[PreparedScheduler],
+    state: Mapping[str, Any], optimizers: Sequence[PreparedOptimizer], schedulers: Sequence[PreparedScheduler]
 ) -> None:
     """Load a result of `progress_of`."""
     for optimizer, steps in zip(optimizers, state["num_steps"], strict=True):

@@ -76,9 +76,7 @@ def step_copy(
 
 
 def check_alike(
-    start: Sequence[Tensor],
-    full: Sequence[Sequence[Tensor]],
-    held: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    start: Sequence[Tensor], full: Sequence[Sequence[Tensor]], held: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> None:
     """Compare both layouts after each step: for each full tensor a part of it, and what the other layout has there.
 

@@ -15,7 +15,6 @@ found how many elements of each part belong to a block. Others are stored whole,
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
@@ -31,14 +30,6 @@ from drivetrain_weights.tensor_box import is_dtensor
 _CLASS = "tensor_class"
 # The shape in a stored context, where a rank puts the shape of its own shard.
 _SHAPE = "tensor_shape"
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The parts of a tensor."""
-
-    block_size: int  # the number of elements in a block; 0 if the tensor has no known blocks
-    per_block: Mapping[str, int]  # the number of elements of each divided part in a block
 
 
 class BlockPart:
@@ -85,7 +76,13 @@ def as_stored(value: Any) -> Any:
     if has_parts(value):
         return _stored(value, value.shape, None)
     if is_dtensor(value):
-        return _stored_shard(value) if has_parts(local(value)) else value
+        if not has_parts(shard := local(value)):
+            return value
+        (block_size, _), span = _layout(shard), _span(value)
+        is_divisible = (
+            block_size and span is not None and not span[0] % block_size and not span[1] % block_size
+        )
+        return _stored(shard, value.shape, value) if is_divisible else value
     if type(value) is dict:
         return {key: as_stored(one) for key, one in cast("dict[Any, Any]", value).items()}
     if type(value) in (list, tuple):
@@ -93,27 +90,18 @@ def as_stored(value: Any) -> Any:
     return value
 
 
-def _stored_shard(value: Any) -> Any:
-    """Return the plain form of a state whose local shard is made of several tensors, if that can be divided."""
-    shard = local(value)
-    block_size, span = _layout(shard).block_size, _span(value)
-    if not block_size or span is None or span[0] % block_size or span[1] % block_size:
-        return value
-    return _stored(shard, value.shape, value)
-
-
 @torch.no_grad()
 def _stored(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
-    layout = _layout(tensor)
+    block_size, per_block = _layout(tensor)
     parts: dict[str, Any] = {}
-    for name, count in layout.per_block.items():
+    for name, count in per_block.items():
         flat = getattr(tensor, name).detach().reshape(-1)
         parts[name] = flat
         if sharded is not None:
             span = _span(sharded)
             assert span is not None
-            start, size = span[0] // layout.block_size * count, shape.numel() // layout.block_size * count
+            start, size = span[0] // block_size * count, shape.numel() // block_size * count
             parts[name] = BlockPart(sharded, flat, start=start, size=size)
     return {
         _CLASS: f"{type(tensor).__module__}:{type(tensor).__qualname__}",
@@ -125,26 +113,26 @@ def _stored(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, An
             for one in context
         ],
         "shaped": [name for name in names if getattr(tensor, name).shape == tensor.shape],
-        "block_size": layout.block_size,
+        "block_size": block_size,
         "parts": parts,
         "shared": {name: getattr(tensor, name).detach() for name in names if name not in parts},
     }
 
 
-def _layout(tensor: Any) -> _Layout:
-    """Return how a tensor's parts follow its blocks."""
+def _layout(tensor: Any) -> tuple[int, Mapping[str, int]]:
+    """Return the number of elements in a block, 0 without known blocks, and those of each divided part in it."""
     names, _ = tensor.__tensor_flatten__()
     block_size = getattr(tensor, "block_size", 0)
     whole = {name: getattr(tensor, name).numel() for name in names}
     if not isinstance(block_size, int) or not 0 < block_size < tensor.numel() or tensor.numel() % block_size:
-        return _Layout(0, {})
+        return 0, {}
     block = tensor.detach().view(-1)[:block_size]
     counts = {name: getattr(block, name).numel() for name in names}
     divided = {name: count for name, count in counts.items() if count != whole[name]}
     num_blocks = tensor.numel() // block_size
     if any(count * num_blocks != whole[name] for name, count in divided.items()):
-        return _Layout(0, {})
-    return _Layout(block_size, divided)
+        return 0, {}
+    return block_size, divided
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:

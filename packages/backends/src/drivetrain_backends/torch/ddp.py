@@ -198,7 +198,7 @@ class DDPBackend(TorchBackend):
         self._gradients.open()
         if not replica.at_close:
             self._gradients.unreduced |= replica.left_out()
-        replica.forget_backwards()
+        replica.is_armed = replica.is_unreduced = False  # what earlier backwards left is not used
         self._gradients.replicas[replica.module] = replica
         return replica
 

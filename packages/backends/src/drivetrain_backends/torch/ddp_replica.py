@@ -49,7 +49,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         self.is_armed = False  # whether the reducer waits for a backward
         self.is_unreduced = False  # whether there may be gradients that are not averaged over ranks
         self.is_alone = False  # whether this rank steps on gradients of its own
-        self._is_held = False
+        self.is_held = False  # whether the code runs inside `no_sync`
         # The record of the parameters that the model was replicated with.
         self.known = KnownParameters(module)
         self._attached = compat.accumulators(self._reduced_parameters)
@@ -73,7 +73,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
-                compat.sync_buffers_next(self, not self._is_held)
+                compat.sync_buffers_next(self, not self.is_held)
             elif compat.reduces(self):
                 self.is_armed = True
         return output
@@ -81,26 +81,17 @@ class Replica(ModuleProxy, DistributedDataParallel):
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """Keep gradients local in the block; see DDP."""
-        was_held, self._is_held = self._is_held, True
+        was_held, self.is_held = self.is_held, True
         try:
             with super().no_sync():
                 yield
         finally:
-            self._is_held = was_held
+            self.is_held = was_held
 
     def left_out(self) -> dict[Tensor, str]:
         """Return the parameters that the reducer does not average, because they were frozen, with their names."""
         named = self.module.named_parameters()
         return {parameter: name for name, parameter in named if name not in self._reduced}
-
-    @property
-    def is_held(self) -> bool:
-        """True inside `no_sync`."""
-        return self._is_held
-
-    def forget_backwards(self) -> None:
-        """Forget what earlier backwards left, whose gradients are not used."""
-        self.is_armed = self.is_unreduced = False
 
     def gradient_versions(self) -> GradientVersions:
         """Return the versions of the gradients, which change when a backward reaches the model.
