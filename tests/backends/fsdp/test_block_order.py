@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
 from drivetrain_precision import choose_policy
 from drivetrain_state import CollectiveMismatchError, StateSettings, connect
@@ -59,8 +60,7 @@ def mismatch(
         before = [p.to_local().clone() for p in prepared.sharded.parameters.values()]
         try:
             prepared.backward(prepared.model(torch.ones(2, 8), by_rank[dist.get_rank()]).square().mean())
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
         except CollectiveMismatchError as error:
             said, failed_at = str(error), step
             break
@@ -102,8 +102,7 @@ def evaluated(differs: bool) -> str:
     (prepared,) = backend.prepare([model := Mixture()], [SGD(model.parameters(), lr=0.1)], [])
     for _ in range(6):
         prepared.backward(prepared.model(torch.ones(2, 8), (0, 1)).square().mean())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     try:
         with torch.no_grad():
             prepared.model(torch.ones(2, 8), (dist.get_rank() if differs else 0,))
@@ -169,8 +168,7 @@ def trained_in_many_ways() -> list[bool]:
                     with first.no_sync():
                         first.backward(loss)
             first.clip(norm=1.0)
-            first.optimizers[0].step()
-            first.optimizers[0].zero_grad()
+            step_and_clear(first)
             with torch.no_grad():
                 first.model(tokens(0))
         moved.append(not torch.equal(before["head.weight"], weights(first)["head.weight"]))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from sharded_stack import fsdp
 
 
@@ -51,16 +52,13 @@ def by_ddp(rank: int) -> list[Tensor]:
 
 
 def by_fsdp(rank: int, **settings: object) -> list[Tensor]:
-    backend = fsdp(**settings)
-    model = model_of_seed()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(**settings), model_of_seed())
     outputs: list[Tensor] = []
     for step in range(4):
         backend.window.begin()
         output = prepared.model.train()(batch(step, rank))
         prepared.backward(output.square().mean())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         with torch.no_grad():
             outputs += [output.detach(), prepared.model.eval()(batch(0, 0))]
     backend.close()

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.fx import GraphModule
 from torch.optim import SGD
 
+from backends.replicas import step_and_clear
 from sharded_stack import Stack, fsdp, stack, tokens
 
 
@@ -71,8 +72,7 @@ def train(
         loss = run(tokens(step)).float().square().mean()
         prepared.backward(loss)
         prepared.clip(norm=0.5)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         losses.append(loss.item())
     state = prepared.state_dict()
     prepared.load_state_dict(state)

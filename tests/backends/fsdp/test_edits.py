@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError
 from sharded_stack import fsdp, loss_of, stack, weights
 
@@ -33,9 +33,7 @@ def trained(
     edit: Edit | None = None, *, count: int | None = None, first: bool = True, norm: float | None = None
 ) -> dict[str, Tensor] | str:
     """Train for a window of two, with an edit before or after each backward; the weights, or the error."""
-    backend = fsdp(accumulation=2)
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
     try:
         for number in range(2):
             backend.window.begin()
@@ -47,8 +45,7 @@ def trained(
                     edit(prepared.model)
             if norm is not None:
                 prepared.clip(norm=norm)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
         return weights(prepared)
     except AccumulationError as error:
         assert prepared.optimizers[0].num_steps == 0

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, UnshardedParameterError
 from sharded_stack import fsdp
 
@@ -47,9 +48,7 @@ def copied(weight: nn.Parameter) -> None:
 
 def trained(way: Callable[[nn.Parameter], object] | None, *, first: int = 0, **settings: object) -> str:
     """Train 5 steps, with a forward that writes from step `first` on; at -1 in an evaluation before all steps."""
-    backend = fsdp(**settings)
-    model = Writing(None)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(fsdp(**settings), Writing(None))
     try:
         if first < 0:
             model.way = way
@@ -62,8 +61,7 @@ def trained(way: Callable[[nn.Parameter], object] | None, *, first: int = 0, **s
                 model.way = way
             backend.window.begin()
             prepared.backward(prepared.model(torch.ones(2, 4) + dist.get_rank()).square().mean())
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
         return f"{number + 1} steps"
     except UnshardedParameterError as error:
         return f"step {number}: {error}"
@@ -91,9 +89,7 @@ def test_a_forward_that_writes_into_a_weight_is_refused_by_name(run_ranks) -> No
 
 
 def saved_after_a_write() -> str:
-    backend = fsdp()
-    model = Writing(clamped_through_data)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _backend, _model, prepared = prepare_sgd(fsdp(), Writing(clamped_through_data))
     with torch.no_grad():
         prepared.model(torch.ones(2, 4))
     with pytest.raises(UnshardedParameterError, match=r"first\.weight of Writing: a forward"):
@@ -107,13 +103,10 @@ def test_no_state_is_read_after_a_write_that_was_dropped(run_ranks) -> None:
 
 
 def stepped_before_backward(way: str) -> str:
-    backend = fsdp()
-    model = Writing(None)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(), Writing(None))
 
     def step(*_: object) -> None:
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
 
     if "in forward" in way:
         prepared.unwrap().register_forward_hook(step)
@@ -153,8 +146,7 @@ def stepped_in_a_hook(way: str) -> str:
     inner = prepared.unwrap()
 
     def step_prepared(_: Tensor) -> None:
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
 
     def update(parameter: Tensor) -> None:
         with torch.no_grad():

@@ -5,6 +5,7 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
@@ -155,8 +156,7 @@ def three_steps(backend: FSDPBackend, prepared: Prepared) -> list[float]:
         backend.window.begin()
         loss = prepared.model(tokens(0)).square().mean()
         prepared.backward(loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         losses.append(loss.item())
     return losses
 
@@ -245,9 +245,11 @@ def test_a_model_trains_alike_in_blocks_found_in_any_way(
 
 def reduced(reduce_dtype: str) -> float:
     """The mean of gradients 1 and 2**-9, of two ranks that compute in bf16."""
-    backend = fsdp("bf16", precision=PrecisionSettings(reduce_dtype=reduce_dtype))
-    model = nn.Linear(1, 1, bias=False)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    backend, _model, prepared = prepare_sgd(
+        fsdp("bf16", precision=PrecisionSettings(reduce_dtype=reduce_dtype)),
+        nn.Linear(1, 1, bias=False),
+        lr=1.0,
+    )
     before = full_tensor(prepared.state_dict()["model"]["weight"]).item()
     backend.window.begin()
     prepared.backward(prepared.model(torch.full((1, 1), [1.0, 2.0**-9][dist.get_rank()])).sum())
@@ -274,21 +276,21 @@ def compiled(checkpointing: str) -> tuple[list[float], list[float], list[int]]:
     register_backend(counting, name=f"counting_{checkpointing}")
     losses: list[list[float]] = []
     for compile_regions in (False, True):
-        backend = fsdp(
-            "bf16",
-            compile_regions=compile_regions,
-            activation_checkpointing=checkpointing,
-            compile_backend=f"counting_{checkpointing}",
+        backend, _model, prepared = prepare_sgd(
+            fsdp(
+                "bf16",
+                compile_regions=compile_regions,
+                activation_checkpointing=checkpointing,
+                compile_backend=f"counting_{checkpointing}",
+            ),
+            stack(),
         )
-        model = stack()
-        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
         losses.append([])
         for step in range(3):
             backend.window.begin()
             loss = prepared.model(tokens(step)).float().square().mean()
             prepared.backward(loss)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
             losses[-1].append(loss.item())
         backend.close()
     return losses[0], losses[1], graphs
@@ -305,17 +307,14 @@ def test_a_block_compiles_as_one_graph_and_trains_as_before(run_ranks, checkpoin
 
 def prefetched(depth: int | None) -> tuple[list[float], set[str], int]:
     """Losses, what was gathered ahead of its turn in the last step, and the depth that is told."""
-    backend = fsdp(prefetch=depth)
-    model = stack(depth=4)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(prefetch=depth), stack(depth=4))
     losses: list[float] = []
     for step in range(3):
         backend.window.begin()
         with torch.profiler.profile() as profile:
             loss = prepared.model(tokens(step + dist.get_rank())).square().mean()
             prepared.backward(loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         losses.append(loss.item())
     told = backend.applied()["prefetch"]
     backend.close()

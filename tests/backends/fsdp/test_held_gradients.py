@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd
 from drivetrain_backends import AccumulationError, FSDPBackend, Prepared
 from sharded_stack import Stack, fsdp, loss_of, stack, weights
 
@@ -97,9 +98,7 @@ class FailingStack(Stack):
 
 
 def backward_after_one_that_failed() -> list[str]:
-    backend = fsdp()
-    model = FailingStack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(), FailingStack())
     said: list[str] = []
     for _ in range(2):
         backend.window.begin()

@@ -5,16 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
-from torch.optim import SGD
 
+from backends.replicas import prepare_sgd
 from drivetrain_backends import SecondDerivativeError, UnshardedParameterError
 from sharded_stack import Stack, fsdp, stack, tokens
 
 
 def with_other_parameters(when: str, **settings: object) -> str:
-    backend = fsdp(**settings)
-    model = stack(0)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(**settings), stack(0))
     if when == "later":
         prepared.backward(prepared.model(tokens(0)).square().mean())
     other = {"blocks.1.linear.weight": torch.zeros(6, 6)}
@@ -55,9 +53,7 @@ class Critic(Stack):
 def penalised() -> list[str]:
     said: list[str] = []
     for strategy in ("full_shard", "shard_grad_op", "no_shard"):
-        backend = fsdp(strategy=strategy)
-        model = Critic()
-        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        backend, _model, prepared = prepare_sgd(fsdp(strategy=strategy), Critic())
         x = torch.ones(4, 6, requires_grad=True)
         output = prepared.model(x + dist.get_rank())
         (slope,) = torch.autograd.grad(output.sum(), x, retain_graph=True)  # one derivative is as ever
@@ -87,15 +83,11 @@ class Direct(Stack):
 
 
 def called_directly() -> tuple[str, bool]:
-    backend = fsdp(wrap=("Block",))
-    model = Direct()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(fsdp(wrap=("Block",)), Direct())
     with pytest.raises(UnshardedParameterError) as caught:
         prepared.model(tokens(0))
     backend.close()
-    whole = fsdp(min_num_params=10**6)
-    model = Direct()
-    (prepared,) = whole.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    whole, _model, prepared = prepare_sgd(fsdp(min_num_params=10**6), Direct())
     computes = bool(prepared.model(tokens(0)).isfinite().all())
     whole.close()
     return str(caught.value), computes

@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import SGD, Optimizer
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import FSDPBackend
 from sharded_stack import fsdp, loss_of, stack, weights
 
@@ -85,8 +86,7 @@ def train(backend: FSDPBackend, make: Callable[[list[nn.Parameter]], Optimizer])
     for _ in range(3):
         backend.window.begin()
         prepared.backward(loss_of(prepared.model, dist.get_rank()))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     return weights(prepared)
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import (
     AccumulationError,
     FSDPBackend,
@@ -17,15 +18,12 @@ from sharded_stack import fsdp, loss_of, scaled, stack, tokens, weights
 
 
 def clipped(options: dict[str, float], mode: str) -> tuple[float | None, dict[str, Tensor]]:
-    backend = fsdp(mode)
-    model = scaled()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(mode), scaled(), lr=1.0)
     for _ in range(2):
         backend.window.begin()
         prepared.backward(loss_of(prepared.model, dist.get_rank()))
         norm = prepared.clip(**options)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     found = weights(prepared)
     backend.close()
     return None if norm is None else norm.item(), found
@@ -108,9 +106,7 @@ def test_sharded_and_plain_gradients_are_clipped_as_one(run_ranks, options: dict
 
 
 def overflow_on_one_rank() -> tuple[list[bool], bool]:
-    backend = fsdp("fp16")
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp("fp16"), stack())
     skipped: list[bool] = []
     before = weights(prepared)
     for step in range(2):
@@ -118,8 +114,7 @@ def overflow_on_one_rank() -> tuple[list[bool], bool]:
         output = prepared.model(tokens(0))
         # One row of one rank's shard overflows: the other rank has to learn of it.
         prepared.backward(output.float()[0].sum() * (1e30 if step == 0 and dist.get_rank() == 1 else 1.0))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         skipped.append(prepared.optimizers[0].was_skipped)
         if step == 0:
             assert all(torch.equal(before[name], value) for name, value in weights(prepared).items())
@@ -135,17 +130,14 @@ def test_all_ranks_skip_the_step_of_an_overflow_in_one_shard(run_ranks) -> None:
 
 
 def evaluated_before_the_step(strategy: str) -> dict[str, Tensor]:
-    backend = fsdp(strategy=strategy)
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(strategy=strategy), stack())
     for _ in range(3):
         backend.window.begin()
         prepared.backward(loss_of(prepared.model, dist.get_rank()))
         with torch.no_grad():
             prepared.model(tokens(0))  # leaves parameters gathered where the strategy keeps them
         prepared.clip(list(prepared.model.parameters()), norm=0.1)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     found = weights(prepared)
     backend.close()
     return found
@@ -166,9 +158,7 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(run_ranks, stra
 
 
 def gathered(mode: str) -> tuple[bool, bool, dict[str, Tensor]]:
-    backend = fsdp(mode)
-    model = scaled().float()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(fsdp(mode), scaled().float())
     shards = list(model.parameters())
     with prepared.gathered():
         same = all(
@@ -259,8 +249,7 @@ def gan_that_is_frozen_first(mode: str) -> list[bool]:
         trained.backward(
             trained.model(chosen).float().square().mean() + 0 * frozen.model(chosen).float().mean()
         )
-        trained.optimizers[0].step()
-        trained.optimizers[0].zero_grad()
+        step_and_clear(trained)
         after = weights(trained), weights(frozen)
         moved += [
             not torch.equal(a["head.weight"], b["head.weight"]) for a, b in zip(before, after, strict=True)
@@ -277,9 +266,7 @@ def test_models_that_are_frozen_in_turns_from_the_first_step_train_in_turns(run_
 
 
 def window_that_closes_without_a_backward(drop: bool) -> tuple[str, dict[str, Tensor]]:
-    backend = fsdp(accumulation=2)
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
     backend.window.begin()
     with prepared.no_sync():
         prepared.backward(prepared.model(tokens(0)).square().sum())
@@ -314,9 +301,7 @@ def test_gradients_that_a_window_held_back_are_neither_lost_nor_taken_into_the_n
 
 
 def frozen_after_an_evaluation(strategy: str) -> bool:
-    backend = fsdp(strategy=strategy)
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(fsdp(strategy=strategy), stack())
     with torch.no_grad():
         prepared.model(tokens(0))
     model.head.requires_grad_(False)
@@ -334,16 +319,13 @@ def test_what_is_frozen_after_an_evaluation_is_frozen(run_ranks, strategy: str) 
 
 
 def trained_after_an_evaluation(inference: bool) -> dict[str, Tensor]:
-    backend = fsdp()
-    model = stack()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(), stack())
     with torch.inference_mode(inference):
         prepared.model(tokens(0))
     for step in range(2):
         backend.window.begin()
         prepared.backward(loss_of(prepared.model, step))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         with torch.inference_mode(inference):
             prepared.model(tokens(0))
     found = weights(prepared)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
 from sharded_stack import fsdp, loss_of, stack, tokens, train_window, weights
 
@@ -97,8 +98,7 @@ def unfrozen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for step in range(2):
             backend.window.begin()
             prepared.backward(loss_of(prepared.model, step))
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
             loss_of(plain, step).backward()
             optimizers[1].step()
             optimizers[1].zero_grad()

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import iter_full_tensors
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from host_peak import peak_above, reset_peak
@@ -129,8 +130,7 @@ def dtypes_of_lora(upcast: bool | None, mode: str) -> tuple[dict[str, str], str,
         backend.window.begin()
         hidden = prepared.model(tokens(step))
         prepared.backward(hidden.float().square().mean() + 0 * sum_of_adapters(model))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     kinds = {name: str(p.dtype)[6:] for name, p in model.named_parameters()}
     applied = backend.applied()["upcast"]
     backend.close()

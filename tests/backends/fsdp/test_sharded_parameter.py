@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from sharded_stack import fsdp, loss_of, stack, weights
 
 Term = Callable[[nn.Module], Tensor]
@@ -109,16 +110,13 @@ def plain(term: Term | None, edit: Edit | None) -> dict[str, Tensor]:
 
 def sharded(term: Term | None, edit: Edit | None, *, first: bool, **settings: object) -> dict[str, Tensor]:
     """Train with a term in the loss, before the forward or after it, and an edit after each step."""
-    backend = fsdp(**settings)
-    model = stack(0)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(**settings), stack(0))
     for _ in range(3):
         backend.window.begin()
         early = 0.1 * term(prepared.unwrap()) if term is not None and first else 0.0
         loss = loss_of(prepared.model, dist.get_rank()) + early
         prepared.backward(loss + 0.1 * term(prepared.unwrap()) if term is not None and not first else loss)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         if edit is not None:
             edit(prepared.unwrap())
     found = weights(prepared)
@@ -164,13 +162,10 @@ def said_of(act: Callable[[], object]) -> str:
 
 
 def refused() -> dict[str, str]:
-    backend = fsdp(wrap=("Block",))
-    model = stack(0)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(fsdp(wrap=("Block",)), stack(0))
     inner: Any = prepared.unwrap()
     prepared.backward(loss_of(prepared.model, 0))
-    prepared.optimizers[0].step()
-    prepared.optimizers[0].zero_grad()
+    step_and_clear(prepared)
     weight = inner.blocks[0].linear.weight
 
     def assign() -> None:
@@ -208,16 +203,13 @@ CONVERSIONS: dict[str, Edit] = {
 
 def step(prepared: Any) -> None:
     prepared.backward(loss_of(prepared.model, dist.get_rank()))
-    prepared.optimizers[0].step()
-    prepared.optimizers[0].zero_grad()
+    step_and_clear(prepared)
 
 
 def converted(mode: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, convert in CONVERSIONS.items():
-        backend = fsdp(mode, wrap=("Block",))
-        model = stack(0)
-        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        _backend, _model, prepared = prepare_sgd(fsdp(mode, wrap=("Block",)), stack(0))
 
         step(prepared)
         convert(prepared.unwrap())

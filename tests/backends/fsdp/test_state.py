@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adam
 
-from drivetrain_backends import AccumulationWindow, DDPBackend
-from drivetrain_precision import choose_policy
-from sharded_stack import context, fsdp, loss_of, scaled, stack, trained, weights
+from backends.replicas import ddp_backend
+from drivetrain_backends import DDPBackend
+from sharded_stack import fsdp, loss_of, scaled, stack, trained, weights
 
 
 def adam_with_a_past(*, later: bool) -> tuple[dict[str, Tensor], int]:
@@ -54,8 +54,7 @@ def adam_with_a_past_later() -> tuple[dict[str, Tensor], int]:
 
 
 def ddp() -> DDPBackend:
-    where = context()
-    return DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+    return ddp_backend()
 
 
 def make(kind: str) -> object:

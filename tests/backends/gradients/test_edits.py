@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, SingleBackend
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
@@ -62,9 +63,9 @@ def said_by(
     """
     context = connect(StateSettings(device="cpu", watchdog=False))
     window = AccumulationWindow(steps)
-    backend = kind(context, choose_policy(mode, context.device), window=window)
-    model = net()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(
+        kind(context, choose_policy(mode, context.device), window=window), net()
+    )
     try:
         for number in range(steps):
             window.begin()
@@ -74,8 +75,7 @@ def said_by(
                 prepared.backward(loss_of(prepared.model, number), count=count)
                 if not first:
                     edit(prepared.model)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
     except AccumulationError as error:
         assert prepared.optimizers[0].num_steps == 0
         return str(error)
@@ -135,17 +135,16 @@ def test_a_models_own_zero_grad_before_its_counted_losses_begins_anew(clear: Edi
 def test_after_our_clip_gradients_are_final_and_may_be_edited() -> None:
     context = connect(StateSettings(device="cpu", watchdog=False))
     window = AccumulationWindow(2)
-    backend = SingleBackend(context, choose_policy("no", context.device), window=window)
-    model = net()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _backend, model, prepared = prepare_sgd(
+        SingleBackend(context, choose_policy("no", context.device), window=window), net()
+    )
     for number in range(4):
         window.begin()
         prepared.backward(loss_of(prepared.model, number))
         prepared.clip(norm=float("inf"))
         if window.closing:
             clip(model)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     assert prepared.optimizers[0].num_steps == 2
 
 

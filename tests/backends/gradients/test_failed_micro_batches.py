@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError
 from drivetrain_precision import PrecisionSettings
 from single_process import Weight, backend
@@ -14,9 +15,9 @@ SCALING = PrecisionSettings(initial_scale=1024.0)
 
 def start(accumulation: int, mode: str = "no"):
     """A model that is to move by the gradient of each step."""
-    single = backend(mode, accumulation=accumulation, settings=SCALING)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(
+        backend(mode, accumulation=accumulation, settings=SCALING), Weight(), lr=1.0
+    )
     return single.window, model, prepared, prepared.optimizers[0]
 
 
@@ -127,8 +128,7 @@ def test_closing_a_backend_leaves_the_open_window() -> None:
         for value in (1.0, 2.0, 3.0, 6.0, 5.0, 7.0):
             single.window.begin()
             train(model, prepared, value)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
             moved.append(1 - model.w.item())
         single.close()  # after two micro-batches of the second window
         assert moved == [0.0, 0.0, 0.0, 3.0, 3.0, 3.0]

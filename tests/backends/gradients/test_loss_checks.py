@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, DDPBackend, PairingError, SingleBackend
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_backends.gradients.loss_checks import LOSSES_FOLLOWED, graph_leaves
@@ -74,9 +75,7 @@ def test_the_first_loss_of_a_model_without_an_optimizer_is_refused(
 def train_fsdp_in_an_open_window() -> list[object]:
     told = logging.handlers.BufferingHandler(capacity=100)
     logging.getLogger("drivetrain_backends.gradients.loss_checks").addHandler(told)
-    one = fsdp(accumulation=2)
-    model = stack()
-    (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    one, _model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
     for _ in range(4):
         one.window.begin()
         if one.window.closing:
@@ -84,8 +83,7 @@ def train_fsdp_in_an_open_window() -> list[object]:
         else:
             with prepared.no_sync():
                 one.backward(loss_of(prepared.model, 0))
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     steps = prepared.optimizers[0].num_steps
     said = ""
     try:
@@ -177,8 +175,7 @@ def test_parameters_that_a_graph_does_not_show_are_left_to_the_user() -> None:
 
 
 def refused(loss: object, count: object = None) -> None:
-    model, single = linear(), backend(accumulation=2)
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2), linear())
     single.window.begin()
     try:
         single.backward(model(X).sum() if loss is None else loss, count=count)
@@ -225,8 +222,7 @@ def test_what_is_no_count_is_refused_and_leaves_no_trace(count: object, error) -
 
 @pytest.mark.parametrize("count", [0, 3, 0.5, torch.tensor(3), torch.tensor([3]), torch.tensor(2.5)])
 def test_counts_are_numbers_and_tensors_of_one_element(count: object) -> None:
-    model, single = linear(), backend(accumulation=2)
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2), linear(), lr=1.0)
     before = model.weight.detach().clone()
     for items in (count, 2):
         single.window.begin()
@@ -236,8 +232,7 @@ def test_counts_are_numbers_and_tensors_of_one_element(count: object) -> None:
 
 
 def test_a_mean_and_a_sum_are_still_not_mixed() -> None:
-    model, single = linear(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(), linear())
     prepared.backward(model(X).sum())
     with pytest.raises(AccumulationError, match="a mean and a sum"):
         prepared.backward(model(X).sum(), count=1)

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, NonFiniteGradientError
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_backends import AccumulationWindow, NonFiniteGradientError
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite, nonfinite_error
-from drivetrain_precision import PrecisionSettings, SkippedStepsError, choose_policy
+from drivetrain_precision import PrecisionSettings, SkippedStepsError
 from drivetrain_state import StateSettings, connect
 from single_process import backend
 
@@ -34,11 +35,9 @@ def poison(model: nn.Sequential, value: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_a_step_on_gradients_that_are_not_finite_is_an_error_that_names_the_parameter(value: float) -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="raise")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers())
     prepared.backward(model(torch.ones(1, 2)).sum())
-    prepared.optimizers[0].step()
-    prepared.optimizers[0].zero_grad()
+    step_and_clear(prepared)
     before = model[1].weight.detach().clone()
     prepared.backward(poison(model, value))
     with pytest.raises(
@@ -49,8 +48,7 @@ def test_a_step_on_gradients_that_are_not_finite_is_an_error_that_names_the_para
 
 
 def test_what_is_not_asked_for_is_not_looked_for() -> None:
-    model, single = two_layers(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(), two_layers())
     prepared.backward(poison(model, NAN))
     prepared.optimizers[0].step()
     assert model[1].weight.isnan().all()
@@ -80,8 +78,7 @@ def test_a_skipped_step_moves_neither_weights_nor_schedule_and_the_next_one_does
 @pytest.mark.parametrize("clipped", [{"norm": 1.0}, {"norm": 1.0, "norm_type": INFINITY}, {"value": 1.0}])
 @pytest.mark.parametrize("part", [slice(None), slice(0, 1)])  # of the parameters: all, or one that is finite
 def test_clipping_neither_hides_an_infinity_nor_spreads_it(clipped: dict[str, float], part: slice) -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="skip")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), two_layers())
     prepared.backward(poison(model, INFINITY))
     prepared.clip(list(model.parameters())[part], **clipped)
     prepared.optimizers[0].step()
@@ -91,8 +88,7 @@ def test_clipping_neither_hides_an_infinity_nor_spreads_it(clipped: dict[str, fl
 
 @pytest.mark.parametrize("clipped", [{"norm": 1.0}, {"value": 1.0}])
 def test_clipping_tells_of_the_first_bad_parameter_before_all_are(clipped: dict[str, float]) -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="raise")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers())
     prepared.backward(poison(model, NAN))
     with pytest.raises(NonFiniteGradientError, match=r"of 1\.weight .* at optimizer step 1\."):
         prepared.clip(**clipped)
@@ -100,8 +96,7 @@ def test_clipping_tells_of_the_first_bad_parameter_before_all_are(clipped: dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_finite_gradients_whose_norm_overflows_are_no_error(dtype: torch.dtype) -> None:
-    model, single = two_layers().to(dtype), backend(nonfinite_gradients="raise")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="raise"), two_layers().to(dtype))
     prepared.backward(poison(model, torch.finfo(dtype).max / 2))
     prepared.clip(norm=1.0)
     prepared.optimizers[0].step()
@@ -110,8 +105,7 @@ def test_finite_gradients_whose_norm_overflows_are_no_error(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_one_bad_micro_batch_leaves_its_window_out_and_no_other(counted: bool) -> None:
-    model, single = two_layers(), backend(accumulation=2, nonfinite_gradients="skip")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2, nonfinite_gradients="skip"), two_layers())
     (optimizer,) = prepared.optimizers
     skipped = []
     for factor in (1.0, 1.0, INFINITY, 1.0, 1.0, 1.0):
@@ -139,8 +133,7 @@ def test_both_optimizers_of_a_model_leave_the_step_out() -> None:
 
 
 def test_gradients_of_a_plain_backward_are_looked_at_at_every_step() -> None:
-    model, single = two_layers(), backend(nonfinite_gradients="skip")
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), two_layers())
     skipped = []
     for factor in (1.0, NAN, NAN, 1.0):
         model.zero_grad()
@@ -152,9 +145,9 @@ def test_gradients_of_a_plain_backward_are_looked_at_at_every_step() -> None:
 
 @pytest.mark.parametrize("what", ["skip", "raise"])
 def test_fp16_lowers_its_scale_before_an_overflow_is_an_error(what: str) -> None:
-    model = two_layers()
-    single = backend("fp16", settings=PrecisionSettings(initial_scale=4.0), nonfinite_gradients=what)
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    single, model, prepared = prepare_sgd(
+        backend("fp16", settings=PrecisionSettings(initial_scale=4.0), nonfinite_gradients=what), two_layers()
+    )
     for scale in (4.0, 2.0, 1.0):
         prepared.backward(model(torch.ones(1, 2)).float().sum() * INFINITY)
         assert single.scaler.value == scale
@@ -185,24 +178,20 @@ def test_another_word_than_the_three_is_refused() -> None:
 
 
 def steps_with_a_bad_loss_on_rank_1(what: str, clip: bool, counted: bool) -> object:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2, nonfinite_gradients=what)
-    single = DDPBackend(context, choose_policy("no", context.device), window=window)
-    model = two_layers()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    single, model, prepared = prepare_sgd(ddp_backend(accumulation=2, nonfinite_gradients=what), two_layers())
     (optimizer,) = prepared.optimizers
     skipped = []
     try:
         for micro_batch in range(6):
-            window.begin()
+            single.window.begin()
             bad = micro_batch == 2 and dist.get_rank() == 1
             x = torch.full((2, 2), NAN if bad else 1.0 + dist.get_rank())
-            with prepared.no_sync() if not window.closing else nullcontext():
+            with prepared.no_sync() if not single.window.closing else nullcontext():
                 prepared.backward(prepared.model(x).sum(), count=2 if counted else None)
             if clip:
                 prepared.clip(norm=1.0)
             optimizer.step()
-            if window.closing:
+            if single.window.closing:
                 skipped.append(optimizer.was_skipped)
             optimizer.zero_grad()
     except NonFiniteGradientError as error:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from backends.replicas import ddp_backend
 from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend, PairingError, SingleBackend
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
@@ -204,8 +205,7 @@ def test_each_optimizer_may_step_and_clear_in_turn_on_two_ranks(run_ranks, kind:
 
 
 def prepare_models_that_share(calls: int) -> str:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    ddp = ddp_backend()
     models, optimizers = actor_and_critic()
     try:
         if calls == 1:
@@ -231,8 +231,7 @@ def test_models_that_share_a_trunk_are_refused_where_ranks_would_average_it_twic
 
 
 def prepare_models_that_share_what_is_frozen() -> int:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    ddp = ddp_backend()
     models, _ = actor_and_critic()
     models[0].trunk.requires_grad_(False)
     prepared = ddp.prepare(models, [], [])
@@ -245,8 +244,7 @@ def test_models_may_share_what_is_frozen(run_ranks) -> None:
 
 
 def prepare_an_optimizer_alone() -> str:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    ddp = ddp_backend()
     models, optimizers = student_and_teacher()
     try:
         ddp.prepare(models[1:], optimizers, [])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd
 from drivetrain_backends import (
     AccumulationWindow,
     DDPBackend,
@@ -70,9 +71,9 @@ def run(
     **settings: float | None,
 ) -> tuple[str, list[bool], float]:
     """The error of a run, which of its steps were skipped, and its last loss scale."""
-    backend = make(kind, mode, PrecisionSettings(**settings), nonfinite)
-    model = Net(overflows=overflows)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.0)], [])
+    backend, _model, prepared = prepare_sgd(
+        make(kind, mode, PrecisionSettings(**settings), nonfinite), Net(overflows=overflows), lr=0.0
+    )
     (optimizer,) = prepared.optimizers
     skipped: list[bool] = []
     said = ""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd
 from drivetrain_backends import AccumulationError, SingleBackend
 from drivetrain_backends.gradients import tracker
 from drivetrain_backends.gradients.tracker import GradientGroup
@@ -64,9 +65,7 @@ def test_the_docstring_has_the_same_table() -> None:
 
 
 def test_a_loss_in_the_window_of_final_gradients_is_refused() -> None:
-    single = backend()
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(2.0)))
     prepared.clip(norm=math.inf)
@@ -76,9 +75,7 @@ def test_a_loss_in_the_window_of_final_gradients_is_refused() -> None:
 
 
 def test_the_losses_of_a_window_are_added_up_and_the_next_window_begins_anew() -> None:
-    single = backend(accumulation=2)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2), Weight(), lr=1.0)
     for count in (3, 5):
         single.window.begin()
         prepared.backward(model(torch.tensor(2.0)), count=count)
@@ -98,9 +95,7 @@ def test_the_losses_of_a_window_are_added_up_and_the_next_window_begins_anew() -
 
 
 def test_the_norm_and_an_overflow_are_told_until_the_next_loss() -> None:
-    single = backend(nonfinite_gradients="skip")
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(nonfinite_gradients="skip"), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(math.inf)))
     prepared.clip(norm=1.0)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, SingleBackend
 from drivetrain_precision import PrecisionSettings
 from single_process import Weight, backend
@@ -26,16 +27,13 @@ MODES = pytest.mark.parametrize("mode", ["no", "fp16"])
 
 @given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_sums_with_counts_become_the_mean_over_all_items(windows: list[list[int]]) -> None:
-    single = backend(accumulation=4)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=4), Weight(), lr=1.0)
     for counts in windows:
         before = model.w.item()
         for i, count in enumerate(counts):
             single.window.begin(is_last=i + 1 == len(counts))
             prepared.backward(model(torch.tensor(3.0 * count)), count=count)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
         closed_early = len(counts) < 4 or single.window.closing
         assert closed_early
         assert before - model.w.item() == pytest.approx(3.0 if sum(counts) else 0.0, abs=1e-4)
@@ -113,9 +111,7 @@ def test_a_parameter_of_two_models_is_corrected_once(mode: str) -> None:
 
 
 def test_backward_after_clipping_in_one_window_is_refused() -> None:
-    single = backend()
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(1.0)))
     prepared.clip(norm=1.0)
@@ -137,9 +133,7 @@ def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> Non
 
 
 def test_a_save_right_after_an_overflow_keeps_it() -> None:
-    single = backend("fp16", settings=SCALING)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend("fp16", settings=SCALING), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(1.0)).float() * float("inf"))
     prepared.optimizers[0].step()
@@ -147,9 +141,7 @@ def test_a_save_right_after_an_overflow_keeps_it() -> None:
 
 
 def test_a_mean_and_a_sum_in_one_window_are_refused() -> None:
-    single = backend(accumulation=2)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(1.0)))
     single.window.begin()
@@ -193,9 +185,7 @@ def test_a_plain_backward_is_right_where_nothing_is_divided_or_scaled() -> None:
 @pytest.mark.parametrize("mode", ["no", "fp16"])
 @pytest.mark.parametrize("counted", [False, True])
 def test_gradients_that_a_step_used_are_not_normalised_again(mode: str, counted: bool) -> None:
-    single = backend(mode, settings=SCALING)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(mode, settings=SCALING), Weight(), lr=1.0)
     for step in (1, 2):
         single.window.begin()
         loss = model(torch.tensor(3.0 * 2**counted)).float()
@@ -209,9 +199,7 @@ def test_gradients_that_a_step_used_are_not_normalised_again(mode: str, counted:
 
 
 def test_a_window_that_closes_early_does_not_rescale_gradients_that_a_step_used() -> None:
-    single = backend(accumulation=2)
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(accumulation=2), Weight(), lr=1.0)
     for length in (2, 1):
         for number in range(length):
             single.window.begin(is_last=number + 1 == length)
@@ -239,9 +227,7 @@ def test_a_window_that_closes_early_may_keep_the_divisor_of_a_full_one(
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_the_model_cleared_itself_are_not_in_the_way(set_to_none: bool) -> None:
-    single = backend()
-    model = Weight()
-    (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(), Weight(), lr=1.0)
     for _ in range(2):
         single.window.begin()
         prepared.backward(model(torch.tensor(6.0)), count=2)

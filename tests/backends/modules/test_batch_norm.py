@@ -6,15 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
 from drivetrain_backends.modules.batch_norm import (
     check_batch_norms,
     restore_batch_norms,
     synchronise_batch_norms,
 )
 from drivetrain_backends.optim.parameter_matching import owners
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 GPU = torch.device("cuda")
 
@@ -74,11 +72,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
 
 
 def prepare_with_sync_batch_norm(model: nn.Module) -> str:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    settings = DDPSettings(sync_batch_norm=True)
-    ddp = DDPBackend(
-        context, choose_policy("no", context.device), window=AccumulationWindow(), settings=settings
-    )
+    ddp = ddp_backend(sync_batch_norm=True)
     try:
         ddp.prepare([model], [], [])
         return f"prepared, sync_batch_norm={ddp.applied()['sync_batch_norm']}"
@@ -97,13 +91,10 @@ def test_on_the_cpu_it_is_refused_where_there_is_something_to_synchronise(run_ra
 
 def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
     """The running mean of each rank after training on its own values, and after one more forward."""
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    settings = DDPSettings(broadcast_buffers=broadcast)
-    ddp = DDPBackend(
-        context, choose_policy("no", context.device), window=AccumulationWindow(2), settings=settings
+    ddp, model, prepared = prepare_sgd(
+        ddp_backend(accumulation=2, broadcast_buffers=broadcast),
+        nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)),
     )
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    (prepared,) = ddp.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     x = torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank())
     for _ in range(4):
         ddp.window.begin()
@@ -112,8 +103,7 @@ def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
         else:
             with prepared.no_sync():
                 prepared.backward(prepared.model(x).sum())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     trained = model[0].running_mean.tolist()
     with torch.no_grad():
         prepared.model.eval()(x)

@@ -11,10 +11,9 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, unwrap_compiled
+from backends.replicas import ddp_backend, step_and_clear
+from drivetrain_backends import unwrap_compiled
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 from single_process import backend
 
 # torch 2.15's compiler asks an activation for its gradient, and torch warns of that.
@@ -117,8 +116,7 @@ def trained(compiled, mode: str = "no") -> tuple[dict[str, torch.Tensor], dict[s
         single.window.begin()
         prepared.backward(prepared.model(X).float().square().mean())
         prepared.clip(norm=0.5)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     return dict(net().state_dict()), prepared.state_dict()
 
 
@@ -184,10 +182,8 @@ def test_names_and_modules_without_a_compiler_stay_as_they_are() -> None:
 
 
 def under_ddp(mode: str) -> dict[str, tuple[int, int]]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-
     def prepared(model: nn.Module) -> nn.Module:
-        ddp = DDPBackend(context, choose_policy(mode, context.device), window=AccumulationWindow())
+        ddp = ddp_backend(mode)
         (one,) = ddp.prepare([model], [AdamW(model.parameters())], [])
         assert not any("_orig_mod" in name for name in one.state_dict()["model"])
         return one.model
@@ -219,16 +215,14 @@ def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
 
 
 def uneven_steps_of_a_replica_compiled_later() -> int:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    ddp = ddp_backend()
     model = net()
     (prepared,) = ddp.prepare([model], [AdamW(model.parameters())], [])
     compiled = torch.compile(prepared.model, backend="eager")
     with ddp.join([compiled]):
-        for _ in range(1 + context.topology.rank):
+        for _ in range(1 + ddp.context.topology.rank):
             prepared.backward(compiled(X).sum())
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
     ddp.close()
     return prepared.optimizers[0].num_steps
 

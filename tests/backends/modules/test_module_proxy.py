@@ -6,12 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, ReplacedParameterError, UnreducedGradientError
+from backends.replicas import ddp_backend, prepare_sgd
+from drivetrain_backends import DDPBackend, ReplacedParameterError, UnreducedGradientError
 from drivetrain_backends.torch.ddp import Replica
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 
 class Net(nn.Module):
@@ -37,14 +35,12 @@ class Net(nn.Module):
 
 
 def ddp() -> DDPBackend:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    return DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    return ddp_backend()
 
 
 def read_and_set() -> list[object]:
     torch.manual_seed(0)
-    net, one = Net(), ddp()
-    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    one, net, prepared = prepare_sgd(ddp(), Net())
     model = prepared.model
     found: list[object] = [
         type(model) is Replica,
@@ -73,8 +69,7 @@ def test_reading_and_setting_reach_the_users_module(run_ranks) -> None:
 
 
 def duplicate() -> list[object]:
-    net, one = Net(), ddp()
-    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    one, net, prepared = prepare_sgd(ddp(), Net())
     found: list[object] = []
     for copied in (copy.deepcopy(prepared.model), pickle.loads(pickle.dumps(prepared.model))):
         with torch.no_grad():
@@ -90,8 +85,7 @@ def test_a_copy_of_a_replica_is_the_plain_model(run_ranks) -> None:
 
 
 def prepare_again(kind: str) -> str:
-    net, one = Net(), ddp()
-    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    one, net, prepared = prepare_sgd(ddp(), Net())
     again = {
         "replica": prepared.model,
         "module": net,
@@ -110,8 +104,7 @@ def test_a_prepared_model_is_not_prepared_again(run_ranks, kind: str) -> None:
 
 
 def exchange_a_layer_between_steps() -> str:
-    net, one = Net(), ddp()
-    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    one, net, prepared = prepare_sgd(ddp(), Net())
     said = ""
     for _ in range(3):
         one.window.begin()
@@ -135,8 +128,7 @@ def test_an_exchanged_layer_is_told_before_the_gradient_that_it_no_longer_gets(r
 
 
 def loaded() -> list[bool]:
-    net, one = Net(), ddp()
-    (prepared,) = one.prepare([net], [SGD(net.parameters(), lr=0.1)], [])
+    one, net, prepared = prepare_sgd(ddp(), Net())
     found: list[bool] = []
     for prefix in ("", "module."):
         state = {f"{prefix}{name}": torch.full_like(value, 3.0) for name, value in net.state_dict().items()}

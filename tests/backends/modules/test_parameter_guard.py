@@ -5,17 +5,10 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import (
-    AccumulationError,
-    AccumulationWindow,
-    DDPBackend,
-    PairingError,
-    ReplacedParameterError,
-)
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_backends import AccumulationError, PairingError, ReplacedParameterError
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.torch.prepared import TorchPrepared
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 from sharded_stack import fsdp, loss_of, stack
 from single_process import backend
 
@@ -66,8 +59,7 @@ def start() -> tuple[Net, TorchPrepared]:
 def train(prepared: TorchPrepared, num_steps: int) -> None:
     for _ in range(num_steps):
         prepared.backward(prepared.model(torch.ones(1, 2)).sum())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
 
 
 @CHANGES
@@ -183,8 +175,7 @@ def unfreeze_shards() -> str:
             if number == 2:
                 prepared.unwrap().head.requires_grad_(True)
             prepared.backward(loss_of(prepared.model, 0))
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
     except PairingError as error:
         return str(error)
     finally:
@@ -198,10 +189,7 @@ def test_shards_unfrozen_later_that_no_optimizer_holds_are_named(run_ranks) -> N
 
 
 def step_after_a_change() -> str:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    ddp = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
-    model = Net()
-    (prepared,) = ddp.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    ddp, model, prepared = prepare_sgd(ddp_backend(), Net())
     assign_parameter(model)
     try:
         prepared.optimizers[0].step()
@@ -231,8 +219,7 @@ def renormalised(*, max_norm: float | None) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
         else:
             prepared.backward(loss)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
     return dict(model.state_dict())
 
 
@@ -251,8 +238,7 @@ def test_an_optimizer_that_steps_in_a_hook_is_right_or_refused(mode: str) -> Non
     (prepared,) = backend(mode).prepare([model], [SGD([model.weight], lr=0.1)], [])
 
     def step(_: torch.Tensor) -> None:
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
 
     model.bias.requires_grad_(False)
     model.weight.register_post_accumulate_grad_hook(step)

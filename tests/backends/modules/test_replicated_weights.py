@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, DriftedReplicasError
+from backends.replicas import ddp_backend, step_and_clear
+from drivetrain_backends import DriftedReplicasError
 from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, check_replicas, checksum
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8]
 
@@ -67,13 +66,7 @@ def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[lis
 
 
 def drifted() -> dict[str, str]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = DDPBackend(
-        context,
-        choose_policy("no", context.device),
-        window=AccumulationWindow(),
-        settings=DDPSettings(check_drift_every=2, broadcast_buffers=False),
-    )
+    backend = ddp_backend(check_drift_every=2, broadcast_buffers=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     teacher = nn.Linear(2, 2).requires_grad_(False)
@@ -82,11 +75,10 @@ def drifted() -> dict[str, str]:
 
     def step() -> None:
         prepared.backward(prepared.model(torch.randn(4, 2) * (1 + dist.get_rank())).square().mean())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
 
     def check() -> None:
-        check_replicas(context, [model, teacher])
+        check_replicas(backend.context, [model, teacher])
 
     check()
     step()
@@ -131,9 +123,7 @@ class Choosy(nn.Linear):
 
 
 def written() -> list[float]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    policy = choose_policy("no", context.device)
-    backend = DDPBackend(context, policy, window=AccumulationWindow(), settings=DDPSettings())
+    backend = ddp_backend()
     model = Choosy(2, 1)
     (prepared,) = backend.prepare([model], [], [])
     with prepared.gathered(write=True), torch.no_grad():

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from backends.replicas import prepare_sgd
 from drivetrain_backends import SchedulerError, SingleBackend
 from drivetrain_backends.optim.schedule_guard import ScheduleGuard
 from drivetrain_backends.torch.prepared import TorchPrepared
@@ -91,8 +92,7 @@ def test_skipped_steps_do_not_advance_the_scheduler() -> None:
 
 
 def test_a_scheduler_built_on_the_prepared_optimizer_works() -> None:
-    model, single = linear(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    single, model, prepared = prepare_sgd(backend(), linear(), lr=1.0)
     scheduler = StepLR(prepared.optimizers[0], 1, gamma=0.5)
     (prepared,) = single.prepare([], [], [scheduler])
     prepared.backward(model(torch.ones(1, 2)).sum())

@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
+from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, DDPSettings, PairingError
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
@@ -65,8 +66,9 @@ def test_a_model_is_prepared_once() -> None:
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale_for_the_next() -> None:
-    model, single = linear(), backend("fp16", settings=PrecisionSettings(initial_scale=16.0))
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    single, model, prepared = prepare_sgd(
+        backend("fp16", settings=PrecisionSettings(initial_scale=16.0)), linear()
+    )
     (optimizer,) = prepared.optimizers
     before = model.weight.detach().clone()
     prepared.backward(model(torch.ones(1, 2)).sum() * float("inf"))
@@ -85,21 +87,18 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale_for_the_next() -> None:
 def test_fp16_accumulation_with_counts_equals_fp32_of_the_same_forward() -> None:
     weights = []
     for mode in ("no", "fp16"):
-        model, single = linear(), backend(mode, accumulation=3)
-        (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        single, model, prepared = prepare_sgd(backend(mode, accumulation=3), linear())
         for i in range(9):
             single.window.begin()
             x = torch.full((i + 1, 2), 0.25 * i)
             prepared.backward(model(x).float().square().sum(), count=i + 1)
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
         weights.append(model.weight.detach().clone())
     torch.testing.assert_close(weights[0], weights[1], rtol=5e-3, atol=5e-4)
 
 
 def test_zero_grad_without_a_step_forgets_the_discarded_count() -> None:
-    model, single = linear(), backend()
-    (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _single, model, prepared = prepare_sgd(backend(), linear())
     (optimizer,) = prepared.optimizers
     before = model.bias.item()
     prepared.backward(model(torch.ones(10, 2)).sum(), count=10)

@@ -10,25 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import (
-    AccumulationError,
-    AccumulationWindow,
-    DDPBackend,
-    DDPSettings,
-    UnreducedGradientError,
-)
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_backends import AccumulationError, DDPBackend, DDPSettings, UnreducedGradientError
 
 
 def ddp(**settings: object) -> tuple[DDPBackend, nn.Linear, SGD]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = DDPBackend(
-        context,
-        choose_policy("no", context.device),
-        window=AccumulationWindow(),
-        settings=DDPSettings(**settings),
-    )
+    backend = ddp_backend(**settings)
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     return backend, model, SGD(model.parameters(), lr=0.1)
@@ -45,8 +32,7 @@ def trained_with(hook: str) -> torch.Tensor:
     )
     for _ in range(6):
         prepared.backward(prepared.model(torch.randn(16, 8, generator=generator)).square().mean())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     backend.close()
     return model.weight.detach()
 
@@ -68,8 +54,7 @@ def steps_of_uneven_ranks() -> tuple[int, float, str]:
     with backend.join([prepared.model]):
         for _ in range(2 + 3 * dist.get_rank()):
             prepared.backward(prepared.model(torch.ones(1, 8)).sum())
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
             steps += 1
         try:
             prepared.backward(prepared.model.module(torch.ones(1, 8)).sum(), count=1)
@@ -245,21 +230,14 @@ def takes_left(rank: int, number: int) -> bool:
 
 
 def trained_branches(settings: dict[str, object], by_rank: bool) -> dict[str, torch.Tensor]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2)
-    backend = DDPBackend(
-        context, choose_policy("no", context.device), window=window, settings=DDPSettings(**settings)
-    )
-    model = branches()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(ddp_backend(accumulation=2, **settings), branches())
     for number in range(8):
-        window.begin()
+        backend.window.begin()
         left = takes_left(dist.get_rank(), number) if by_rank else True
-        with nullcontext() if window.closing else prepared.no_sync():
+        with nullcontext() if backend.window.closing else prepared.no_sync():
             x = torch.full((2, 4), 1.0 + dist.get_rank() + number)
             prepared.backward(prepared.model(x, left=left).sum(), count=2)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     backend.close()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -297,22 +275,18 @@ def test_layers_that_ranks_leave_out_train_as_in_a_plain_loop(run_ranks, setting
 
 
 def trained_with_windows(hook: str) -> torch.Tensor:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(3)
-    settings = DDPSettings(communication_hook=hook, power_sgd_start_step=2)
-    backend = DDPBackend(context, choose_policy("no", context.device), window=window, settings=settings)
+    backend = ddp_backend(accumulation=3, communication_hook=hook, power_sgd_start_step=2)
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(11):
-        window.begin(is_last=number == 10)
-        with nullcontext() if window.closing else prepared.no_sync():
+        backend.window.begin(is_last=number == 10)
+        with nullcontext() if backend.window.closing else prepared.no_sync():
             loss = prepared.model(torch.randn(4 + number % 3, 8, generator=generator)).square().sum()
             prepared.backward(loss, count=4 + number % 3)
         prepared.clip(norm=1.0)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     backend.close()
     return model.weight.detach().clone()
 
@@ -326,8 +300,7 @@ def test_hooks_compress_counted_and_accumulated_gradients(run_ranks, hook: str, 
 
 
 def generator_step_through_a_frozen_replica() -> tuple[torch.Tensor, torch.Tensor, bool]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    backend = ddp_backend()
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     g, c = backend.prepare(
@@ -337,8 +310,7 @@ def generator_step_through_a_frozen_replica() -> tuple[torch.Tensor, torch.Tenso
     critic.requires_grad_(False)
     for _ in range(2):  # the second forward comes with no backward of the critic in between
         g.backward(c.model(g.model(x)).sum())
-        g.optimizers[0].step()
-        g.optimizers[0].zero_grad()
+        step_and_clear(g)
     untouched = all(parameter.grad is None for parameter in critic.parameters())
     critic.requires_grad_(True)
     c.backward(c.model(g.model(x).detach()).square().sum())

@@ -11,16 +11,9 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_backends import (
-    AccumulationWindow,
-    DDPBackend,
-    DDPSettings,
-    DriftedReplicasError,
-    UnreducedGradientError,
-)
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_backends import DriftedReplicasError, UnreducedGradientError
 from drivetrain_backends.modules.replicated_weights import check_replicas
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 STEPS, WINDOW = 3, 2
 
@@ -149,22 +142,15 @@ def summed(backward: Callable[..., None], count: int) -> Backward:
 def trained(
     way: Way, num_micro_batches: int, norm: float | None, *, is_counted: bool = False, **settings: object
 ) -> dict[str, torch.Tensor]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(num_micro_batches)
-    backend = DDPBackend(
-        context, choose_policy("no", context.device), window=window, settings=DDPSettings(**settings)
-    )
-    model = Net()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(ddp_backend(accumulation=num_micro_batches, **settings), Net())
     for number in range(STEPS * num_micro_batches):
-        window.begin()
+        backend.window.begin()
         x = batches(number)[dist.get_rank()]
-        with nullcontext() if window.closing else prepared.no_sync():
+        with nullcontext() if backend.window.closing else prepared.no_sync():
             way(prepared.model, x, summed(prepared.backward, len(x)) if is_counted else prepared.backward)
         if norm is not None:
             prepared.clip(norm=norm)
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     backend.close()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -234,17 +220,9 @@ def compare(first: dict[Any, dict[str, torch.Tensor]], second: dict[Any, dict[st
 
 def what_is_refused() -> dict[str, str]:
     found: dict[str, str] = {}
-    context = connect(StateSettings(device="cpu", watchdog=False))
 
     def attempt(name: str, way: Callable[[Any, Any, torch.Tensor], None], **settings: object) -> None:
-        backend = DDPBackend(
-            context,
-            choose_policy("no", context.device),
-            window=AccumulationWindow(),
-            settings=DDPSettings(**settings),
-        )
-        model = Net()
-        (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+        backend, model, prepared = prepare_sgd(ddp_backend(**settings), Net())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises((UnreducedGradientError, RuntimeError)) as caught:
             way(backend, prepared, batch(dist.get_rank(), 0))
@@ -293,13 +271,7 @@ def test_what_cannot_be_averaged_is_refused_before_a_step(run_ranks) -> None:
 
 def trained_apart() -> dict[str, torch.Tensor]:
     """Ranks run other parts of the model, and one of them none, which only `at_close` allows."""
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = DDPBackend(
-        context,
-        choose_policy("no", context.device),
-        window=AccumulationWindow(),
-        settings=DDPSettings(reduce="at_close", broadcast_buffers=False),
-    )
+    backend = ddp_backend(reduce="at_close", broadcast_buffers=False)
     model = Net()
     model.table = nn.Embedding(5, 4, sparse=True)
     model.frozen.requires_grad_(False)
@@ -312,8 +284,7 @@ def trained_apart() -> dict[str, torch.Tensor]:
             prepared.backward(prepared.model(x).mean() + rows.sum())
         elif step:
             prepared.backward(prepared.model.halves(x) + rows.square().sum())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        step_and_clear(prepared)
     backend.close()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -342,12 +313,7 @@ def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor
     Returns:
         The tied weight after each step, and whether ranks hold the same weights.
     """
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    settings = DDPSettings(reduce=reduce)
-    policy = choose_policy("no", context.device)
-    backend = DDPBackend(context, policy, window=AccumulationWindow(), settings=settings)
-    model = Net()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, model, prepared = prepare_sgd(ddp_backend(reduce=reduce), Net())
     found = []
     for step in range(3):
         way(prepared.model, batches(step)[dist.get_rank()], prepared.backward)
@@ -356,7 +322,7 @@ def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor
         try:
             prepared.optimizers[0].step()  # the second one compares
             prepared.optimizers[0].zero_grad()
-            check_replicas(context, [model])
+            check_replicas(backend.context, [model])
             found.append((model.first.weight.detach().clone(), True))
         except DriftedReplicasError:
             found.append((model.first.weight.detach().clone(), False))

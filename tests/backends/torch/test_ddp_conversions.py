@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_backends import DDPBackend
 from drivetrain_backends.modules.replicated_weights import check_replicas
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 
 class Net(nn.Module):
@@ -40,18 +39,14 @@ CONVERSIONS: dict[str, Callable[[Any], object]] = {
 
 
 def backend_of(**settings: object) -> DDPBackend:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2)
-    return DDPBackend(
-        context, choose_policy("no", context.device), window=window, settings=DDPSettings(**settings)
-    )
+    return ddp_backend(accumulation=2, **settings)
 
 
 def converted(name: str, *, inner: bool = False, **settings: object) -> str:
     """Train two windows, convert the model, and train on: what is said, or how far ranks are apart."""
-    backend = backend_of(**settings)
-    model = Net(unused=bool(settings.get("find_unused_parameters")))
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    backend, _model, prepared = prepare_sgd(
+        backend_of(**settings), Net(unused=bool(settings.get("find_unused_parameters")))
+    )
     try:
         for number in range(10):
             if number == 4:
@@ -60,8 +55,7 @@ def converted(name: str, *, inner: bool = False, **settings: object) -> str:
             loss = prepared.model(torch.ones(2, 4) * (1 + number + dist.get_rank())).square().mean()
             if backend.window.closing:
                 prepared.backward(loss)
-                prepared.optimizers[0].step()
-                prepared.optimizers[0].zero_grad()
+                step_and_clear(prepared)
             else:
                 with prepared.no_sync():
                     prepared.backward(loss)
@@ -148,8 +142,7 @@ def written(way: str) -> str:
         for _step in range(3):
             backend.window.begin()
             prepared.backward(prepared.model(torch.ones(2, 4) + dist.get_rank()).square().mean())
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
+            step_and_clear(prepared)
         check_replicas(backend.context, [prepared.unwrap()])
         return "right"
     except (RuntimeError, ValueError) as error:

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
+from backends.replicas import ddp_backend, prepare_sgd
 
 
 @dataclass
@@ -46,15 +44,13 @@ def train(kind: str, reached: list[str], clear: bool = False) -> tuple[float, fl
     Returns:
         How far they moved, which is the gradient.
     """
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(len(reached))
-    backend = DDPBackend(context, choose_policy("no", context.device), window=window)
+    backend = ddp_backend(accumulation=len(reached))
     models = [Answering(kind), Answering(kind)]
     prepared = backend.prepare(models, [SGD(model.parameters(), lr=1.0) for model in models], [])
     for names in reached:
-        window.begin()
+        backend.window.begin()
         with ExitStack() as held:
-            for one in prepared if not window.closing else ():
+            for one in prepared if not backend.window.closing else ():
                 held.enter_context(one.no_sync())
             x = torch.tensor([[1.0 + dist.get_rank()]])
             outputs = {name: answer(one.model(x)) for name, one in zip("ab", prepared, strict=True)}
@@ -90,15 +86,11 @@ def test_held_gradients_that_are_dropped_are_in_nobodys_way(run_ranks) -> None:
 
 
 def skip_the_closing_backward() -> float:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2)
-    backend = DDPBackend(context, choose_policy("no", context.device), window=window)
-    model = Answering("tensor")
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
-    window.begin()
+    backend, model, prepared = prepare_sgd(ddp_backend(accumulation=2), Answering("tensor"), lr=1.0)
+    backend.window.begin()
     with prepared.no_sync():
         prepared.backward(prepared.model(torch.full((1, 1), 1.0 + dist.get_rank())).sum())
-    window.begin()
+    backend.window.begin()
     prepared.optimizers[0].step()
     backend.close()
     return -model.weight.item()

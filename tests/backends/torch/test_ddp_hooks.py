@@ -4,27 +4,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
+from backends.replicas import ddp_backend, prepare_sgd
+from drivetrain_backends import DDPBackend
 from drivetrain_backends.protocol import AutoValue
-from drivetrain_precision import PrecisionError, PrecisionSettings, choose_policy
-from drivetrain_state import StateSettings, connect
+from drivetrain_precision import PrecisionError, PrecisionSettings
 
 
 def ddp(precision: dict[str, str], **settings: object) -> DDPBackend:
-    context = connect(StateSettings(device="cpu", watchdog=False), needs_group=True)
-    policy = choose_policy("no", context.device, PrecisionSettings(**precision))
-    return DDPBackend(context, policy, window=AccumulationWindow(1), settings=DDPSettings(**settings))
+    return ddp_backend(precision=PrecisionSettings(**precision), **settings)
 
 
 def averaged(
     dtype: torch.dtype, precision: dict[str, str], settings: dict[str, object]
 ) -> tuple[float, object]:
     """The mean of gradients 1 and 2**-8 of two ranks, and the reduction that is told."""
-    backend = ddp(precision, **settings)
-    model = nn.Linear(1, 1, bias=False, dtype=dtype)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
+    backend, model, prepared = prepare_sgd(
+        ddp(precision, **settings), nn.Linear(1, 1, bias=False, dtype=dtype), lr=1.0
+    )
     backend.window.begin()
     x = torch.full((1, 1), [1.0, 2.0**-8][dist.get_rank()], dtype=dtype)
     prepared.backward(prepared.model(x).sum())

@@ -6,24 +6,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
+from backends.replicas import ddp_backend
 from drivetrain_backends import (
     AccumulationError,
-    AccumulationWindow,
     BackwardOptions,
     DDPBackend,
-    DDPSettings,
     PairingError,
     SingleBackend,
     SupportsManualSteps,
 )
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
 
 
 def made(mode: str = "no", **settings: object) -> DDPBackend:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    policy = choose_policy(mode, context.device)
-    return DDPBackend(context, policy, window=AccumulationWindow(), settings=DDPSettings(**settings))
+    return ddp_backend(mode, **settings)
 
 
 def trained(reduce: str | None) -> torch.Tensor:

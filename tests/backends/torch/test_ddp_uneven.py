@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings
-from drivetrain_precision import PrecisionSettings, choose_policy
-from drivetrain_state import StateSettings, connect
+from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from drivetrain_precision import PrecisionSettings
 
 NUM_WINDOWS = (2, 5)  # of each rank
 
@@ -40,20 +39,20 @@ def plain_weights(accumulation: int) -> torch.Tensor:
 def trained_on_uneven_ranks(
     mode: str, accumulation: int, settings: dict[str, object]
 ) -> tuple[torch.Tensor, int]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    policy = choose_policy(mode, context.device, PrecisionSettings(initial_scale=256.0))
-    window = AccumulationWindow(accumulation, nonfinite_gradients="raise")
-    ddp = DDPBackend(context, policy, window=window, settings=DDPSettings(**settings))
-    model = linear()
-    (prepared,) = ddp.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    precision = PrecisionSettings(initial_scale=256.0)
+    ddp, model, prepared = prepare_sgd(
+        ddp_backend(
+            mode, accumulation=accumulation, nonfinite_gradients="raise", precision=precision, **settings
+        ),
+        linear(),
+    )
     with ddp.join([prepared.model]):
         for step in range(NUM_WINDOWS[dist.get_rank()]):
             for i in range(accumulation):
-                window.begin()
-                with nullcontext() if window.closing else prepared.no_sync():
+                ddp.window.begin()
+                with nullcontext() if ddp.window.closing else prepared.no_sync():
                     prepared.backward(loss_of(prepared.model, dist.get_rank(), step, i))
-                prepared.optimizers[0].step()
-                prepared.optimizers[0].zero_grad()
+                step_and_clear(prepared)
     ddp.close()
     return model.weight.detach().clone(), prepared.optimizers[0].num_steps
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, SingleBackend, SupportsWaitWatch
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
+from backends.replicas import ddp_backend
+from drivetrain_backends import DDPBackend, SingleBackend, SupportsWaitWatch
 
 
 class Late(torch.autograd.Function):
@@ -71,10 +70,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
 
 
 def backend_of(settings: dict[str, Any], length: int) -> DDPBackend:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(length)
-    policy = choose_policy("no", context.device)
-    return DDPBackend(context, policy, window=window, settings=DDPSettings(**settings))
+    return ddp_backend(accumulation=length, **settings)
 
 
 def train_with_a_late_rank(kind: str, folder: str) -> list[int]:

@@ -6,15 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import AccumulationWindow, DDPBackend, PairingError
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
+from backends.replicas import ddp_backend
+from drivetrain_backends import PairingError
 from sharded_stack import fsdp, stack, tokens, weights
 
 
 def prepare_a_model_that_cannot_be(meta: bool) -> tuple[str, str, str, float]:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+    backend = ddp_backend()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
     optimizer = SGD(model[0].parameters(), lr=1.0)
     bad = nn.Linear(1, 1, device="meta") if meta else torch.jit.script(nn.Identity())

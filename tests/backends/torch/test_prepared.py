@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import AccumulationWindow
 from drivetrain_backends.torch.prepared import TorchPrepared
 from single_process import backend, linear
@@ -45,8 +46,7 @@ def test_in_an_open_window_nothing_is_clipped_stepped_or_cleared() -> None:
     prepared.backward(model(torch.ones(1, 2)).sum())
     gathered = model.weight.grad.clone()
     assert prepared.clip(norm=1e-3) is None
-    prepared.optimizers[0].step()
-    prepared.optimizers[0].zero_grad()
+    step_and_clear(prepared)
     assert torch.equal(model.weight.grad, gathered)
     assert torch.equal(model.weight, before)
     assert not prepared.optimizers[0].last_result.stepped
