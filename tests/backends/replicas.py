@@ -2,8 +2,8 @@
 
 from typing import Any, TypeVar
 
-from torch import nn
-from torch.optim import SGD
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from drivetrain_backends import AccumulationWindow, DDPBackend, DDPSettings, Prepared
 from drivetrain_backends.gradients.accumulation import NonFiniteGradients
@@ -37,3 +37,10 @@ def prepare_sgd(backend: Any, model: Module, *, lr: float = 0.1) -> tuple[Any, M
     """Prepare a model with SGD over its parameters: the backend, the model and what is prepared."""
     (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=lr)], [])
     return backend, model, prepared
+
+
+def plain_step(optimizer: Optimizer, loss: Tensor) -> None:
+    """Step on a loss as a plain loop does, and clear its gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
+from backends.replicas import plain_step, prepare_sgd, step_and_clear
 from sharded_stack import fsdp
 
 
@@ -44,9 +44,7 @@ def by_ddp(rank: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     for step in range(4):
         output = replica.train()(batch(step, rank))
-        output.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(optimizer, output.square().mean())
         outputs += [output.detach(), replica.eval()(batch(0, 0)).detach()]
     return outputs
 

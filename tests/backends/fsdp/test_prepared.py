@@ -65,8 +65,7 @@ def test_parameters_are_clipped_whenever_they_were_listed(run_ranks, when: str) 
     for before, after, found, said in run_ranks(clipped_as_listed, when):
         assert before == pytest.approx(norm.item(), rel=1e-5)
         assert after == pytest.approx(0.01, rel=1e-3)
-        for name, value in models[0].state_dict().items():
-            torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(found, dict(models[0].state_dict()))
         assert "clip: a parameter of shape (3,) is none of those that prepare() sharded" in said
 
 
@@ -101,8 +100,7 @@ def test_sharded_and_plain_gradients_are_clipped_as_one(run_ranks, options: dict
     norm, expected = clipped_plainly(options)
     for found_norm, found in run_ranks(clipped, options, "no"):
         assert found_norm == (None if norm is None else pytest.approx(norm, rel=1e-10))
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, dict(expected), rtol=1e-10, atol=1e-10)
 
 
 def overflow_on_one_rank() -> tuple[list[bool], bool]:
@@ -153,8 +151,7 @@ def test_an_evaluation_between_backward_and_step_changes_nothing(run_ranks, stra
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     for found in run_ranks(evaluated_before_the_step, strategy):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def gathered(mode: str) -> tuple[bool, bool, dict[str, Tensor]]:
@@ -296,8 +293,7 @@ def test_gradients_that_a_window_held_back_are_neither_lost_nor_taken_into_the_n
     optimizer.step()
     for said, found in run_ranks(window_that_closes_without_a_backward, drop):
         assert said.startswith("" if drop else "the window closed without a backward of")
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def frozen_after_an_evaluation(strategy: str) -> bool:

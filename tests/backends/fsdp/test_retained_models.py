@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from backends.replicas import step_and_clear
+from backends.replicas import plain_step, step_and_clear
 from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
 from sharded_stack import fsdp, loss_of, stack, tokens, train_window, weights
 
@@ -99,9 +99,7 @@ def unfrozen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             backend.window.begin()
             prepared.backward(loss_of(prepared.model, step))
             step_and_clear(prepared)
-            loss_of(plain, step).backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            plain_step(optimizers[1], loss_of(plain, step))
         found = weights(prepared)
         backend.close()
     return found, {name: value.detach() for name, value in plain.state_dict().items()}

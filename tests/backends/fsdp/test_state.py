@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam
 
-from backends.replicas import ddp_backend
+from backends.replicas import ddp_backend, plain_step
 from drivetrain_backends import DDPBackend
 from sharded_stack import fsdp, loss_of, scaled, stack, trained, weights
 
@@ -14,9 +14,7 @@ def adam_with_a_past(*, later: bool) -> tuple[dict[str, Tensor], int]:
     backend = fsdp()
     model = scaled()
     optimizer = Adam(model.parameters(), lr=0.1)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    plain_step(optimizer, loss_of(model, 0))
     if later:
         backend.prepare([model], [], [])
         (prepared,) = backend.prepare([], [optimizer], [])
@@ -36,13 +34,10 @@ def test_an_optimizers_state_is_carried_into_the_shards(run_ranks, later: bool) 
     model = scaled()
     optimizer = Adam(model.parameters(), lr=0.1)
     for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        optimizer.step()
+        plain_step(optimizer, loss_of(model, 0))
     for found, rows in run_ranks(adam_with_a_past_later if later else adam_with_a_past_now):
         assert rows == 3
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
 
 
 def adam_with_a_past_now() -> tuple[dict[str, Tensor], int]:
@@ -86,12 +81,9 @@ def test_a_state_goes_on_in_another_backend_and_at_another_number_of_ranks(
     model = stack(tied=True)
     optimizer = Adam(model.parameters(), lr=0.05)
     for _ in range(4):
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        optimizer.step()
+        plain_step(optimizer, loss_of(model, 0))
     for found in run_ranks(resume, resumed, state, num_processes=num_processes):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def load_what_does_not_fit() -> list[str]:

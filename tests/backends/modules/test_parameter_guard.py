@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
+from backends.replicas import ddp_backend, plain_step, prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, PairingError, ReplacedParameterError
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.torch.prepared import TorchPrepared
@@ -214,9 +214,7 @@ def renormalised(*, max_norm: float | None) -> dict[str, torch.Tensor]:
     for step in range(3):
         loss = model(torch.tensor([[step, step + 1]])).square().mean()
         if prepared is None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(optimizer, loss)
         else:
             prepared.backward(loss)
             step_and_clear(prepared)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from backends.replicas import plain_step
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.state_dict.optimizer_state import load_named_state, named_state
 from single_process import backend, linear
@@ -22,9 +23,7 @@ def prepared_optimizer(optimizer: Optimizer, model: nn.Module, accumulation: int
 
 
 def trained(optimizer: Optimizer, model: nn.Module) -> None:
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    plain_step(optimizer, model(torch.ones(3, 2)).sum())
 
 
 def test_an_optimizer_step_with_a_closure_is_refused() -> None:

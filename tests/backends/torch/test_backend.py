@@ -130,13 +130,6 @@ def test_loading_a_checkpoint_of_another_precision_is_refused() -> None:
         backend().load_state_dict({"scaler": {"scale": 2.0, "growth_tracker": 0}})
 
 
-def test_closing_gives_the_models_back() -> None:
-    model, single = linear(), backend("bf16")
-    single.prepare([model], [], [])
-    single.close()
-    assert type(model) is nn.Linear
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_a_prepare_that_fails_at_its_second_model_leaves_the_first_as_it_was() -> None:
     model, single = linear(), backend("bf16")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
-from drivetrain_backends import AccumulationError, DDPBackend, DDPSettings, UnreducedGradientError
+from backends.replicas import ddp_backend, plain_step, prepare_sgd, step_and_clear
+from drivetrain_backends import DDPBackend, DDPSettings, UnreducedGradientError
 
 
 def ddp(**settings: object) -> tuple[DDPBackend, nn.Linear, SGD]:
@@ -19,55 +19,6 @@ def ddp(**settings: object) -> tuple[DDPBackend, nn.Linear, SGD]:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     return backend, model, SGD(model.parameters(), lr=0.1)
-
-
-def trained_with(hook: str) -> torch.Tensor:
-    backend, model, optimizer = ddp(communication_hook=hook, power_sgd_start_step=2)
-    (prepared,) = backend.prepare([model], [optimizer], [])
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    applied = backend.applied()
-    assert applied["communication_hook"] == hook
-    assert (applied.get("power_sgd_start_step"), applied.get("power_sgd_rank")) == (
-        (2, 1) if hook == "power_sgd" else (None, None)
-    )
-    for _ in range(6):
-        prepared.backward(prepared.model(torch.randn(16, 8, generator=generator)).square().mean())
-        step_and_clear(prepared)
-    backend.close()
-    return model.weight.detach()
-
-
-@pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2), ("power_sgd", 1e-1)])
-def test_compressed_gradients_train_nearly_as_whole_ones(run_ranks, hook: str, tolerance: float) -> None:
-    whole, other = run_ranks(trained_with, "none")
-    compressed, on_other_rank = run_ranks(trained_with, hook)
-    assert torch.equal(whole, other)
-    assert torch.equal(compressed, on_other_rank)
-    assert 0 < (compressed - whole).abs().max() < tolerance
-
-
-def steps_of_uneven_ranks() -> tuple[int, float, str]:
-    backend, model, optimizer = ddp()
-    (prepared,) = backend.prepare([model], [optimizer], [])
-    message = ""
-    steps = 0
-    with backend.join([prepared.model]):
-        for _ in range(2 + 3 * dist.get_rank()):
-            prepared.backward(prepared.model(torch.ones(1, 8)).sum())
-            step_and_clear(prepared)
-            steps += 1
-        try:
-            prepared.backward(prepared.model.module(torch.ones(1, 8)).sum(), count=1)
-        except AccumulationError as error:
-            message = str(error)
-    return steps, model.bias.sum().item(), message
-
-
-def test_ranks_may_run_out_of_batches_at_different_steps(run_ranks) -> None:
-    (first_steps, first, message), (second_steps, second, _) = run_ranks(steps_of_uneven_ranks)
-    assert (first_steps, second_steps) == (2, 5)
-    assert first == pytest.approx(second)
-    assert "inside join_uneven_inputs" in message
 
 
 def test_a_model_without_trainable_parameters_is_only_moved(run_ranks) -> None:
@@ -161,18 +112,6 @@ def said_in_two_steps(model: nn.Module, *, freeze: Sequence[str] = ()) -> str:
     finally:
         backend.close()
     return "trained"
-
-
-def step_with_an_unused_layer() -> str:
-    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
-    model.forward = lambda x: model["used"](x)
-    return said_in_two_steps(model)
-
-
-def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(run_ranks) -> None:
-    for said in run_ranks(step_with_an_unused_layer):
-        assert "gave no gradient to unused.weight, unused.bias, and ranks wait" in said
-        assert "--ddp-find-unused-parameters" in said
 
 
 def every_setting() -> list[tuple[str, object, object]]:
@@ -293,8 +232,9 @@ def trained_with_windows(hook: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2), ("power_sgd", 1e-1)])
 def test_hooks_compress_counted_and_accumulated_gradients(run_ranks, hook: str, tolerance: float) -> None:
-    whole, _ = run_ranks(trained_with_windows, "none")
+    whole, other = run_ranks(trained_with_windows, "none")
     compressed, on_other_rank = run_ranks(trained_with_windows, hook)
+    assert torch.equal(whole, other)
     assert torch.equal(compressed, on_other_rank)
     assert 0 < (compressed - whole).abs().max() < tolerance
 
@@ -325,9 +265,7 @@ def test_a_replica_that_is_frozen_for_a_while_is_passed_through(run_ranks) -> No
     inputs = [torch.full((1, 2), 1.0), torch.full((1, 2), 2.0)]
     optimizers = [SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)]
     for _ in range(2):
-        torch.stack([critic(generator(x)).sum() for x in inputs]).mean().backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        plain_step(optimizers[0], torch.stack([critic(generator(x)).sum() for x in inputs]).mean())
     optimizers[1].zero_grad()
     torch.stack([critic(generator(x).detach()).square().sum() for x in inputs]).mean().backward()
     optimizers[1].step()
@@ -337,10 +275,18 @@ def test_a_replica_that_is_frozen_for_a_while_is_passed_through(run_ranks) -> No
         torch.testing.assert_close(critic_weight, critic.weight)
 
 
-def train_with_a_layer_frozen_later() -> str:
-    return said_in_two_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), freeze=("0",))
+def step_without_a_gradient(kind: str) -> str:
+    if kind == "frozen later":
+        return said_in_two_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), freeze=("0",))
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    model.forward = lambda x: model["used"](x)
+    return said_in_two_steps(model)
 
 
-def test_a_layer_frozen_after_prepare_is_the_one_that_is_named(run_ranks) -> None:
-    for said in run_ranks(train_with_a_layer_frozen_later):
-        assert "gave no gradient to 0.weight, 0.bias, and ranks wait" in said
+@pytest.mark.parametrize(("kind", "layer"), [("unused", "unused"), ("frozen later", "0")])
+def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(
+    run_ranks, kind: str, layer: str
+) -> None:
+    for said in run_ranks(step_without_a_gradient, kind):
+        assert f"gave no gradient to {layer}.weight, {layer}.bias, and ranks wait" in said
+        assert "--ddp-find-unused-parameters" in said

@@ -303,8 +303,7 @@ def test_averaging_at_the_close_lets_ranks_run_other_parts(run_ranks) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for weights in run_ranks(trained_apart):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(weights[name], value)
+        torch.testing.assert_close(weights, dict(model.state_dict()))
 
 
 def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor, bool]]:
