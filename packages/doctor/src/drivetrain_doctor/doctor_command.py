@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain_config import Layers, environ
 from drivetrain_doctor.checked_run import run_to_check
-from drivetrain_doctor.examination import Examination, examine
+from drivetrain_doctor.examination import examine
 from drivetrain_doctor.report.step_display import StepDisplay
 from drivetrain_doctor.report.table import table
 from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
@@ -85,16 +85,12 @@ def run(arguments: DoctorArguments) -> int:
         examination = examine(checked, progress=progress)
     finally:
         progress.clear()
-    _write(examination, is_json=arguments.json)
-    return int(examination.is_broken)
-
-
-def _write(examination: Examination, *, is_json: bool) -> None:
-    if is_json:
+    if arguments.json:
         sys.stdout.write(f"{json.dumps(examination.as_data(), indent=2)}\n")
-        return
-    is_coloured, _ = coloured_outputs(environ.child_environment())
-    width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)
-    sys.stdout.write(table(examination, is_coloured=is_coloured, width=width))
-    if not examination.is_leader:
-        sys.stdout.write("The output of host 0 shows all hosts.\n")
+    else:
+        is_coloured, _ = coloured_outputs(checked.environment)
+        width = min(_LONGEST_LINE, shutil.get_terminal_size((100, 24)).columns)
+        sys.stdout.write(table(examination, is_coloured=is_coloured, width=width))
+        if not examination.is_leader:
+            sys.stdout.write("The output of host 0 shows all hosts.\n")
+    return int(examination.is_broken)

@@ -23,8 +23,7 @@ class AddressMeasurement:
     """The names and addresses of this host, as the name service gives them.
 
     Attributes:
-        host_name: The name of this host.
-        host_addresses: The addresses that this name resolves to; empty if it does not resolve.
+        host_addresses: The addresses that the host's name resolves to; empty if it does not resolve.
         own_addresses: The addresses of this host's interfaces, by interface.
         master_addresses: The addresses that the master's name resolves to, in the order in which they are tried.
         outgoing_address: The address of this host from which it would reach the master; None without a route.
@@ -71,7 +70,12 @@ def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
 
 def find_outgoing_address(name: str) -> str | None:
     """Return the address of this host from which it would reach a name or address; None without a way."""
-    return next((found for found in map(_outgoing, _resolve(name)) if found is not None), None)
+    for address in _resolve(name):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((address, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    return None
 
 
 def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckVerdict:
@@ -210,17 +214,6 @@ def _reverse_seconds(address: str, count: int) -> float:
     for lookup in lookups:
         lookup.join(max(0.0, begin + _PATIENCE_SECONDS - time.monotonic()))
     return time.monotonic() - begin
-
-
-def _outgoing(address: str) -> str | None:
-    """Return the address from which this host would reach another; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 def _is_loopback(address: str) -> bool:

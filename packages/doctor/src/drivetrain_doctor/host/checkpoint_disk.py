@@ -75,15 +75,15 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
         return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
     speed = measured.bytes_per_second
     summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
-    findings = (*_space(measured), *_speed(folder, speed), *_file_system(measured, checked))
-    return CheckVerdict(summary=summary, findings=findings)
+    return CheckVerdict(summary=summary, findings=tuple(_find_faults(measured, speed, checked)))
 
 
-def _space(measured: DiskMeasurement) -> Iterator[DoctorFinding]:
+def _find_faults(measured: DiskMeasurement, speed: float, checked: CheckedRun) -> Iterator[DoctorFinding]:
+    folder = measured.folder
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
         yield warning(
-            f"{format_size(measured.free_bytes)} free in {measured.folder}",
+            f"{format_size(measured.free_bytes)} free in {folder}",
             why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
             "million parameters fills it; a new one is written before the old one goes",
             mend="free space, or name another folder; keep_last in the checkpoint section removes old checkpoints",
@@ -91,14 +91,11 @@ def _space(measured: DiskMeasurement) -> Iterator[DoctorFinding]:
         )
     if measured.free_files is not None and measured.free_files < 1000:
         yield warning(
-            f"{measured.free_files} more files fit into {measured.folder} (df -i)",
+            f"{measured.free_files} more files fit into {folder} (df -i)",
             why="'No space left on device' although bytes are free",
             mend="remove small files, or name another folder",
             free_files=measured.free_files,
         )
-
-
-def _speed(folder: Path, speed: float) -> Iterator[DoctorFinding]:
     if speed < _SLOW_BYTES_PER_SECOND:
         yield warning(
             f"{folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
@@ -107,24 +104,21 @@ def _speed(folder: Path, speed: float) -> Iterator[DoctorFinding]:
             mend="a faster disk; or background saves (the checkpoint section)",
             bytes_per_second=speed,
         )
-
-
-def _file_system(measured: DiskMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     if measured.kind in _IN_MEMORY:
         yield warning(
-            f"{measured.folder} is in memory ({measured.kind})",
+            f"{folder} is in memory ({measured.kind})",
             why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
             mend="name a folder on a disk",
         )
     elif measured.kind == "overlay":
         yield warning(
-            f"{measured.folder} is the container's own layer (overlay)",
+            f"{folder} is the container's own layer (overlay)",
             why="checkpoints are gone with the container, and writing is slower than into a volume",
             mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
         )
     elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
         yield warning(
-            f"{measured.folder} is on this host's own disk ({measured.kind}), by its type",
+            f"{folder} is on this host's own disk ({measured.kind}), by its type",
             why="all hosts write parts of one checkpoint into one folder, which each must see",
             mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
         )

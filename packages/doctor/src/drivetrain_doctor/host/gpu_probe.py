@@ -30,11 +30,20 @@ def main() -> int:
 def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasurement:
     """Ask the driver and torch; on a machine without GPUs, say which builds there are."""
     nvidia, amd = proc / "driver/nvidia/version", system / "module/amdgpu"
-    count, refusal = _count()
+    count, refusal, nccl = 0, "", ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if (torch.version.cuda or torch.version.hip) and torch.cuda.is_available():
+            count = torch.cuda.device_count()
+        else:
+            refusal = " ".join(str(each.message).partition("\n")[0] for each in told[:1])
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found: object = import_module("torch.cuda.nccl").version()
+        nccl = ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
     return GpuMeasurement(
         torch_cuda=torch.version.cuda,
         torch_hip=torch.version.hip,
-        nccl=_nccl_version(),
+        nccl=nccl,
         driver=_driver(nvidia, amd / "version"),
         driver_cuda=_driver_cuda(),
         library_driver=_library_driver(),
@@ -45,24 +54,6 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         refusal=refusal,
         peers=_peers(count) if count > 1 else None,
     )
-
-
-def _count() -> tuple[int, str]:
-    """Return the number of devices that torch can use, and what it says if there is none."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return 0, ""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return torch.cuda.device_count(), ""
-    return 0, " ".join(str(each.message).partition("\n")[0] for each in told[:1])
-
-
-def _nccl_version() -> str:
-    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return ""
-    found: object = import_module("torch.cuda.nccl").version()
-    return ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
 
 
 def _driver(nvidia: Path, amd: Path) -> str:

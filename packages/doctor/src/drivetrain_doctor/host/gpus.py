@@ -24,14 +24,11 @@ class GpuMeasurement:
     """The answers of a process of its own, which may use the devices.
 
     Attributes:
-        torch_cuda: The CUDA version that torch was built with, such as "12.8"; None for another build.
-        torch_hip: The ROCm version that torch was built with; None for another build.
+        torch_cuda, torch_hip: The CUDA or ROCm version that torch was built with, such as "12.8"; None for another.
         nccl: The version of NCCL (RCCL on AMD); empty if torch has none.
-        driver: The version of the driver, such as "550.54.15"; empty if unknown.
         driver_cuda: The newest CUDA that the driver runs, such as "12.4"; empty if unknown.
         library_driver: The version of the driver that its library in user space belongs to; empty if unknown.
-        has_nvidia: Whether the NVIDIA driver is loaded.
-        has_amd: Whether the AMD driver is loaded.
+        has_nvidia, has_amd: Whether this driver is loaded.
         on_bus: The makers of the GPUs on the PCI bus, "NVIDIA" or "AMD", whether their driver is loaded or not.
         names: The devices that torch sees.
         memory_taken: The part of each device's memory that other processes hold, from 0 to 1.
@@ -110,30 +107,30 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
 
 def judge_driver(measured: GpuMeasurement) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
-    if not measured.has_nvidia and not measured.has_amd:
-        return _without_driver(measured)
     if measured.has_nvidia:
         library = f"torch's CUDA {measured.torch_cuda or 'none'}, NCCL {measured.nccl or 'none'}"
         driver = f"driver {measured.driver or '?'} (up to CUDA {measured.driver_cuda or '?'})"
-    else:
+    elif measured.has_amd:
         library = f"torch's ROCm {measured.torch_hip or 'none'}, RCCL {measured.nccl or 'none'}"
         driver = f"AMD driver {measured.driver or 'of the kernel'}"
+    else:
+        return _without_driver(measured)
     return CheckVerdict(
         summary=f"{len(measured.names)} devices, {driver}, {library}",
-        findings=(*_build(measured), *_nvidia(measured), *_devices(measured)),
+        findings=(*_nvidia(measured), *_devices(measured)),
     )
 
 
 def _without_driver(measured: GpuMeasurement) -> CheckVerdict:
     build = f"torch is built for {_built_for(measured)}"
-    maker = "NVIDIA" if measured.torch_cuda else "AMD" if measured.torch_hip else ""
-    if maker not in measured.on_bus:
+    maker, module = ("NVIDIA", "nvidia") if measured.torch_cuda else ("AMD", "amdgpu")
+    if maker not in measured.on_bus or not (measured.torch_cuda or measured.torch_hip):
         return CheckVerdict(skipped=f"no GPU driver is loaded, and {build}")
     lost = error(
         f"this host has {maker} GPUs and no driver for them is loaded; {build}",
         why="torch sees no device: the run trains on the CPU, or ends at once",
-        mend=f"modprobe {'nvidia' if maker == 'NVIDIA' else 'amdgpu'} tells why it does not load; after an update of "
-        "the kernel or the driver, reboot or install the driver for the kernel that runs (dkms status)",
+        mend=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, reboot or "
+        "install the driver for the kernel that runs (dkms status)",
     )
     return CheckVerdict(summary=f"no driver; {build}", findings=(lost,))
 
@@ -142,20 +139,6 @@ def _built_for(measured: GpuMeasurement) -> str:
     if measured.torch_cuda:
         return f"CUDA {measured.torch_cuda}"
     return f"ROCm {measured.torch_hip}" if measured.torch_hip else "the CPU"
-
-
-def _build(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
-    kind, built, index = (
-        ("NVIDIA", measured.torch_cuda, "cu128")
-        if measured.has_nvidia
-        else ("AMD", measured.torch_hip, "rocm6.4")
-    )
-    if built is None:
-        yield error(
-            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
-            why="the run trains on the CPU",
-            mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
-        )
 
 
 def _nvidia(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
@@ -183,6 +166,17 @@ def _nvidia(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
 
 
 def _devices(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
+    kind, built, index = (
+        ("NVIDIA", measured.torch_cuda, "cu128")
+        if measured.has_nvidia
+        else ("AMD", measured.torch_hip, "rocm6.4")
+    )
+    if built is None:
+        yield error(
+            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
+            why="the run trains on the CPU",
+            mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
+        )
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         yield error(
             f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",

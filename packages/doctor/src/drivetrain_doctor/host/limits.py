@@ -87,8 +87,7 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdic
     findings = (
         *_open_files(measured, checked),
         *_processes(measured, checked),
-        *_group_memory(group, checked),
-        *_memory_of_a_process(measured, checked),
+        *_memory(measured, checked),
     )
     return CheckVerdict(summary=", ".join(parts), findings=findings)
 
@@ -139,12 +138,11 @@ def _processes(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[Doct
         )
 
 
-def _group_memory(group: GroupLimits, checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _memory(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     processes = checked.processes_per_node * (1 + checked.num_workers)
-    if group.memory_bytes is None:
-        return
-    free = group.memory_bytes - group.used_bytes
-    if free < processes * _LEAST_BYTES_OF_A_PROCESS:
+    locked, address, group = measured.locked_bytes, measured.address_bytes, measured.group
+    free = float("inf") if group.memory_bytes is None else group.memory_bytes - group.used_bytes
+    if group.memory_bytes is not None and free < processes * _LEAST_BYTES_OF_A_PROCESS:
         yield warning(
             f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
@@ -152,10 +150,6 @@ def _group_memory(group: GroupLimits, checked: CheckedRun) -> Iterator[DoctorFin
             mend="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), or fewer workers",
             free_bytes=free,
         )
-
-
-def _memory_of_a_process(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    locked, address = measured.locked_bytes, measured.address_bytes
     if measured.has_infiniband and locked is not None:
         yield error(
             f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",

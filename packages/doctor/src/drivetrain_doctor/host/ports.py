@@ -22,16 +22,14 @@ class PortMeasurement:
         port: The port; 0 for any free one.
         bind_error: The name of the error of an attempt to listen, such as "EADDRINUSE"; None if it worked.
         holder: The process that listens there already, as far as this user may see it.
-        first_ephemeral: The first port that the system gives to outgoing connections.
-        last_ephemeral: The last one.
+        ephemeral: The first and the last port that the system gives to outgoing connections.
         reserved: The ports among them that it leaves out, as the system writes them.
     """
 
     port: int
     bind_error: str | None = None
     holder: str | None = None
-    first_ephemeral: int = 32768
-    last_ephemeral: int = 60999
+    ephemeral: tuple[int, int] = (32768, 60999)
     reserved: str = ""
 
 
@@ -42,18 +40,16 @@ def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasure
         _listen(port)
     except OSError as refused:
         failure = errno.errorcode.get(refused.errno or 0, str(refused))
-    first, last = 32768, 60999
-    range_file = proc / "sys/net/ipv4/ip_local_port_range"
-    if range_file.exists():
-        first, last = map(int, range_file.read_text().split())
-    reserved_file = proc / "sys/net/ipv4/ip_local_reserved_ports"
+    limits, reserved = (
+        proc / "sys/net/ipv4" / f"ip_local_{name}" for name in ("port_range", "reserved_ports")
+    )
+    first, last = map(int, limits.read_text().split()) if limits.exists() else (32768, 60999)
     return PortMeasurement(
         port=port,
         bind_error=failure,
         holder=_holder(port, proc) if failure == "EADDRINUSE" else None,
-        first_ephemeral=first,
-        last_ephemeral=last,
-        reserved=reserved_file.read_text().strip() if reserved_file.exists() else "",
+        ephemeral=(first, last),
+        reserved=reserved.read_text().strip() if reserved.exists() else "",
     )
 
 
@@ -82,7 +78,7 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
 
 
 def _ephemeral(measured: PortMeasurement) -> Iterator[DoctorFinding]:
-    port, first, last = measured.port, measured.first_ephemeral, measured.last_ephemeral
+    port, (first, last) = measured.port, measured.ephemeral
     reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
     # A cluster derives a port from its job, which may lie anywhere.
     if first <= port <= last and not any(int(low) <= port <= int(high or low) for low, _, high in reserved):

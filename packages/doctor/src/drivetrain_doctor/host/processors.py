@@ -14,7 +14,6 @@ class ProcessorMeasurement:
     """The cores that this process may use.
 
     Attributes:
-        cores: The number of cores of the machine.
         usable: The number that this process is bound to.
         quota: The number of cores' time that its control group may use; None without a limit.
         load: The number of threads that have wanted to run, over the last minute.
@@ -44,11 +43,11 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     """Judge the cores for a run."""
     return CheckVerdict(
         summary=f"{measured.effective:g} of {measured.cores} cores",
-        findings=(*_ranks(measured, checked), *_threads(measured, checked), *_load(measured)),
+        findings=tuple(_find_faults(measured, checked)),
     )
 
 
-def _ranks(measured: ProcessorMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _find_faults(measured: ProcessorMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     ranks = checked.processes_per_node
     wanted = ranks * (1 + checked.num_workers)
     more = "a machine with more cores"
@@ -71,9 +70,6 @@ def _ranks(measured: ProcessorMeasurement, checked: CheckedRun) -> Iterator[Doct
             mend=f"num_workers={fits} in the DataLoader, or {more}",
             cores=measured.effective,
         )
-
-
-def _threads(measured: ProcessorMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     quota = measured.quota
     # For several processes, drivetrain launch sets one thread.
     is_chosen = "OMP_NUM_THREADS" in checked.environment or checked.processes_per_node > 1
@@ -85,9 +81,6 @@ def _threads(measured: ProcessorMeasurement, checked: CheckedRun) -> Iterator[Do
             mend=f"--threads-per-process {threads}, or export OMP_NUM_THREADS={threads}",
             quota=quota,
         )
-
-
-def _load(measured: ProcessorMeasurement) -> Iterator[DoctorFinding]:
     if measured.load > 1.5 * measured.cores:
         yield warning(
             f"the machine is busy: {measured.load:.1f} threads want to run on {measured.cores} cores",

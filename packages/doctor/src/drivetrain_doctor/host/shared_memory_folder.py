@@ -22,14 +22,7 @@ _MEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryMeasurement:
-    """The folder of shared memory.
-
-    Attributes:
-        folder: The path of the folder.
-        size_bytes: The size of the folder; None if it is not there.
-        free_bytes: The number of free bytes.
-        is_writable: Whether this user may write there.
-    """
+    """The folder of shared memory; its size is None if it is not there."""
 
     folder: Path
     size_bytes: int | None = None

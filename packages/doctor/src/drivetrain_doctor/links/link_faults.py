@@ -54,23 +54,17 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
 
 
 def _blame(hosts: Iterable[int], links: Set[Link], slow: Set[Link]) -> set[int]:
-    """Return the hosts whose links are mostly slow."""
+    """Return the hosts most of whose links to hosts not blamed, and at least two, are slow."""
     blamed: set[int] = set()
-    waiting = set(hosts)
-    while waiting:
-        shares = {host: _share(host, links, slow, blamed) for host in waiting}
-        worst = max(sorted(waiting), key=lambda host: shares[host])
-        if shares[worst] <= 0.5:
-            break
+    while True:
+        shares: dict[int, float] = {}
+        for host in set(hosts) - blamed:
+            own = [link for link in links if host in link and not blamed & set(link)]
+            shares[host] = sum(link in slow for link in own) / len(own) if len(own) > 1 else 0.0
+        worst = max(sorted(shares), key=shares.__getitem__, default=None)
+        if worst is None or shares[worst] <= 0.5:
+            return blamed
         blamed.add(worst)
-        waiting.remove(worst)
-    return blamed
-
-
-def _share(host: int, links: Set[Link], slow: Set[Link], blamed: Set[int]) -> float:
-    """Return the part of a host's links to hosts not blamed that is slow; 0 with one link, which blames no end."""
-    own = [link for link in links if host in link and not blamed & set(link)]
-    return sum(link in slow for link in own) / len(own) if len(own) > 1 else 0.0
 
 
 def _islands(hosts: Iterable[int], fast: Set[Link]) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,15 +33,7 @@ class MeetingError(LaunchError):
 
 
 class HostMeeting:
-    """The hosts' common store.
-
-    Attributes:
-        rank: The rank of this host.
-        num_hosts: The number of hosts that the run is to have.
-        seconds: The time that it took to reach the store.
-        store_host: The address at which this host reaches the store; rank 0 listens on its own address alone.
-        store_port: The port of the store.
-    """
+    """The hosts' common store, at the address where this host reaches it; `seconds` is the time that this took."""
 
     def __init__(self, store: TCPStore, *, rank: int, num_hosts: int, seconds: float) -> None:
         self.rank = rank
@@ -125,24 +118,16 @@ def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting
         MeetingError: The store cannot be hosted or reached.
     """
     begin = time.monotonic()
-    store = _host(checked) if _may_host(checked) else None
-    is_host = store is not None
-    if store is None:
-        store = _reach(checked, progress)
     rank = checked.node_rank
+    may_host = rank == 0
+    if rank is None:  # the store is where the master's address is
+        with suppress(OSError, UnicodeError):
+            may_host = any(own_addresses(checked.master_addr))
+    hosted = _host(checked) if may_host else None
+    store = hosted or _reach(checked, progress)
     if rank is None:
-        rank = 0 if is_host else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
+        rank = 0 if hosted else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
     return HostMeeting(store, rank=rank, num_hosts=checked.num_nodes, seconds=time.monotonic() - begin)
-
-
-def _may_host(checked: CheckedRun) -> bool:
-    """Return whether the store may belong here: on rank 0, or where the master's address is if none is given."""
-    if checked.node_rank is not None:
-        return checked.node_rank == 0
-    try:
-        return any(own_addresses(checked.master_addr))
-    except (OSError, UnicodeError):
-        return False
 
 
 def _host(checked: CheckedRun) -> TCPStore | None:

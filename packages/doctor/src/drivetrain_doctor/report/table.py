@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, State
 from drivetrain_doctor.examination import Examination
-from drivetrain_messages import list_some
+from drivetrain_messages import format_count, list_some
 
 # How far apart two columns stand, and where findings begin.
 _GAP, _INDENT = "  ", "         "
@@ -27,14 +27,7 @@ _NUMBER = re.compile(r"[0-9][0-9.,]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """A check on one host, or on several that found the same.
-
-    Attributes:
-        name: The name of the check.
-        state: The worst of its findings.
-        summary: The measured values.
-        findings: The faults, each with the hosts on which it is; no hosts stand for all of them.
-    """
+    """A check on one host, or on several; a finding without hosts is on all of them."""
 
     name: str
     state: State
@@ -43,13 +36,7 @@ class CheckRow:
 
 
 def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
-    """Return the table as text.
-
-    Args:
-        examination: All that was found.
-        is_coloured: Whether to colour it by the terminal's escape codes.
-        width: The width of the terminal, at which lines are wrapped.
-    """
+    """Return the table as text, wrapped at a width, and coloured by the terminal's escape codes if asked."""
     together = (
         CheckRow(
             name=report.name,
@@ -61,15 +48,25 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
     )
     rows = [*merge_hosts(examination.hosts), *together]
     widest = max((len(row.name) for row in rows), default=0)
-    lines = [_paint(_title(examination), "bold", is_coloured=is_coloured), ""]
+    hosts, count = examination.num_nodes, examination.num_processes
+    title = (
+        f"drivetrain doctor: {format_count(hosts, 'host')}, {count} process{'es' if count > 1 else ''}, "
+        f"{examination.seconds:.1f} s"
+    )
+    lines = [_paint(title, "bold", is_coloured=is_coloured), ""]
     for row in rows:
         state = _paint(f"{row.state:<7}", row.state, is_coloured=is_coloured)
         first, *more = textwrap.wrap(row.summary, max(20, width - widest - 11)) or [""]
         lines.append(f"{state}{_GAP}{row.name:<{widest}}{_GAP}{first}".rstrip())
         lines += [f"{_INDENT}{' ' * widest}{_GAP}{each}" for each in more]
-        for finding, hosts in row.findings:
-            lines += _finding_lines(finding, hosts, is_coloured=is_coloured, width=width)
-    return "\n".join([*lines, "", _end(rows, is_coloured=is_coloured), ""])
+        for finding, names in row.findings:
+            lines += _finding_lines(finding, names, is_coloured=is_coloured, width=width)
+    severities = [finding.severity for row in rows for finding, _ in row.findings]
+    errors, warnings = severities.count("error"), severities.count("warning")
+    skipped = sum(row.state == "skipped" for row in rows)
+    counts = f"{format_count(errors, 'error')}, {format_count(warnings, 'warning')}, {skipped} skipped"
+    end, colour = ("a run will break", "error") if errors else ("nothing found that breaks a run", "ok")
+    return "\n".join([*lines, "", _paint(f"{counts}: {end}", colour, is_coloured=is_coloured), ""])
 
 
 def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[CheckRow]:
@@ -106,14 +103,6 @@ def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> 
     )
 
 
-def _title(examination: Examination) -> str:
-    hosts, count = examination.num_nodes, examination.num_processes
-    return (
-        f"drivetrain doctor: {hosts} host{'s' if hosts > 1 else ''}, {count} process{'es' if count > 1 else ''}, "
-        f"{examination.seconds:.1f} s"
-    )
-
-
 def _finding_lines(
     finding: DoctorFinding, hosts: tuple[str, ...], *, is_coloured: bool, width: int
 ) -> list[str]:
@@ -136,19 +125,6 @@ def _finding_lines(
             before = start if number == 0 else " " * len(start)
             lines.append(indent + _paint(f"{before}{line}", colour, is_coloured=is_coloured))
     return lines
-
-
-def _end(rows: Iterable[CheckRow], *, is_coloured: bool) -> str:
-    findings = [finding for row in rows for finding, _ in row.findings]
-    errors = sum(finding.severity == "error" for finding in findings)
-    warnings = len(findings) - errors
-    skipped = sum(row.state == "skipped" for row in rows)
-    counts = (
-        f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}, {skipped} skipped"
-    )
-    if errors:
-        return _paint(f"{counts}: a run will break", "error", is_coloured=is_coloured)
-    return _paint(f"{counts}: nothing found that breaks a run", "ok", is_coloured=is_coloured)
 
 
 def _paint(text: str, colour: str, *, is_coloured: bool) -> str:
