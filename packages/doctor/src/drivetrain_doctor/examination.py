@@ -10,7 +10,7 @@ from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.host.addresses import find_outgoing_address
 from drivetrain_doctor.host.host_checks import PROGRAM_SECONDS, host_checks, program_checks
-from drivetrain_doctor.links.pair_order import start_pairs
+from drivetrain_doctor.links.link_measurement import start_pairs
 from drivetrain_doctor.run_checks import run_checks
 
 
@@ -67,7 +67,7 @@ def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examinat
         is_broken = any(report.state == "error" for report in reports)
         if between_hosts is not None:
             # It imports torch, which a single host does not need in this process.
-            from drivetrain_doctor.meeting.conduct import meet
+            from drivetrain_doctor.meeting.joint_checks import meet
 
             address = find_outgoing_address(checked.master_addr)
             result = meet(checked, reports, address=address, program=between_hosts, progress=progress)

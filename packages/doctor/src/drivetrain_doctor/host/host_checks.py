@@ -21,8 +21,8 @@ from drivetrain_doctor.host.ports import judge_port, measure_port
 from drivetrain_doctor.host.processors import judge_processors, measure_processors
 from drivetrain_doctor.host.shared_memory_folder import judge_shared_memory, measure_shared_memory
 from drivetrain_doctor.host.variables import judge_variables, measure_variables
-from drivetrain_doctor.links.pair_order import PairOrder, PairProgram, start_pairs
-from drivetrain_doctor.links.pair_results import judge_ranks
+from drivetrain_doctor.links.link_measurement import PairOrder, PairProgram, start_pairs
+from drivetrain_doctor.links.link_results import judge_ranks
 from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
 _GPU_SECONDS = 60.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_doctor.meeting.join import HostMeeting
+from drivetrain_doctor.meeting.meeting_store import HostMeeting
 
 QUESTIONS = 5
 _ANSWER_SECONDS = 3.0

@@ -1,4 +1,4 @@
-"""Measure pairs of ranks: `python -m drivetrain_doctor.links.pair_program`, with an order on stdin.
+"""Measure pairs of ranks: `python -m drivetrain_doctor.links.link_worker`, with an order on stdin.
 
 One process imports torch and then forks a process for each rank, before any thread is started, so that eight ranks
 cost one import. Each rank writes events as lines of JSON to the common stdout.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain_doctor.links.pair_order import PairOrder, pair_rounds
-from drivetrain_doctor.links.pair_results import PairResult
+from drivetrain_doctor.links.link_measurement import PairOrder, pair_rounds
+from drivetrain_doctor.links.link_results import PairResult
 
 _PINGS, _FEWEST_PINGS = 20, 4
 # After this time a pair measures with what it has: on a busy machine a message takes a hundred times longer.

@@ -1,6 +1,6 @@
 from itertools import combinations
 
-from drivetrain_doctor.links.pair_results import GroupResult, PairResult, judge_hosts, judge_ranks
+from drivetrain_doctor.links.link_results import GroupResult, PairResult, judge_hosts, judge_ranks
 
 
 def pair(

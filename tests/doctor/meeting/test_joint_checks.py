@@ -1,15 +1,66 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from drivetrain_config.environ import child_environment
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.links.pair_order import start_pairs
-from drivetrain_doctor.links.pair_results import GroupResult, PairResult, judge_hosts
-from drivetrain_doctor.meeting.conduct import measure_links, merge
-from drivetrain_doctor.meeting.join import join
+from drivetrain_doctor.links.link_measurement import start_pairs
+from drivetrain_doctor.links.link_results import GroupResult, PairResult, judge_hosts
+from drivetrain_doctor.meeting.joint_checks import (
+    file_in,
+    judge_folder,
+    judge_roster,
+    list_hosts,
+    measure_links,
+    merge,
+)
+from drivetrain_doctor.meeting.meeting_store import join
+
+ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29500, wait_seconds=5)
+
+
+def test_hosts_that_did_not_come_are_named_with_the_time() -> None:
+    (finding,) = judge_roster(4, {0: "a", 2: "c"}, ASKED).findings
+    assert (finding.severity, finding.what) == ("error", "hosts 1, 3 did not come within 5 s")
+    assert "its own --node-rank" in finding.mend
+
+
+def test_all_hosts_came() -> None:
+    verdict = judge_roster(2, {0: "a", 1: "b"}, ASKED)
+    assert (verdict.findings, verdict.summary) == ((), "2 of 2 hosts at node0:29500")
+
+
+def test_many_hosts_are_cut_short() -> None:
+    assert list_hosts([3]) == "host 3"
+    assert list_hosts(range(1000)).endswith("14, 15, ...")
+
+
+LABELS = {0: "host 0", 1: "host 1", 2: "host 2"}
+
+
+def test_a_host_with_another_folder_is_named(tmp_path: Path) -> None:
+    asked = CheckedRun(num_nodes=3, folder=tmp_path)
+    (finding,) = judge_folder({1: True, 2: False}, LABELS, asked, is_writable=True).findings
+    assert (finding.severity, finding.what) == (
+        "warning",
+        f"host 2: the folder {tmp_path} is not that of host 0",
+    )
+    assert judge_folder({1: True, 2: True}, LABELS, asked, is_writable=True).findings == ()
+    assert "cannot write" in (judge_folder({}, LABELS, asked, is_writable=False).skipped or "")
+
+
+def test_the_file_is_there_during_the_block_alone(tmp_path: Path) -> None:
+    with file_in(tmp_path) as name:
+        assert (tmp_path / name).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_has_no_file(tmp_path: Path) -> None:
+    with file_in(tmp_path / "gone") as name:
+        assert name == ""
 
 
 def told(*pairs: tuple[int, int], unfinished: tuple[tuple[int, int], ...] = ()) -> dict:  # type: ignore[type-arg]

@@ -16,11 +16,11 @@ from typing import Any
 
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict, error, warning
-from drivetrain_doctor.links.pair_order import PairOrder, PairProgram, start_pairs
-from drivetrain_doctor.links.pair_results import GroupResult, PairResult, judge_hosts
+from drivetrain_doctor.links.link_measurement import PairOrder, PairProgram, start_pairs
+from drivetrain_doctor.links.link_results import GroupResult, PairResult, judge_hosts
 from drivetrain_doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
 from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
-from drivetrain_doctor.meeting.join import HostMeeting, MeetingError, join
+from drivetrain_doctor.meeting.meeting_store import HostMeeting, MeetingError, join
 from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
 from drivetrain_doctor.run_checks import report_of
 from drivetrain_doctor.time_limit import within

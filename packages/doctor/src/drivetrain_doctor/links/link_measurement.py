@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from drivetrain_doctor.links.link_faults import Link
-from drivetrain_doctor.links.pair_results import GroupResult, PairResult
+from drivetrain_doctor.links.link_results import GroupResult, PairResult
 
 # The time in which the program has imported torch at the latest, on a machine with ten times more to do than cores.
 _START_SECONDS = 100.0
@@ -77,7 +77,7 @@ def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[
 def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
     """Start the program that measures pairs, which imports torch while other checks run, and waits for its order."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "drivetrain_doctor.links.pair_program"],
+        [sys.executable, "-m", "drivetrain_doctor.links.link_worker"],
         env={**environment, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

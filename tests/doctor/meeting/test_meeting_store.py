@@ -6,7 +6,7 @@ import pytest
 
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.meeting.clock import answer_hosts, ask_host_0
-from drivetrain_doctor.meeting.join import HostMeeting, MeetingError, join
+from drivetrain_doctor.meeting.meeting_store import HostMeeting, MeetingError, join
 
 
 def quiet(_: str) -> None:
