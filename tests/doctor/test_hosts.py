@@ -38,17 +38,8 @@ def whats(check: dict[str, Any]) -> list[str]:
 def test_two_doctors_on_one_machine_meet_and_check_together(python: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
-    command = [python, "-m", "drivetrain_launcher", "doctor", "--cpu", "--json", "--num-workers", "0"]
-    command += [
-        "--num-nodes",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        port,
-        "--wait-seconds",
-        "100",
-    ]
+    flags = f"--cpu --json --num-workers 0 --num-nodes 2 --master-addr 127.0.0.1 --master-port {port}"
+    command = [python, "-m", "drivetrain_launcher", "doctor", *flags.split(), "--wait-seconds", "100"]
     running = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank)],
@@ -73,13 +64,8 @@ def test_two_doctors_on_one_machine_meet_and_check_together(python: str, tmp_pat
     # Host 1 is told that the loopback address is itself, and both say that the run would break.
     assert (len(own["hosts"]), own["together"]) == (1, [])
     assert [process.returncode for process in running] == [1, 1]
-    errors = [
-        f["what"]
-        for h in whole["hosts"]
-        for c in h["checks"]
-        for f in c["findings"]
-        if f["severity"] == "error"
-    ]
+    findings = [found for host in whole["hosts"] for check in host["checks"] for found in check["findings"]]
+    errors = [found["what"] for found in findings if found["severity"] == "error"]
     assert errors[-1] == "--master-addr 127.0.0.1 is 127.0.0.1, which is this host itself"
 
 
@@ -94,8 +80,8 @@ def has_namespaces() -> bool:
 slow_with_hosts = pytest.mark.skipif(not has_namespaces(), reason="makes network namespaces, as root")
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -106,28 +92,15 @@ def hosts() -> Iterator[list[str]]:
     switch = f"{tag}-s"
     try:
         for name in (switch, *names):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", switch, "link", "set", "br0", "up")
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        ip(f"-n {switch} link add br0 type bridge")
+        ip(f"-n {switch} link set br0 up")
         for index, name in enumerate(names):
-            ip(
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"p{index}",
-                "netns",
-                switch,
-            )
-            ip("-n", switch, "link", "set", f"p{index}", "master", "br0", "up")
-            ip("-n", name, "addr", "add", f"10.177.0.{index + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
+            ip(f"link add eth0 netns {name} type veth peer name p{index} netns {switch}")
+            ip(f"-n {switch} link set p{index} master br0 up")
+            ip(f"-n {name} addr add 10.177.0.{index + 1}/24 dev eth0")
+            ip(f"-n {name} link set eth0 up")
         yield names
     finally:
         for name in (*names, switch):
@@ -152,18 +125,7 @@ def start(hosts: list[str], tmp_path: Path) -> Iterator[Start]:
         command = [sys.executable, "-m", "drivetrain_launcher", "doctor", "--cpu", "--num-workers", "0"]
         waits = () if "--wait-seconds" in arguments else ("--wait-seconds", "150")
         command += ["--node-rank", str(rank), "--master-addr", MASTER, *waits, *arguments]
-        around = [
-            "ip",
-            "netns",
-            "exec",
-            hosts[rank],
-            "unshare",
-            "-mu",
-            "sh",
-            "-c",
-            f'{shell} && exec "$@"',
-            "sh",
-        ]
+        around = [*f"ip netns exec {hosts[rank]} unshare -mu sh -c".split(), f'{shell} && exec "$@"', "sh"]
         with (tmp_path / f"progress{rank}").open("w") as progress:
             process = subprocess.Popen(
                 [*around, *command],
@@ -188,21 +150,7 @@ def start(hosts: list[str], tmp_path: Path) -> Iterator[Start]:
 @pytest.mark.timeout(600)
 @slow_with_hosts
 def test_a_host_behind_a_slow_link_is_named(hosts: list[str], start: Start) -> None:
-    shape = [
-        "qdisc",
-        "add",
-        "dev",
-        "eth0",
-        "root",
-        "tbf",
-        "rate",
-        "40mbit",
-        "burst",
-        "64k",
-        "latency",
-        "200ms",
-    ]
-    subprocess.run(["ip", "netns", "exec", hosts[2], "tc", *shape], check=True)
+    ip(f"netns exec {hosts[2]} tc qdisc add dev eth0 root tbf rate 40mbit burst 64k latency 200ms")
     running = [start(rank, "--num-nodes", "3", "--json") for rank in range(3)]
     whole = json.loads(running[0].communicate(timeout=500)[0])
     together = checks(whole)
@@ -265,7 +213,7 @@ def test_debians_own_name_is_told_and_gloo_fails_as_a_run_would(start: Start) ->
 def test_hosts_without_a_way_to_each_other_are_named_and_gloo_is_not_tried(
     hosts: list[str], start: Start
 ) -> None:
-    ip("-n", hosts[1], "route", "add", "prohibit", "10.177.0.3/32")
+    ip(f"-n {hosts[1]} route add prohibit 10.177.0.3/32")
     running = [start(rank, "--num-nodes", "3", "--json") for rank in range(3)]
     together = checks(json.loads(running[0].communicate(timeout=500)[0]))
     told = whats(together["ways between hosts"])
@@ -286,17 +234,8 @@ def test_a_small_shared_memory_and_a_full_folder_of_this_host(tmp_path: Path) ->
         f"mount -t tmpfs -o size=4m tmpfs {folder} && head -c 4m /dev/zero > {folder}/full; "
         f'ulimit -n 128; exec "$@"'
     )
-    command = [
-        sys.executable,
-        "-m",
-        "drivetrain_launcher",
-        "doctor",
-        "--cpu",
-        "--num-processes",
-        "1",
-        "--json",
-    ]
-    command += ["--folder", str(folder), "--batch-megabytes", "20"]
+    flags = ["--cpu", "--num-processes", "1", "--json", "--folder", str(folder), "--batch-megabytes", "20"]
+    command = [sys.executable, "-m", "drivetrain_launcher", "doctor", *flags]
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", shell, "sh", *command],
         cwd=tmp_path,

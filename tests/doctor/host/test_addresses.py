@@ -49,45 +49,39 @@ def test_a_named_interface_makes_the_own_name_unimportant() -> None:
     assert whats(replace(HEALTHY, host_addresses=()), told) == []
 
 
-def test_an_own_name_that_does_not_resolve_is_graver_on_several_hosts() -> None:
-    measured = replace(HEALTHY, host_addresses=())
-    what = "this host's own name, node1, does not resolve"
-    assert whats(measured) == [("error", what)]
-    assert whats(measured, CheckedRun()) == [("warning", what)]
+ETH0_WITH_LINK_LOCAL = {"eth0": ("10.0.0.2", "fe80::1")}
+NO_IPV6 = "--master-addr node0 has only an IPv6 address (fd00::1), and this host only IPv4 (10.0.0.2)"
 
 
-def test_an_own_name_that_is_another_hosts_address() -> None:
-    measured = replace(HEALTHY, host_addresses=("10.9.9.9",))
-    assert whats(measured) == [
-        ("error", "this host's own name, node1, is 10.9.9.9, which is no address of its interfaces")
-    ]
-
-
-def test_localhost_as_master_is_each_host_itself() -> None:
-    (found,) = whats(replace(HEALTHY, master_addresses=("127.0.0.1", "::1")))
-    assert found == ("error", "--master-addr node0 is 127.0.0.1, ::1, which is this host itself")
-
-
-def test_rank_0_whose_address_the_master_is_not() -> None:
-    (found,) = whats(HEALTHY, replace(TWO, node_rank=0))
-    assert found[0] == "warning"
-    assert "none of which is an address of this host, rank 0" in found[1]
-
-
-def test_an_ipv6_master_is_out_of_reach_of_an_ipv4_host() -> None:
-    (finding,) = judge_addresses(replace(HEALTHY, master_addresses=("fd00::1",)), TWO).findings
-    assert finding.severity == "error"
-    assert "only an IPv6 address (fd00::1), and this host only IPv4 (10.0.0.2)" in finding.what
-
-
-def test_an_ipv6_address_that_comes_first_costs_time() -> None:
-    (found,) = whats(replace(HEALTHY, master_addresses=("fd00::1", "10.0.0.1")))
-    assert found == ("warning", "--master-addr node0 resolves to IPv6 first, which this host does not have")
-
-
-def test_link_local_addresses_are_no_ipv6() -> None:
-    own = {"eth0": ("10.0.0.2", "fe80::1")}
-    assert whats(replace(HEALTHY, own_addresses=own, master_addresses=("fd00::1",)))[0][0] == "error"
+@pytest.mark.parametrize(
+    ("changes", "checked", "found"),
+    [
+        ({"host_addresses": ()}, TWO, ("error", "this host's own name, node1, does not resolve")),
+        ({"host_addresses": ()}, CheckedRun(), ("warning", "this host's own name, node1, does not resolve")),
+        (
+            {"host_addresses": ("10.9.9.9",)}, TWO,
+            ("error", "this host's own name, node1, is 10.9.9.9, which is no address of its interfaces"),
+        ),
+        (
+            {"master_addresses": ("127.0.0.1", "::1")}, TWO,
+            ("error", "--master-addr node0 is 127.0.0.1, ::1, which is this host itself"),
+        ),
+        (
+            {}, replace(TWO, node_rank=0),
+            ("warning", "--master-addr node0 is 10.0.0.1, none of which is an address of this host, rank 0"),
+        ),
+        ({"master_addresses": ("fd00::1",)}, TWO, ("error", NO_IPV6)),
+        ({"master_addresses": ("fd00::1",), "own_addresses": ETH0_WITH_LINK_LOCAL}, TWO, ("error", NO_IPV6)),
+        (
+            {"master_addresses": ("fd00::1", "10.0.0.1")}, TWO,
+            ("warning", "--master-addr node0 resolves to IPv6 first, which this host does not have"),
+        ),
+    ],
+)  # fmt: skip
+def test_names_and_addresses_that_lead_elsewhere(
+    changes: dict[str, object], checked: CheckedRun, found: tuple[str, str]
+) -> None:
+    assert whats(replace(HEALTHY, **changes), checked) == [found]  # type: ignore[arg-type]
 
 
 def test_slow_name_servers_are_told_with_the_time() -> None:

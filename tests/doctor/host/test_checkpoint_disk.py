@@ -63,20 +63,17 @@ def test_a_slow_disk_is_told_in_minutes() -> None:
     assert "take 27 min" in finding.why
 
 
-def test_no_free_files() -> None:
-    assert whats(replace(GOOD, free_files=3)) == [("warning", "3 more files fit into /data (df -i)")]
-
-
 @pytest.mark.parametrize(
-    ("kind", "start"),
+    ("changes", "what"),
     [
-        ("tmpfs", "/data is in memory (tmpfs)"),
-        ("overlay", "/data is the container's own layer (overlay)"),
-        ("ext4", "/data is on this host's own disk (ext4), by its type"),
+        ({"free_files": 3}, "3 more files fit into /data (df -i)"),
+        ({"kind": "tmpfs"}, "/data is in memory (tmpfs)"),
+        ({"kind": "overlay"}, "/data is the container's own layer (overlay)"),
+        ({"kind": "ext4"}, "/data is on this host's own disk (ext4), by its type"),
     ],
 )
-def test_file_systems_that_lose_or_hide_checkpoints(kind: str, start: str) -> None:
-    assert whats(replace(GOOD, kind=kind)) == [("warning", start)]
+def test_file_systems_that_lose_hide_or_refuse_checkpoints(changes: dict[str, object], what: str) -> None:
+    assert whats(replace(GOOD, **changes)) == [("warning", what)]  # type: ignore[arg-type]
 
 
 def test_an_own_disk_is_right_for_one_host() -> None:

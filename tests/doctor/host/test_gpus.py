@@ -28,11 +28,6 @@ HEALTHY = GpuMeasurement(
 )
 
 
-def whats(**changes: object) -> list[tuple[str, str]]:
-    measured = replace(HEALTHY, **changes)  # type: ignore[arg-type]
-    return [(finding.severity, finding.what) for finding in judge_driver(measured).findings]
-
-
 def test_a_driver_that_fits_has_no_finding() -> None:
     verdict = judge_driver(HEALTHY)
     assert verdict.findings == ()
@@ -76,18 +71,32 @@ def test_the_build_of_the_installed_torch_is_read_without_importing_it() -> None
     assert (found.torch_cuda, found.torch_hip) == (torch.version.cuda, torch.version.hip)
 
 
-def test_a_driver_of_an_older_minor_version_runs_all_but_new_ptx() -> None:
-    assert whats(driver_cuda="12.4") == [
-        ("warning", "torch's CUDA is 12.8; the driver 570.86.15 runs up to 12.4")
-    ]
-    assert whats(driver_cuda="13.0") == []
-    assert whats(torch_cuda="13.0") == []  # torch itself says that the driver is too old
+REFUSAL = "CUDA initialization: no CUDA-capable device"
 
 
-def test_a_library_that_was_updated_under_a_running_driver() -> None:
-    assert whats(library_driver="575.51.03") == [
-        ("error", "the driver in the kernel is 570.86.15, its library is 575.51.03")
-    ]
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (
+            {"driver_cuda": "12.4"},
+            [("warning", "torch's CUDA is 12.8; the driver 570.86.15 runs up to 12.4")],
+        ),
+        ({"driver_cuda": "13.0"}, []),
+        ({"torch_cuda": "13.0"}, []),  # torch itself says that the driver is too old
+        (
+            {"library_driver": "575.51.03"},
+            [("error", "the driver in the kernel is 570.86.15, its library is 575.51.03")],
+        ),
+        (
+            {"names": (), "memory_taken": (), "refusal": REFUSAL},
+            [("error", f"the driver is loaded, and torch sees no device: {REFUSAL}")],
+        ),
+        ({"memory_taken": (0.0, 0.93)}, [("warning", "other processes hold 93% of the memory of GPU 1")]),
+    ],
+)
+def test_a_driver_that_does_not_fit(changes: dict[str, object], found: list[tuple[str, str]]) -> None:
+    verdict = judge_driver(replace(HEALTHY, **changes))  # type: ignore[arg-type]
+    assert [(each.severity, each.what) for each in verdict.findings] == found
 
 
 @pytest.mark.parametrize(("has_nvidia", "has_amd", "kind"), [(True, False, "NVIDIA"), (False, True, "AMD")])
@@ -103,16 +112,6 @@ def test_rocm_is_told() -> None:
     verdict = judge_driver(amd)
     assert verdict.findings == ()
     assert verdict.summary == "2 devices, AMD driver of the kernel, torch's ROCm 6.4.1, RCCL 2.22.3"
-
-
-def test_a_driver_without_devices_tells_torchs_reason() -> None:
-    refusal = "CUDA initialization: no CUDA-capable device"
-    found = whats(names=(), memory_taken=(), refusal=refusal)
-    assert found == [("error", f"the driver is loaded, and torch sees no device: {refusal}")]
-
-
-def test_memory_that_others_hold() -> None:
-    assert whats(memory_taken=(0.0, 0.93)) == [("warning", "other processes hold 93% of the memory of GPU 1")]
 
 
 def test_peer_to_peer_that_changes_data_is_an_error() -> None:

@@ -53,32 +53,29 @@ def test_a_hard_limit_is_raised_by_root_alone() -> None:
     assert "docker run --ulimit nofile=65536" in mend
 
 
-def test_processes_of_the_user_bind_all_but_root() -> None:
-    tight = replace(WIDE, processes=500, running=400)
-    assert whats(tight) == [
-        ("error", "500 processes and threads for this user (ulimit -u), of which 400 run")
-    ]
-    assert whats(replace(tight, is_root=True)) == []
+TIGHT_GROUP = GroupLimits(pids=100, used_pids=20)
+FULL_GROUP = GroupLimits(memory_bytes=8 << 30, used_bytes=7 << 30)
 
 
-def test_a_containers_pids_limit() -> None:
-    (found,) = whats(replace(WIDE, group=GroupLimits(pids=100, used_pids=20)))
-    assert found == ("error", "100 processes and threads in this control group (pids.max), of which 20 run")
-
-
-def test_a_containers_memory_limit() -> None:
-    tight = replace(WIDE, group=GroupLimits(memory_bytes=8 << 30, used_bytes=7 << 30))
-    (finding,) = judge_limits(tight, EIGHT).findings
-    assert finding.what == "1.07 GB of the control group's 8.59 GB are free"
-    assert "40 processes" in finding.why
-
-
-def test_locked_memory_matters_with_infiniband_alone() -> None:
-    tight = replace(WIDE, locked_bytes=64 << 10)
-    assert whats(tight) == []
-    assert whats(replace(tight, has_infiniband=True)) == [
-        ("error", "memory that may be locked: 65.54 kB (ulimit -l), with InfiniBand")
-    ]
+@pytest.mark.parametrize(
+    ("limits", "spared", "severity", "what"),
+    [
+        ({"processes": 500, "running": 400}, {"is_root": True}, "error",
+         "500 processes and threads for this user (ulimit -u), of which 400 run"),
+        ({"group": TIGHT_GROUP}, {"group": GroupLimits()}, "error",
+         "100 processes and threads in this control group (pids.max), of which 20 run"),
+        ({"group": FULL_GROUP}, {"group": GroupLimits()}, "warning",
+         "1.07 GB of the control group's 8.59 GB are free"),
+        ({"locked_bytes": 64 << 10, "has_infiniband": True}, {"has_infiniband": False}, "error",
+         "memory that may be locked: 65.54 kB (ulimit -l), with InfiniBand"),
+    ],
+)  # fmt: skip
+def test_a_limit_binds_unless_the_host_is_spared(
+    limits: dict[str, object], spared: dict[str, object], severity: str, what: str
+) -> None:
+    tight = replace(WIDE, **limits)  # type: ignore[arg-type]
+    assert whats(tight) == [(severity, what)]
+    assert whats(replace(tight, **spared)) == []  # type: ignore[arg-type]
 
 
 def test_virtual_memory_matters_with_cuda_alone() -> None:

@@ -19,10 +19,8 @@ def test_the_bound_holds_whatever_the_ways_take(offset: float, ways: list[tuple[
 
 
 def test_a_clock_that_is_off_is_named_with_direction_and_bound() -> None:
-    near, off = (
-        ClockOffset(seconds=0.01, bound_seconds=0.001),
-        ClockOffset(seconds=-90.0, bound_seconds=0.004),
-    )
+    near = ClockOffset(seconds=0.01, bound_seconds=0.001)
+    off = ClockOffset(seconds=-90.0, bound_seconds=0.004)
     (finding,) = judge_clocks({1: near, 2: off}, NAMES).findings
     assert finding.severity == "warning"
     assert finding.what == "the clock of host 2 (c) is 90.0 s behind that of host 0 (+- 0.004 s)"

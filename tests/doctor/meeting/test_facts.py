@@ -1,3 +1,5 @@
+import pytest
+
 from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts
 
 NAMES = {0: "host 0 (a)", 1: "host 1 (b)", 2: "host 2 (c)"}
@@ -16,26 +18,34 @@ def test_hosts_that_agree() -> None:
     )
 
 
-def test_the_host_that_differs_from_most_is_named() -> None:
-    assert whats(SAME, {**SAME, "torch": "2.12.0"}, SAME) == [
-        ("error", "torch differs: 2.12.0 on host 1 (b), where it is 2.13.0 on 2 hosts")
-    ]
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (
+            {"torch": "2.12.0"},
+            ("error", "torch differs: 2.12.0 on host 1 (b), where it is 2.13.0 on 2 hosts"),
+        ),
+        (
+            {"python": "3.11.9"},
+            ("warning", "python differs: 3.11.9 on host 1 (b), where it is 3.11.7 on 2 hosts"),
+        ),
+        (
+            {"python": "3.12.1"},
+            ("error", "python differs: 3.12.1 on host 1 (b), where it is 3.11.7 on 2 hosts"),
+        ),
+        (
+            {"NCCL_ALGO": "Tree"},
+            ("warning", "NCCL_ALGO differs: Tree on host 1 (b), where it is none on 2 hosts"),
+        ),
+    ],
+)
+def test_the_host_that_differs_from_most_is_named(changes: dict[str, str], found: tuple[str, str]) -> None:
+    assert whats(SAME, {**SAME, **changes}, SAME) == [found]
 
 
 def test_of_two_hosts_both_are_named() -> None:
     assert whats(SAME, {**SAME, "drivetrain-state": "0.2.0"}) == [
         ("warning", "drivetrain-state differs: 0.2.0 on host 1 (b), where it is 0.1.0 on host 0 (a)")
-    ]
-
-
-def test_a_patch_of_python_is_no_error_and_a_minor_is() -> None:
-    assert whats(SAME, {**SAME, "python": "3.11.9"})[0][0] == "warning"
-    assert whats(SAME, {**SAME, "python": "3.12.1"})[0][0] == "error"
-
-
-def test_a_variable_of_nccl_that_one_host_lacks() -> None:
-    assert whats({**SAME, "NCCL_ALGO": "Tree"}, SAME, {**SAME, "NCCL_ALGO": "Tree"}) == [
-        ("warning", "NCCL_ALGO differs: none on host 1 (b), where it is Tree on 2 hosts")
     ]
 
 

@@ -30,17 +30,17 @@ def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
     assert "on host 2, allow the other hosts" in judge_reach(closed, (), NAMES).findings[0].mend
 
 
-def test_a_host_that_may_not_connect_out_is_one_finding() -> None:
-    found = ways(w20="refused", w21="refused", w23="refused")
-    assert whats(found) == ["host 2 reaches no other host, though others reach each other"]
-
-
-def test_a_single_direction_is_named_as_such() -> None:
-    assert whats(ways(w13="no answer")) == ["host 1 does not reach host 3 (no answer)"]
-
-
-def test_of_two_hosts_the_direction_is_named() -> None:
-    assert whats(ways(2, w10="refused")) == ["host 1 does not reach host 0 (refused)"]
+@pytest.mark.parametrize(
+    ("count", "bad", "what"),
+    [
+        (4, {"w20": "refused", "w21": "refused", "w23": "refused"},
+         "host 2 reaches no other host, though others reach each other"),
+        (4, {"w13": "no answer"}, "host 1 does not reach host 3 (no answer)"),
+        (2, {"w10": "refused"}, "host 1 does not reach host 0 (refused)"),
+    ],
+)  # fmt: skip
+def test_a_direction_that_is_closed_is_one_finding(count: int, bad: dict[str, str], what: str) -> None:
+    assert whats(ways(count, **bad)) == [what]
 
 
 def test_a_host_that_fell_silent_is_named_and_its_ways_are_not() -> None:
