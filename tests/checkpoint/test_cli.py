@@ -140,8 +140,6 @@ class TestShow:
         assert "layer10" not in said
         assert "... and 2 more; --tensors lists all\n" in said
         assert re.search(r"^parallelism.data +1$", said, flags=re.MULTILINE)
-
-    def test_all_tensors_where_asked_for(self, runs: Path, capsys) -> None:
         assert shown(runs / "step-5", tensors=True) == 0
         said = capsys.readouterr().out
         assert "layer11" in said
@@ -209,6 +207,7 @@ class TestPrune:
         (runs / "step-9" / "notes.txt").write_text("mine")
         assert pruned(runs, 1) == 1
         assert "step-9 could not be deleted whole" in caplog.text
+        assert [file.name for file in (runs / "step-9").iterdir()] == ["notes.txt"]
 
     def test_more_may_stay_by_the_rules_of_the_settings(self, tmp_path: Path, context: Context) -> None:
         save(context, tmp_path, 10, 11, 12, 20, 21)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError, find_checkpoints
+from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo
-from drivetrain_checkpoint.saving.retention import delete, plan_retention
+from drivetrain_checkpoint.saving.retention import plan_retention
 from drivetrain_state import Context
 
 KINDS = st.sampled_from(["valid", "damaged", "uncompleted"])
@@ -77,15 +77,6 @@ def test_a_save_that_forgets_the_metric_is_refused(tmp_path: Path, context: Cont
             per_rank={},
             metrics={"loss": torch.tensor(1.0)},  # type: ignore[dict-item]
         )
-
-
-def test_files_of_others_survive_with_a_warning(tmp_path: Path, context: Context, caplog) -> None:
-    path = Checkpointer(context, tmp_path).save(1, models={}, replicated={}, per_rank={})
-    (path / "notes.txt").write_text("mine")
-    delete([path])
-    assert [file.name for file in path.iterdir()] == ["notes.txt"]
-    assert "step-1 could not be deleted whole" in caplog.text
-    assert not any(one.is_valid for one in find_checkpoints(tmp_path))
 
 
 def test_the_checkpoints_of_an_earlier_run_stay_unless_one_was_loaded(

@@ -36,13 +36,6 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != LOCK_FILE)
 
 
-def test_old_ones_go_after_the_new_one_is_committed(tmp_path: Path, context: Context) -> None:
-    checkpointer = Checkpointer(context, tmp_path, settings=CheckpointSettings(keep_last=2))
-    for step in (1, 2, 10):
-        assert save(checkpointer, step) == tmp_path / f"step-{step}"
-    assert names_in(tmp_path) == ["step-10", "step-2"]
-
-
 def test_a_run_started_over_does_not_lose_its_new_checkpoints_to_old_higher_steps(
     tmp_path: Path, context: Context
 ) -> None:

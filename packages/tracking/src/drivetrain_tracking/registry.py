@@ -1,6 +1,6 @@
 """A registry of the trackers that installed packages announce by entry points."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -31,8 +31,15 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
         UnknownTrackerError: No installed package registers the tracker; the message lists the known names.
         MissingLibraryError: The library of the tracker's platform is not installed; the message names the extra.
     """
-    if ":" in name:
-        return cast("Tracker", _own_class(name)(Path(directory)))
+    module_name, colon, class_name = name.partition(":")
+    if colon:
+        try:
+            own = getattr(import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise UnknownTrackerError(
+                f"tracker {name!r}: {error}; say module:Class of a tracker class that takes a folder"
+            ) from error
+        return own(Path(directory))
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         tracker = cast("Tracker", point.load()(Path(directory)))
         if isinstance(tracker, Platform):
@@ -68,13 +75,3 @@ def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
         name for name, library in libraries.items() if library is None or find_spec(library) is not None
     )
     return tuple(dict.fromkeys(one for name in names for one in (usable if name == "all" else (name,))))
-
-
-def _own_class(name: str) -> Callable[[Path], object]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        return getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise UnknownTrackerError(
-            f"tracker {name!r}: {error}; say module:Class of a tracker class that takes a folder"
-        ) from error

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class DrainTime:
-    """The time that the platforms of a run have together, at its end, to take what is left in the log."""
+    """The time that all platforms share at the end of a run to take the rest of the log."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._until: float | None = None
 
     def restart(self) -> None:
-        """Have the next call of `left` start the time anew."""
+        """Let the next call of `left` start the time again."""
         self._until = None
 
     def left(self) -> float:
@@ -79,7 +79,14 @@ class ForwardedTracker:
         """
         if self._writer is not None:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
-        _write_options(options_path(self._log, self.name), options, self.name)
+        try:
+            told = json.dumps(options)
+        except (TypeError, ValueError) as error:
+            raise ValueNotLoggableError(
+                f"options of the tracker {self.name!r}: {error}; it is started in a process of its own, so that its "
+                "options are plain values. Pass the platform's own object in log_with to start it in this process"
+            ) from None
+        options_path(self._log, self.name).write_text(told)
         command = WriterCommand(
             log=self._log,
             tracker=self._made_by,
@@ -131,14 +138,3 @@ class ForwardedTracker:
                 self._log.parent,
                 self._made_by,
             )
-
-
-def _write_options(path: Path, options: dict[str, Any], name: str) -> None:
-    try:
-        told = json.dumps(options)
-    except (TypeError, ValueError) as error:
-        raise ValueNotLoggableError(
-            f"options of the tracker {name!r}: {error}; it is started in a process of its own, so that its options "
-            "are plain values. Pass the platform's own object in log_with to start it in this process"
-        ) from None
-    path.write_text(told)

@@ -89,7 +89,11 @@ class Forwarder:
             if "event" in self._waiting[0].record:
                 self._deliver_event(self._waiting[0])
             else:
-                self._deliver_batch(self._next_batch())
+                goes_singly = (
+                    not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
+                )
+                waiting = self._waiting[: 1 if goes_singly else _BATCH]
+                self._deliver_batch(list(takewhile(lambda found: "event" not in found.record, waiting)))
             on_progress(self.delivery)
         return has_ended
 
@@ -136,13 +140,6 @@ class Forwarder:
             self._waiting += islice(self._records, _BATCH)
         return bool(self._waiting)
 
-    def _next_batch(self) -> list[SpooledRecord]:
-        one_by_one = (
-            not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
-        )
-        most = 1 if one_by_one else _BATCH
-        return list(takewhile(lambda found: "event" not in found.record, self._waiting[:most]))
-
     def _deliver_batch(self, batch: Sequence[SpooledRecord]) -> None:
         records = [logged_record(found.record, self._log.parent) for found in batch]
         self._ensure_started()
@@ -177,7 +174,9 @@ class Forwarder:
             return True
         if len(self._waiting) < _BATCH:
             self._read()
-        after = self._next_values()
+        # The first record of values behind, in the same run; a plan and info may stand between.
+        behind = takewhile(lambda one: one.record.get("event") not in ("start", "finish"), self._waiting[1:])
+        after = next((one for one in behind if "event" not in one.record), None)
         if after is None:
             return False
         self._doubtful_end = max(self._doubtful_end, after.end)
@@ -189,15 +188,6 @@ class Forwarder:
         if self._waiting[0] is after:  # else a platform is asked later what it holds
             self._advance([after])
         return True
-
-    def _next_values(self) -> SpooledRecord | None:
-        """Return the first record of values behind the first waiting one, in the same run."""
-        for found in self._waiting[1:]:
-            if "event" not in found.record:
-                return found
-            if found.record["event"] in ("start", "finish"):
-                return None
-        return None
 
     def _takes(self, record: LoggedRecord) -> bool:
         try:

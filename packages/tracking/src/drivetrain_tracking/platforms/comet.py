@@ -147,22 +147,22 @@ class CometTracker(Platform[CometOptions]):
                 is_written = COMET_MESSAGES in file.namelist()
             if not is_written:
                 archive.unlink()
-        for left in sorted((folder / "running" / key).glob("*/*")):
-            if (left / COMET_MESSAGES).exists():
-                self._archive(left, folder, key, is_new=left.parent.name == "new")
-            shutil.rmtree(left)
-
-    def _archive(self, left: Path, folder: Path, key: str, *, is_new: bool) -> None:
-        messages = (left / COMET_MESSAGES).read_bytes()
-        (left / COMET_MESSAGES).write_bytes(messages[: messages.rfind(b"\n") + 1])  # the kill may cut a line
         given = self._options
-        write_comet_head(left, key=key, project=given.project, workspace=given.workspace, is_new=is_new)
-        archive = folder / (f"{key}.zip" if is_new else f"{key}-{left.name}.zip")
-        beside = archive.with_suffix(".new")
-        with zipfile.ZipFile(beside, "w") as file:
-            for one in sorted(left.iterdir()):
-                file.write(one, one.name)
-        beside.replace(archive)
+        for left in sorted((folder / "running" / key).glob("*/*")):
+            messages, is_new = left / COMET_MESSAGES, left.parent.name == "new"
+            if messages.exists():
+                content = messages.read_bytes()
+                messages.write_bytes(content[: content.rfind(b"\n") + 1])  # the kill may have cut a line
+                write_comet_head(
+                    left, key=key, project=given.project, workspace=given.workspace, is_new=is_new
+                )
+                archive = folder / (f"{key}.zip" if is_new else f"{key}-{left.name}.zip")
+                beside = archive.with_suffix(".new")
+                with zipfile.ZipFile(beside, "w") as file:
+                    for one in sorted(left.iterdir()):
+                        file.write(one, one.name)
+                beside.replace(archive)
+            shutil.rmtree(left)
 
     def _log_medium(self, name: str, medium: StoredMedium, step: int | None) -> None:
         data: Any = medium.data

@@ -34,7 +34,7 @@ def aim_add_to_index(run: Any) -> None:
 
 
 def aim_forget_runs(repo: Any) -> None:
-    """Have an aim.Repo look at its folder again: it remembers for half a second which runs there are."""
+    """Drop the list of runs that an aim.Repo caches for half a second."""
     repo._all_run_hashes.cache_clear()
 
 
@@ -55,7 +55,7 @@ def swanlab_emit(run: Any, event: object) -> None:
 
 
 def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
-    """Return whether a swanlab.Run keeps a value: it drops those of another type, or at a step that the key has."""
+    """Return whether a swanlab.Run keeps a value: a key has one type, and one value a step."""
     metric = run._core._metrics.get(key)
     if metric is None:
         return True
@@ -63,7 +63,7 @@ def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
 
 
 def swanlab_stop_watching(run: Any) -> None:
-    """End the thread that a swanlab.Run begins to watch files, which it leaves behind if it never watched any."""
+    """End the thread that watches files; a swanlab.Run that watched none leaves it behind."""
     watcher = run._core._watcher
     if watcher is not None and getattr(watcher, "_started", True) is False:
         watcher._observer.stop()
@@ -84,9 +84,9 @@ def swanlab_quiet(library: Any) -> Generator[None]:
 
 
 class SwanLabFlush(dict[str, Any]):
-    """The data of an event that, read by the thread that stores, has it store all events before and flush the file.
+    """Ask SwanLab's storage thread to write all earlier events and flush its file, when it reads this event's data.
 
-    SwanLab's file keeps up to 8 KiB in this process, and its thread waits for half a second; neither has a flush.
+    The file keeps up to 8 KiB in this process, and the thread waits for half a second; neither has a flush.
     """
 
     def __init__(self, run: Any) -> None:
@@ -143,7 +143,7 @@ def trackio_is_local(run: Any) -> bool:
 def write_comet_head(
     folder: Path, *, key: str, project: str | None, workspace: str | None, is_new: bool
 ) -> None:
-    """Write the file that Comet adds to an offline experiment when it ends, for one whose process was killed."""
+    """Write the file that Comet adds when an offline experiment ends, after its process was killed."""
     end = int((folder / COMET_MESSAGES).stat().st_mtime * 1000)
     load_library("comet_ml.offline_utils", extra="comet").write_experiment_meta_file(
         tempdir=str(folder),
@@ -159,7 +159,7 @@ def write_comet_head(
 
 
 def use_clearml_threads() -> None:
-    """Let ClearML report from a thread of this process: its forked process writes every 5 s, whatever one flushes."""
+    """Let ClearML report from a thread of this process: its forked process writes every 5 s and ignores a flush."""
     load_library("clearml", extra="clearml").Task._report_subprocess_enabled = False
 
 

@@ -72,7 +72,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         self._live.log_params(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
-        """Write a row for each value, then note how long the tables are."""
+        """Write a row for each value, note how long the tables are, and bring DVC's summary up to date."""
         for record in records:
             if record.step is not None:
                 self._live.step = record.step
@@ -85,7 +85,14 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
                 self._add_medium(record, name, medium)
         if records:
             self._note(records[-1].time)
-            self._publish()
+            if compat.dvclive_sends_to_studio(self._live):
+                self._live.sync()
+                return
+            self._live.make_summary()
+            self._live.make_report()
+            if self._given is None and self._num_listed != len(self._names):
+                self._num_listed = len(self._names)
+                self._list(self._live)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records up to the time that was noted last."""
@@ -127,17 +134,6 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         live.summary = dict(state.get("summary", {}))
         live.step = int(state.get("step", 0))
         return live
-
-    def _publish(self) -> None:
-        """Bring DVC's summary up to date, and Studio, if a token of it is there."""
-        if compat.dvclive_sends_to_studio(self._live):
-            self._live.sync()
-            return
-        self._live.make_summary()
-        self._live.make_report()
-        if self._given is None and self._num_listed != len(self._names):
-            self._num_listed = len(self._names)
-            self._list(self._live)
 
     def _list(self, live: Any) -> None:
         """Write what DVC shows to dvc.yaml. DVCLive adds to a file in the run's own folder without taking away."""

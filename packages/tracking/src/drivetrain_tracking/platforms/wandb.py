@@ -90,6 +90,7 @@ class WandbTracker(Platform[WandbOptions]):
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write each record as one row, and wait until all are in the run's file."""
+        wandb = load_library("wandb", extra=self.name)
         file = Path(self._run.settings.sync_file)
         written_before = file.stat().st_size if file.exists() else 0
         for record in records:
@@ -100,7 +101,9 @@ class WandbTracker(Platform[WandbOptions]):
                 row["drivetrain/attempt"] = record.attempt
             for name, medium in record.media.items():
                 if medium.kind == "artifact":
-                    self._log_file(name, medium)
+                    artifact = wandb.Artifact(name, type="file", description=medium.caption or None)
+                    artifact.add_file(str(medium.path))
+                    self._run.log_artifact(artifact)
                 else:
                     row[name] = self._medium(medium)
             step = None if self._given is not None else self._num_rows
@@ -166,10 +169,3 @@ class WandbTracker(Platform[WandbOptions]):
             return wandb.Html(f"<pre>{html.escape(str(data))}</pre>", inject=False)
         kinds = {"image": wandb.Image, "figure": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
         return kinds[medium.kind](str(medium.path), caption=medium.caption or None)
-
-    def _log_file(self, name: str, medium: StoredMedium) -> None:
-        artifact = load_library("wandb", extra=self.name).Artifact(
-            name, type="file", description=medium.caption or None
-        )
-        artifact.add_file(str(medium.path))
-        self._run.log_artifact(artifact)

@@ -22,9 +22,9 @@ def state_of(error: BaseException | None) -> RunState:
 
 
 class EndAtExit:
-    """The call of a function when this process exits by itself, unless it is cancelled; forked children do not call.
+    """Call a function when this process exits by itself, unless cancelled.
 
-    A process that a signal or `os._exit` ends makes no call.
+    Forked children make no call, nor does a process that a signal or `os._exit` ends.
 
     Args:
         end: The function, which gets "failed", or "killed" after Ctrl+C: the run did not say that it is finished.
@@ -71,7 +71,10 @@ Owner = TypeVar("Owner")
 
 
 def in_forked_children(owner: Owner, put_right: Callable[[Owner], None]) -> None:
-    """Call `put_right(owner)` first in each forked child, as long as the owner is there."""
+    """Call `put_right(owner)` first in each forked child while the owner lives.
+
+    A child copies an object as it was, with locks that threads of the parent held.
+    """
     known = ref(owner)
 
     def call() -> None:

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepOrder:
-    """The last step of a run, and the attempt that its steps belong to. Not thread-safe.
+    """Count the attempts of a run. Not thread-safe.
 
     A run that was resumed from a checkpoint may log steps again that it logged before it stopped. They are a new
     attempt, so that neither curve replaces the other in silence.

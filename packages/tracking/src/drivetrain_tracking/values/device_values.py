@@ -61,7 +61,7 @@ def copy_values(values: Mapping[str, Any]) -> CopiedValues:
 
 
 class DeviceValues(Generic[Purpose]):
-    """Values in the order in which they were logged, which come out when their numbers are on the host.
+    """A queue of logged values: each is returned, in order, once its numbers are on the host.
 
     Values without tensors on a device come out at once, unless earlier ones are still on their way. Not thread-safe.
     """

@@ -10,7 +10,7 @@ from drivetrain_tracking.spool.line import NOT_FINITE, RESERVED_NAMES
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import flat_values
 from drivetrain_tracking.view.curve import Curve
-from drivetrain_tracking.view.log_reader import LogChunk, LogPlace, LogReader
+from drivetrain_tracking.view.log_reader import LogPlace, LogReader
 from drivetrain_tracking.view.media import LoggedMedium, read_media
 
 _MOST_STEP = 2**63 - 1  # what an array of 64-bit integers holds
@@ -89,23 +89,18 @@ class RunIndex:
             return False
         rows: dict[int, Rows] = {}
         with self.lock:
-            self._note_chunk(chunk)
+            self.version += bool(chunk.records or chunk.num_damaged or chunk.is_replaced or self.problem)
+            self.problem = ""
+            if chunk.is_replaced:
+                self.facts, self.curves, self._num_values, self._may_repeat = RunFacts(), {}, 0, False
+            self.facts.num_damaged += chunk.num_damaged
+            self.read_bytes, self.size_bytes = self._reader.offset, self._reader.size_bytes
             for record in chunk.records:
                 self._take(record, rows)
             for attempt, by_name in rows.items():
                 for name, columns in by_name.items():
                     self.curves.setdefault(name, Curve()).extend(attempt, *columns)
         return not chunk.is_last
-
-    def _note_chunk(self, chunk: LogChunk) -> None:
-        """Take over what a read says of the file itself."""
-        changed = bool(chunk.records or chunk.num_damaged or chunk.is_replaced or self.problem)
-        self.version += changed
-        self.problem = ""
-        if chunk.is_replaced:
-            self.facts, self.curves, self._num_values, self._may_repeat = RunFacts(), {}, 0, False
-        self.facts.num_damaged += chunk.num_damaged
-        self.read_bytes, self.size_bytes = self._reader.offset, self._reader.size_bytes
 
     def _take(self, record: dict[str, Any], rows: dict[int, Rows]) -> None:
         """Add a record: an event to the facts, values to the rows of their attempt."""
