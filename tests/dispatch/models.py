@@ -1,7 +1,10 @@
 """Models for the tests of dispatching, and ways to dispatch them."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -217,3 +220,41 @@ def streamed(model: nn.Module, **options: object) -> nn.Module:
 
 def same_values(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def copied(model: nn.Module, place: str = "cpu", **options: object) -> nn.Module:
+    """The model with all weights copied before their use, each in its own dtype."""
+    dtypes = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
+    return dispatch_model(model, {"": place}, dtypes=dtypes, **options)
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad) if ours.grad is not None else theirs.grad is None
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def run_threads(work: Callable[[int], object], count: int) -> None:
+    """Run a function with each index in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def full_disk(size_bytes: int) -> Generator[None]:
+    """A block in which no file grows beyond a size, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dispatch.models import assert_same_weights
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
 from drivetrain_dispatch.load_and_dispatch import load_checkpoint_and_dispatch
@@ -21,6 +22,7 @@ from drivetrain_dispatch.offload.layerwise_casting import apply_layerwise_castin
 from optional_modules import import_later
 
 diffusers = import_later("diffusers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 transformers = import_later("transformers")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -102,15 +104,6 @@ def flux(_folder: Path) -> Any:
         tokenizer_2=None,
         transformer=transformer.eval(),
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is as small as this waits for other threads longer than it computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[stable_diffusion, flux])
@@ -239,8 +232,7 @@ def test_what_was_saved_is_loaded_from_its_folder(
     with init_empty_weights():
         loaded = type(saved).from_config(type(saved).load_config(tmp_path / "unet"))
     unet_pipeline.unet = load_checkpoint_and_dispatch(loaded.eval(), tmp_path / "unet", {"": place})
-    for one, other in zip(loaded.parameters(), saved.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(loaded, saved)
     if place == "cpu":
         assert torch.equal(image(unet_pipeline), expected)
     else:  # the files' tensors do not begin at multiples of 64 bytes

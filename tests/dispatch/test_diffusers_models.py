@@ -15,6 +15,7 @@ from drivetrain_dispatch import disk_offload, load_checkpoint_and_dispatch
 from optional_modules import import_later
 
 diffusers = import_later("diffusers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Build = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
 CROSS: dict[str, Any] = {
@@ -120,15 +121,6 @@ MODELS: dict[str, Build] = {
         },
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is as small as this waits for other threads longer than it computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:

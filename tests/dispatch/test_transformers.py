@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dispatch.models import assert_same_weights, copied
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks
 
@@ -76,8 +77,7 @@ def test_generation_gives_the_same_tokens(model: torch.nn.Module, way: str, tmp_
 
 def test_a_model_is_trained_with_its_weights_away(model: torch.nn.Module) -> None:
     plain = copy.deepcopy(model)
-    dtypes = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
-    dispatch_model(model, {"": "cpu"}, dtypes=dtypes)
+    copied(model)
     batch = torch.arange(8).reshape(2, 4)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
     for step in range(3):
@@ -87,8 +87,7 @@ def test_a_model_is_trained_with_its_weights_away(model: torch.nn.Module) -> Non
             one(batch, labels=batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(model, plain)
 
 
 def test_an_encoder_decoder_generates_as_in_memory() -> None:
@@ -99,6 +98,5 @@ def test_an_encoder_decoder_generates_as_in_memory() -> None:
     model = transformers.T5ForConditionalGeneration(config).eval()
     tokens = torch.tensor([[5, 6]])
     expected = model.generate(tokens, max_new_tokens=3)
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    dispatch_model(model, {"": "cpu"}, dtypes=dtypes)
+    copied(model)
     assert torch.equal(model.generate(tokens, max_new_tokens=3), expected)

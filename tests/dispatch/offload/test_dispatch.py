@@ -11,7 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dispatch.models import WIDTH, Coder, Gate, Stack, Tree, same_values, streamed, trees
+from dispatch.models import (
+    WIDTH,
+    Coder,
+    Gate,
+    Stack,
+    Tree,
+    assert_same_gradients,
+    full_disk,
+    same_values,
+    streamed,
+    trees,
+)
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import is_dispatched, remove_hooks
@@ -115,18 +126,11 @@ class TestOnTheDisk:
         assert not is_dispatched(model)
 
     def test_a_disk_that_is_full_leaves_nothing_behind(self, tmp_path: Path) -> None:
-        resource = pytest.importorskip("resource")
         model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
         values = [parameter.data_ptr() for parameter in model.parameters()]
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (300_000, hard)
-        )  # no file grows beyond: as a full disk does
-        try:
+        with full_disk(300_000):
             with pytest.raises(WeightFilesError, match=r"of weights could not be written .* free the disk"):
                 dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert list(tmp_path.iterdir()) == []
         assert not is_dispatched(model)
         assert [parameter.data_ptr() for parameter in model.parameters()] == values
@@ -219,8 +223,7 @@ class TestLeaving:
         remove_hooks(model)
         for loss in losses:
             loss.backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
+        assert_same_gradients(model, plain)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="wants fork")
     def test_a_fork_goes_on(self) -> None:

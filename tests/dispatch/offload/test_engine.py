@@ -1,7 +1,6 @@
 """Weights come while others compute, whoever uses them and in whatever order."""
 
 import copy
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from dispatch.models import WIDTH, Coder, Converts, Stack, Writes, same_values, streamed
+from dispatch.models import (
+    WIDTH,
+    Coder,
+    Converts,
+    Stack,
+    Writes,
+    assert_same_gradients,
+    run_threads,
+    same_values,
+    streamed,
+)
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.dispatch import dispatch_model
@@ -51,8 +60,7 @@ def test_each_method_that_computes_has_an_order_of_its_own() -> None:
     assert offload_stats(model).num_missed == missed
     for one in (model, plain):
         one.decode(one.encode(x)).sum().backward()
-    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(parameter.grad, expected.grad)
+    assert_same_gradients(model, plain)
     remove_hooks(model)
     assert model.__dict__.keys() == plain.__dict__.keys()
 
@@ -70,13 +78,8 @@ def test_two_threads_may_use_one_model(stack: tuple[nn.Module, nn.Module]) -> No
                 if not torch.equal(model(x, skip=skip), plain(x, skip=skip)):
                     wrong.append(f"thread {seed}, turn {turn}")
 
-    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(use, 4)
     assert not wrong
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_forward_that_fails_leaves_weights_away_and_the_next_one_goes_on(

@@ -1,7 +1,6 @@
 """Weights that the host uses in their files: which of their pages are in this process's memory, and their values."""
 
 import copy
-import threading
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dispatch.models import KINDS, WIDTH, Tree, same_values, trees
+from dispatch.models import KINDS, WIDTH, Tree, run_threads, same_values, trees
 from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
 from drivetrain_dispatch.offload import mapped_weights as in_place
@@ -141,11 +140,7 @@ def test_two_threads_may_use_one_model(tmp_path: Path) -> None:
     def use(index: int) -> None:
         results[index] = [model(batches[index]) for _ in range(20)]
 
-    threads = [threading.Thread(target=use, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(use, 2)
     for index, result in enumerate(results):
         assert len(result) == 20
         assert all(torch.equal(one, expected[index]) for one in result)

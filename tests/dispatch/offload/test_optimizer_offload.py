@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dispatch.models import assert_same_weights, full_disk
 from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
 from drivetrain_dispatch.offload.cpu_offload import disk_offload
 from drivetrain_dispatch.offload.optimizer_offload import disk_offload_optimizer
@@ -59,8 +60,7 @@ def test_weights_and_state_are_trained_on_the_disk(kind: str, tmp_path: Path) ->
     disk_offload_optimizer(optimizer, tmp_path / "state")
     train(offloaded, optimizer)
     train(plain, theirs)
-    for ours, other in zip(offloaded.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, other)
+    assert_same_weights(offloaded, plain)
     found = in_files(optimizer, tmp_path / "state")
     assert found
     assert all(found)
@@ -84,8 +84,7 @@ def test_what_is_loaded_goes_to_the_disk_too_and_schedulers_step(tmp_path: Path)
         train(plain, theirs, 1)
         for scheduler in schedulers:
             scheduler.step()
-    for ours, other in zip(resumed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, other)
+    assert_same_weights(resumed, plain)
     with pytest.raises(OffloadedError, match="offloaded already"):
         disk_offload_optimizer(optimizer, tmp_path)
     offload.remove()
@@ -94,17 +93,12 @@ def test_what_is_loaded_goes_to_the_disk_too_and_schedulers_step(tmp_path: Path)
 
 
 def test_a_disk_without_room_is_told(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters())
     disk_offload_optimizer(optimizer, tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file grows beyond: as on a full disk
-    try:
+    with full_disk(100_000):
         with pytest.raises(WeightFilesError, match=r"has no room for \d+\.\d\d kB of an optimizer's state"):
             train(trained, optimizer, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightFilesError, match="cannot be made"):
@@ -113,7 +107,6 @@ def test_a_disk_without_room_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW, foreach, amsgrad", "AdamW, fused", "RMSprop"])
 def test_a_step_is_tried_again_when_the_disk_has_room(kind: str, tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
 
     def wider() -> nn.Sequential:
         torch.manual_seed(0)
@@ -122,16 +115,11 @@ def test_a_step_is_tried_again_when_the_disk_has_room(kind: str, tmp_path: Path)
     trained, plain = wider(), wider()
     optimizer, theirs = OPTIMIZERS[kind](trained.parameters()), OPTIMIZERS[kind](plain.parameters())
     disk_offload_optimizer(optimizer, tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))  # the first layer's state has room
-    try:
+    with full_disk(300_000):
         with pytest.raises(WeightFilesError, match="has no room"):
             train(trained, optimizer, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     optimizer.zero_grad()
     train(trained, optimizer)
     train(plain, theirs)
-    for ours, other in zip(trained.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, other)
+    assert_same_weights(trained, plain)
     assert all(in_files(optimizer, tmp_path))

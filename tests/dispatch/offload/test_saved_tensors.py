@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispatch.models import WIDTH, Checkpointed, CheckpointedBlocks, Stack, Tree, Uses, same_values, streamed
+from dispatch.models import (
+    WIDTH,
+    Checkpointed,
+    CheckpointedBlocks,
+    Stack,
+    Tree,
+    Uses,
+    assert_same_gradients,
+    same_values,
+    streamed,
+)
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 from drivetrain_dispatch.offload.dispatched_model import offload_stats
@@ -37,8 +47,7 @@ class TestTraining:
                 assert torch.equal(*losses)
                 for loss in losses:
                     loss.backward()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(one.grad, other.grad) if one.grad is not None else other.grad is None
+            assert_same_gradients(model, plain)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -60,8 +69,7 @@ class TestTraining:
             one(x).sum().backward()
             first = torch.autograd.grad(one(x).square().sum(), list(one.parameters()), create_graph=True)
             sum(gradient.square().sum() for gradient in first).backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(model, plain)
 
     def test_two_threads_train_one_model(self) -> None:
         torch.manual_seed(0)
@@ -179,12 +187,9 @@ class TestComputedAgain:
             after = offload_stats(model)
             missed.append(after.num_missed - before.num_missed)
             brought.append(after.bytes_fetched - before.bytes_fetched)
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(ours.grad, theirs.grad)
-                with torch.no_grad():
-                    ours.sub_(0.1 * ours.grad)
-                    theirs.sub_(0.1 * theirs.grad)
-                ours.grad = theirs.grad = None
+            assert_same_gradients(model, plain)
+            for parameter in (*model.parameters(), *plain.parameters()):
+                _step(parameter)
         assert missed == [12, 0, 0]  # the first backward is learnt from
         assert (
             brought[1:] == [13 * (WIDTH * WIDTH + WIDTH) * 4] * 2
@@ -228,8 +233,7 @@ class TestComputedAgain:
         model.zero_grad()
         for one in (model, plain):
             one(x).sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(model, plain)
 
 
 def _step(parameter: Tensor) -> None:

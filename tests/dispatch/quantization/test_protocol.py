@@ -1,7 +1,6 @@
 """Weights packed while they are loaded, by the real libraries, held to what those make of a whole model."""
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dispatch.models import copied, run_threads
 from drivetrain_dispatch import (
     CostError,
     compute_module_sizes,
@@ -272,8 +272,7 @@ def test_a_layer_that_is_used_again_before_it_has_gone(tmp_path: Path, kind: str
     inputs = [torch.randn(2, 128, dtype=BF16) for _ in range(2)]
     with torch.no_grad():
         expected = [model(x) for x in inputs]
-        names = {name: tensor.dtype for name, tensor in model.named_parameters()}
-        dispatch_model(model, {"": "cpu"}, dtypes=names)
+        copied(model)
         wrong: list[int] = []
 
         def work(index: int) -> None:
@@ -283,11 +282,7 @@ def test_a_layer_that_is_used_again_before_it_has_gone(tmp_path: Path, kind: str
                 )
 
         work(0)
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(work, 2)
     assert wrong == []
 
 
@@ -328,8 +323,7 @@ def test_a_weight_that_others_refer_to_stops_and_leaves_all_as_it_was(
 def test_packed_weights_that_come_cannot_be_moved(plain: nn.Module, checkpoint: Path, kind: str) -> None:
     model = empty()
     load_checkpoint_in_model(model, checkpoint, dtype=BF16, quantization=KINDS[kind][0]())
-    names = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
-    dispatch_model(model, {"": "cpu"}, dtypes=names)
+    copied(model)
     for move in (lambda: model.up.to("meta"), lambda: model.up.half()):
         with pytest.raises(OffloadedError, match="cannot be replaced, moved or converted"):
             move()
@@ -424,8 +418,7 @@ def test_gradients_go_through_packed_weights(plain: nn.Module, checkpoint: Path,
         model.requires_grad_(False)
         model.embed.weight.requires_grad_(True)
         if dispatched:
-            names = {name: tensor.dtype for name, tensor in model.named_parameters(remove_duplicate=False)}
-            dispatch_model(model, {"": "cpu"}, dtypes=names)
+            copied(model)
         model(IDS).float().sum().backward()
         gradients.append(model.embed.weight.grad)
     assert torch.equal(*gradients)
