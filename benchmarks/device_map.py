@@ -19,10 +19,11 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import blocks_of
+from drivetrain_dispatch.planning.device_map import Tier
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map, rooms_of
 from drivetrain_dispatch.planning.initial_placement import Placed
 from drivetrain_dispatch.planning.local_search import Search
-from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 
 RATES = Bandwidths(to_device=25e9, from_disk=3e9)
 NUM_EXPERTS = 128
@@ -100,9 +101,9 @@ class Small:
         each = costs_of(self.blocks, self.costs)
         computing, room = rooms_of(self.budgets)
         self._search = Search(groups_of(self.blocks, each), Forward(self.blocks, each), room, self.rates)
-        self._kinds: dict[object, Source] = {"cpu": "host", "disk": "disk", computing[0]: "device"}
+        self._kinds: dict[object, Tier] = {"cpu": Tier.HOST, "disk": Tier.DISK, computing[0]: Tier.DEVICE}
 
-    def seconds(self, sources: Sequence[Source]) -> float:
+    def seconds(self, sources: Sequence[Tier]) -> float:
         """What a placement takes on the plan's clock; without end if it does not keep within the budgets."""
         found = self._search.found(Placed(list(sources), [0] * len(sources)))
         return inf if found is None else found.seconds
@@ -120,7 +121,7 @@ def qualities(count: int, *, on_host: bool) -> Table:
     Accelerate plans for accelerators that are there alone, so that its maps are those of a host.
     """
     measured: dict[str, list[float]] = {"best placement": [], "drivetrain": []}
-    sources: tuple[Source, ...] = ("device", "host", "disk")
+    sources: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST, Tier.DISK)
     for seed in range(count):
         case = Small(seed, on_host=on_host)
         measured["best placement"].append(min(map(case.seconds, product(sources, repeat=len(case.blocks)))))

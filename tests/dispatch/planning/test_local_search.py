@@ -12,13 +12,14 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
+from drivetrain_dispatch.planning.device_map import Tier
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
 from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
 from drivetrain_dispatch.planning.local_search import Search
-from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import plan_places
 
-SOURCES: tuple[Source, ...] = ("device", "host", "disk")
+SOURCES: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 
 class Case:
@@ -116,8 +117,9 @@ def test_a_plan_is_never_slower_than_accelerates_map() -> None:
         def seconds(
             places: dict[str, object], search: Search = search, blocks: list[Block] = blocks
         ) -> float:
-            sources: list[Source] = [
-                "device" if places.get(block.name, places.get("")) == "cpu" else "disk" for block in blocks
+            sources: list[Tier] = [
+                Tier.DEVICE if places.get(block.name, places.get("")) == "cpu" else Tier.DISK
+                for block in blocks
             ]
             found = search.found(Placed(sources, [0] * len(sources)))
             assert found is not None, "the map exceeds its budget"

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
+from drivetrain_dispatch.planning.device_map import Tier
 from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
@@ -23,7 +24,7 @@ def costs_of(blocks: list[Block], *, peak_bytes: int = 0, kept_bytes: int = 0) -
 
 
 def drawn(plan: PlacePlan) -> str:
-    return "".join({"device": "D", "host": "h", "disk": "."}[source] for source in plan.sources)
+    return "".join({Tier.DEVICE: "D", Tier.HOST: "h", Tier.DISK: "."}[source] for source in plan.sources)
 
 
 def test_what_fits_stays_and_the_devices_are_filled_in_order() -> None:
@@ -121,7 +122,7 @@ def test_what_an_error_asks_for_is_enough(model: list[tuple[int, int, int]]) -> 
     )
     plan = plan_places(blocks, costs, Budgets(devices=(1, asked), host=0), RATES)
     assert len(plan.sources) == len(blocks)
-    assert "host" not in plan.sources  # which may hold nothing
+    assert Tier.HOST not in plan.sources  # which may hold nothing
 
 
 def test_a_layer_that_is_placed_whole_needs_the_window_of_its_largest_unit_alone() -> None:
@@ -142,7 +143,7 @@ def test_a_mixture_of_experts_uses_the_room_that_one_of_its_units_leaves() -> No
     costs = {block.name: BlockCost(seconds=0.004) for block in layers}
     rates = Bandwidths(to_device=25e9, from_disk=3e9)
     plan = plan_places(layers, costs, Budgets(devices=(75 * giga,) * 2, host=2000 * giga), rates)
-    assert plan.sources.count("device") == 4
+    assert plan.sources.count(Tier.DEVICE) == 4
     assert plan.seconds == pytest.approx(54 * 23 / 25, rel=0.02)  # the link is busy all the time
 
 
@@ -156,7 +157,7 @@ def test_llama_70b_on_two_small_cards_keeps_room_for_matrices_only() -> None:
     costs = {block.name: BlockCost(seconds=0.002) for block in layers}
     rates = Bandwidths(to_device=25e9, from_disk=3e9)
     plan = plan_places(layers, costs, Budgets(devices=(21_950 * 10**6,) * 2, host=64 * 2**30), rates)
-    assert plan.sources.count("device") >= 22
+    assert plan.sources.count(Tier.DEVICE) >= 22
     assert plan.seconds <= 11.8
 
 
@@ -217,17 +218,17 @@ def test_no_budget_is_exceeded_at_the_peak(
     assert len(plan.sources) == len(plan.devices) == len(blocks)
     for at, budget in enumerate(devices):
         mine = [index for index in range(len(blocks)) if plan.devices[index] == at]
-        stays = sum(blocks[index].size_bytes for index in mine if plan.sources[index] == "device")
-        buffers = sum(blocks[index].stay_bytes for index in mine if plan.sources[index] != "device")
+        stays = sum(blocks[index].size_bytes for index in mine if plan.sources[index] is Tier.DEVICE)
+        buffers = sum(blocks[index].stay_bytes for index in mine if plan.sources[index] is not Tier.DEVICE)
         kept = sum(costs[f"{index}"].kept_bytes for index in mine)
         peak = max((costs[f"{index}"].peak_bytes for index in mine), default=0)
-        coming = [max(blocks[index].coming) for index in mine if plan.sources[index] != "device"]
+        coming = [max(blocks[index].coming) for index in mine if plan.sources[index] is not Tier.DEVICE]
         assert max(coming, default=0) <= plan.windows[at]
         assert stays + buffers + kept + peak + plan.windows[at] <= budget or not mine
     elsewhere = [
         block.size_bytes - block.stay_bytes
         for block, source in zip(blocks, plan.sources, strict=True)
-        if source == "host"
+        if source is Tier.HOST
     ]
     assert sum(elsewhere) <= host
     for block, source, device in zip(blocks, plan.sources, plan.devices, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Tier
 from drivetrain_dispatch.planning.infer_device_map import map_of, rooms_of
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicted_seconds
@@ -66,11 +66,11 @@ def forecast(
     holdings = {
         device: _holding(blocks, plan, costs, at, room.devices[at]) for at, device in enumerate(computing)
     }
-    for device, source in (("cpu", "host"), ("disk", "disk")):
+    for device, source in (("cpu", Tier.HOST), ("disk", Tier.DISK)):
         held = sum(
             block.size_bytes - block.stay_bytes
             for block, where in zip(blocks, plan.sources, strict=True)
-            if where == source
+            if where is source
         )
         if device not in holdings and (held or device in budgets):
             holdings[device] = DeviceUse(budget_bytes=budgets.get(device), weight_bytes=held)
@@ -91,7 +91,7 @@ def _holding(
     return DeviceUse(
         budget_bytes=budget_bytes,
         weight_bytes=sum(
-            blocks[index].size_bytes if plan.sources[index] == "device" else blocks[index].stay_bytes
+            blocks[index].size_bytes if plan.sources[index] is Tier.DEVICE else blocks[index].stay_bytes
             for index in mine
         ),
         moving_bytes=plan.windows[at],

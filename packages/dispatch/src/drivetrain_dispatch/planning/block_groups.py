@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from drivetrain_dispatch.planning.blocks import Block
-from drivetrain_dispatch.planning.pipeline_model import Source
+from drivetrain_dispatch.planning.device_map import Tier
 
 _Value = TypeVar("_Value")
 
@@ -116,15 +116,16 @@ class Forward:
         self.num_units = sum(map(len, self._units))
 
     def works(
-        self, sources: Sequence[Source], devices: Sequence[int]
-    ) -> Iterator[tuple[float, int, Source, int, int | None]]:
-        """Yield the fields of `pipeline_model.Work` for each unit; bytes divide a block's time among its units."""
+        self, sources: Sequence[Tier], devices: Sequence[int]
+    ) -> Iterator[tuple[float, int, Tier, int, int | None]]:
+        """Yield the work of each unit for `forward_seconds`; bytes divide a block's time among its units."""
         # Enclosing units by the last block inside them: device and bytes.
         around: dict[int, list[tuple[int, int]]] = {}
+        on_device = Tier.DEVICE
         for index, (seconds, units, source, device) in enumerate(
             zip(self._seconds, self._units, sources, devices, strict=True)
         ):
-            if source == "device":
+            if source is on_device:
                 yield seconds, 0, source, device, 0
             elif len(units) == 1 and index not in self._around:
                 yield seconds, units[0], source, device, None
@@ -138,4 +139,4 @@ class Forward:
                     yield seconds * size_bytes / total if total else 0.0, size_bytes, source, device, None
             if around and index in around:
                 for place, size_bytes in around.pop(index):
-                    yield 0.0, 0, "device", place, size_bytes
+                    yield 0.0, 0, Tier.DEVICE, place, size_bytes

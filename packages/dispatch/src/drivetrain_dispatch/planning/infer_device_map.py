@@ -144,7 +144,7 @@ def map_of(
     plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, BlockCost]
 ) -> DeviceMap:
     """Return a plan as a device map with as few entries as possible, with sizes and times."""
-    elsewhere: dict[str, Device] = {"host": "cpu", "disk": "disk"}
+    elsewhere: dict[Tier, Device] = {Tier.HOST: "cpu", Tier.DISK: "disk"}
     devices = {
         block.name: elsewhere.get(source, computing[at])
         for block, source, at in zip(blocks, plan.sources, plan.devices, strict=True)

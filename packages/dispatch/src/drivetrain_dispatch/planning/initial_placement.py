@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from drivetrain_dispatch.planning.block_groups import Groups
-from drivetrain_dispatch.planning.pipeline_model import Source
+from drivetrain_dispatch.planning.device_map import Tier
 
 _FEW = 8  # distinct sizes of groups, each of which is tried as the largest offloaded one
 _MANY = 2_000  # groups; a larger model tries fewer strategies, to save time
@@ -32,7 +32,7 @@ class Budgets:
 class Placed(NamedTuple):
     """The source of each group's weights, and the index of the device that computes the group."""
 
-    sources: list[Source]
+    sources: list[Tier]
     devices: list[int]
 
 
@@ -67,7 +67,7 @@ def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
                 return None
         held += size_bytes + stay_bytes + kept_bytes
         devices.append(at)
-    return Placed(["device"] * len(devices), devices)
+    return Placed([Tier.DEVICE] * len(devices), devices)
 
 
 def strategies_of(groups: Groups, budgets: Budgets) -> list[OffloadStrategy]:
@@ -102,7 +102,7 @@ def some_come(groups: Groups, budgets: Budgets, strategy: OffloadStrategy) -> Pl
         placed = Placed([], [])
         for at, segment in enumerate(_segments(groups, devices, strategy.shifts)):
             room = devices[at] - groups.fixed_bytes(segment)
-            sources = _spread(groups, segment, room, strategy, first_stays="device" in placed.sources)
+            sources = _spread(groups, segment, room, strategy, first_stays=Tier.DEVICE in placed.sources)
             if sources is None:
                 if not devices[at]:
                     return None  # a shift gave groups to a device without memory
@@ -138,15 +138,15 @@ def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()
 
 def _spread(
     groups: Groups, segment: range, room: int, strategy: OffloadStrategy, *, first_stays: bool
-) -> list[Source] | None:
+) -> list[Tier] | None:
     """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small.
 
     The first group has to stay if its entry in the map names the device that computes the groups after it.
     """
     sizes = groups.sizes[segment.start : segment.stop]
-    sources: list[Source] = []
+    sources: list[Tier] = []
     if sum(sizes) <= room:
-        sources.extend("device" for _ in sizes)
+        sources.extend(Tier.DEVICE for _ in sizes)
         return sources
     fixed = sum([size_bytes for size_bytes in sizes if size_bytes > strategy.largest])
     free = sum(sizes) - fixed
@@ -159,28 +159,28 @@ def _spread(
         if sizes[0] > room:
             return None
         room -= sizes[0]
-        sources.append("device")
+        sources.append(Tier.DEVICE)
     for size_bytes in sizes[len(sources) :]:
         if size_bytes > strategy.largest:
-            sources.append("device")
+            sources.append(Tier.DEVICE)
             continue
         owed += size_bytes * coming
         if size_bytes <= room and owed < strategy.due * (size_bytes or 1):
             room -= size_bytes
-            sources.append("device")
+            sources.append(Tier.DEVICE)
         else:
             owed -= size_bytes
-            sources.append("host")
+            sources.append(Tier.HOST)
     for index, size_bytes in enumerate(sizes):  # fill the room that is left
-        if size_bytes <= room and sources[index] == "host":
+        if size_bytes <= room and sources[index] is Tier.HOST:
             room -= size_bytes
-            sources[index] = "device"
+            sources[index] = Tier.DEVICE
     return sources
 
 
-def to_disk(sizes: Sequence[int], sources: list[Source], budgets: Budgets, due: float) -> bool:
+def to_disk(sizes: Sequence[int], sources: list[Tier], budgets: Budgets, due: float) -> bool:
     """Move evenly spread groups that the host cannot hold to the disk, and return whether the disk can hold them."""
-    coming = [index for index, source in enumerate(sources) if source == "host"]
+    coming = [index for index, source in enumerate(sources) if source is Tier.HOST]
     total = sum([sizes[index] for index in coming])
     if total <= budgets.host:
         return True
@@ -193,6 +193,6 @@ def to_disk(sizes: Sequence[int], sources: list[Source], budgets: Budgets, due: 
             host -= size_bytes
             continue
         owed -= size_bytes
-        sources[index] = "disk"
+        sources[index] = Tier.DISK
         disk += size_bytes
     return budgets.disk is None or disk <= budgets.disk

@@ -6,13 +6,15 @@ from math import inf
 from typing import NamedTuple
 
 from drivetrain_dispatch.planning.block_groups import Forward, Groups
+from drivetrain_dispatch.planning.device_map import Tier
 from drivetrain_dispatch.planning.initial_placement import Budgets, Placed
-from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, forward_seconds
 
 _MOST_UNITS = 250_000  # units visited for one plan: a tenth of a second
 _MOST_TRIED = 4_000  # placements of a small model
 _LEAST_TRIED = 20  # fewer are not worth the time
-_AWAY: tuple[Source, ...] = ("host", "disk")
+_DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK  # an enumeration's member is slow to look up
+_AWAY = (_HOST, _DISK)
 _NEAREST = 6  # resident groups on either side of an offloaded one that are tried in its place
 
 
@@ -61,7 +63,7 @@ class Search:
             windows=[inf] * len(windows) if most.in_place else windows,
         )
         pairs = zip(groups.sizes, placed.sources, strict=True)
-        coming = sum([size for size, source in pairs if source != "device"])
+        coming = sum([size for size, source in pairs if source is not _DEVICE])
         return Found(seconds, coming, placed, windows)
 
     def improved(self, found: Found, *, share: float = 1.0) -> Found:
@@ -94,7 +96,7 @@ class Search:
             held[device] += stays + kept
             if peak > peaks[device]:
                 peaks[device] = peak
-            if source == "device":
+            if source is _DEVICE:
                 held[device] += size
             else:
                 coming[device] += size
@@ -108,29 +110,29 @@ class Search:
             return None
         return tuple(min(pair) if pair[1] else 0 for pair in zip(left, map(max, coming, needs), strict=True))
 
-    def _fits_elsewhere(self, sources: Sequence[Source]) -> bool:
+    def _fits_elsewhere(self, sources: Sequence[Tier]) -> bool:
         """Return whether the host and the disk have room for the offloaded groups."""
-        held = {"device": 0, "host": 0, "disk": 0}
+        held = [0] * len(Tier)
         for size, source in zip(self._groups.sizes, sources, strict=True):
             held[source] += size
         most = self._budgets
-        return held["host"] <= most.host and (most.disk is None or held["disk"] <= most.disk)
+        return held[_HOST] <= most.host and (most.disk is None or held[_DISK] <= most.disk)
 
     def _changed(self, placed: Placed) -> Iterator[Placed]:
         """Yield neighbouring placements, the most promising first."""
         sources, devices = placed
         sizes = self._groups.sizes
-        coming = [index for index, source in enumerate(sources) if source != "device" and sizes[index]]
-        stay = [index for index, source in enumerate(sources) if source == "device" and sizes[index]]
+        coming = [index for index, source in enumerate(sources) if source is not _DEVICE and sizes[index]]
+        stay = [index for index, source in enumerate(sources) if source is _DEVICE and sizes[index]]
         for index in sorted(coming, key=lambda index: -sizes[index]):
-            yield self._settled(_with(placed, {index: "device"}), [index])
-        for disk in [index for index in coming if sources[index] == "disk"]:
-            yield self._settled(_with(placed, {disk: "host"}), [disk])
-            for host in [index for index in coming if sources[index] == "host"]:
-                yield _with(placed, {disk: "host", host: "disk"})
+            yield self._settled(_with(placed, {index: _DEVICE}), [index])
+        for disk in [index for index in coming if sources[index] is _DISK]:
+            yield self._settled(_with(placed, {disk: _HOST}), [disk])
+            for host in [index for index in coming if sources[index] is _HOST]:
+                yield _with(placed, {disk: _HOST, host: _DISK})
         for index in coming:
             for other in sorted(stay, key=lambda other, index=index: abs(other - index))[: 2 * _NEAREST]:
-                swapped = _with(placed, {index: "device", other: sources[index]})
+                swapped = _with(placed, {index: _DEVICE, other: sources[index]})
                 yield swapped
                 yield self._settled(swapped, [other, index])
             yield from self._in_place_of_others(placed, index, stay)
@@ -140,24 +142,24 @@ class Search:
                     moved = Placed(sources, [*devices[:at], device, *devices[at + 1 :]])
                     yield moved
                     yield self._settled(moved, [])
-                    yield self._settled(_with(moved, {at: "host"}), [at])
-                    yield self._settled(_with(moved, {at: "device"}), [at])
+                    yield self._settled(_with(moved, {at: _HOST}), [at])
+                    yield self._settled(_with(moved, {at: _DEVICE}), [at])
         for index in stay:
             for source in _AWAY:
                 yield _with(placed, {index: source})
-            yield self._settled(_with(placed, {index: "host"}), [index])
+            yield self._settled(_with(placed, {index: _HOST}), [index])
 
     def _in_place_of_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
         """Yield placements in which an offloaded group stays, and as many others as make room for it leave."""
         sizes, device = self._groups.sizes, placed.devices[index]
         others = [other for other in stay if placed.devices[other] == device]
         for largest_first in (False, True):
-            changes: dict[int, Source] = {index: "device"}
+            changes: dict[int, Tier] = {index: _DEVICE}
             given = 0
             for other in sorted(others, key=lambda other: sizes[other], reverse=largest_first):
                 if given >= sizes[index]:
                     break
-                changes[other] = "host"
+                changes[other] = _HOST
                 given += sizes[other]
             yield self._settled(_with(placed, changes), list(changes))
 
@@ -171,57 +173,57 @@ class Search:
         for at, budget in enumerate(self._budgets.devices):
             mine = [group for group in by_size if placed.devices[group] == at]
             room = budget - groups.fixed_bytes(mine)
-            room -= sum([groups.sizes[group] for group in mine if sources[group] == "device"])
-            come = [group for group in mine if sources[group] != "device"]
+            room -= sum([groups.sizes[group] for group in mine if sources[group] is _DEVICE])
+            come = [group for group in mine if sources[group] is not _DEVICE]
             needy = sorted(come, key=groups.needs.__getitem__)  # the largest window last
             for group in come:
                 if group in fixed or groups.sizes[group] > room:
                     continue
-                while needy and sources[needy[-1]] == "device":
+                while needy and sources[needy[-1]] is _DEVICE:
                     needy.pop()
                 others = needy if needy[-1] != group else _second(needy, sources)
                 need = groups.needs[others[-1]] if others and not self._budgets.in_place else 0
                 if groups.sizes[group] + need <= room:
                     room -= groups.sizes[group]
-                    sources[group] = "device"
-        away = [group for group in by_size if sources[group] != "device"]
-        room = self._budgets.host - sum([groups.sizes[group] for group in away if sources[group] == "host"])
+                    sources[group] = _DEVICE
+        away = [group for group in by_size if sources[group] is not _DEVICE]
+        room = self._budgets.host - sum([groups.sizes[group] for group in away if sources[group] is _HOST])
         for group in reversed(away):  # the smallest first
-            if room < 0 and sources[group] == "host":
-                sources[group] = "disk"
+            if room < 0 and sources[group] is _HOST:
+                sources[group] = _DISK
                 room += groups.sizes[group]
         for group in away:
-            if sources[group] == "disk" and groups.sizes[group] <= room:
-                sources[group] = "host"
+            if sources[group] is _DISK and groups.sizes[group] <= room:
+                sources[group] = _HOST
                 room -= groups.sizes[group]
         return Placed(sources, placed.devices)
 
 
-def _can_be_said(sources: Sequence[Source], devices: Sequence[int]) -> bool:
+def _can_be_said(sources: Sequence[Tier], devices: Sequence[int]) -> bool:
     """Return whether a device map can express a placement.
 
     In a map, the nearest device named before an offloaded group computes it; before the first such device, that one.
     """
     pairs = zip(sources, devices, strict=True)
-    current = next((device for source, device in pairs if source == "device"), devices[0])
+    current = next((device for source, device in pairs if source is _DEVICE), devices[0])
     for source, device in zip(sources, devices, strict=True):
-        if source == "device":
+        if source is _DEVICE:
             current = device
         elif device != current:
             return False
     return True
 
 
-def _with(placed: Placed, changes: dict[int, Source]) -> Placed:
+def _with(placed: Placed, changes: dict[int, Tier]) -> Placed:
     sources = list(placed.sources)
     for index, source in changes.items():
         sources[index] = source
     return Placed(sources, placed.devices)
 
 
-def _second(needy: list[int], sources: Sequence[Source]) -> list[int]:
+def _second(needy: list[int], sources: Sequence[Tier]) -> list[int]:
     """Return the offloaded group with the second-largest window, in a list; an empty list if there is none."""
     last = len(needy) - 2
-    while last >= 0 and sources[needy[last]] == "device":
+    while last >= 0 and sources[needy[last]] is _DEVICE:
         last -= 1
     return [needy[last]] if last >= 0 else []

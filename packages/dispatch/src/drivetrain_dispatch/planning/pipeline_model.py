@@ -3,24 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
-Source = Literal["device", "host", "disk"]
-
-
-class Work(NamedTuple):
-    """A part of a model that is fetched at once or stays, in the order of the forward.
-
-    Attributes:
-        left_bytes: The bytes of fetched weights that the device releases after computing the part; None for the
-            part's own. Weights of an enclosing part are released with the last part inside it.
-    """
-
-    compute_seconds: float
-    size_bytes: int
-    source: Source = "device"
-    device: int = 0
-    left_bytes: int | None = None
+from drivetrain_dispatch.planning.device_map import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +30,16 @@ class Bandwidths:
 
 
 def forward_seconds(
-    works: Iterable[tuple[float, int, Source, int, int | None]],
+    works: Iterable[tuple[float, int, Tier, int, int | None]],
     rates: Bandwidths,
     *,
     windows: Sequence[float],
 ) -> float:
     """Return the time of one forward that begins without transfers in flight, in seconds.
+
+    Each work is a part of the model: the seconds that it computes, its bytes, where they are, the device that
+    computes it, and the bytes of fetched weights that this device then releases, None for the part's own. Weights
+    of an enclosing part are released with the last part inside it.
 
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
     starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
@@ -62,15 +50,16 @@ def forward_seconds(
     held = [0] * len(windows)
     rooms = [0.0] * len(windows)  # the time since when each window has had room for its last fetch
     leaving: list[deque[tuple[float, int]]] = [deque() for _ in windows]  # time and bytes of each release
+    on_device, on_disk = Tier.DEVICE, Tier.DISK
     for seconds, size_bytes, source, device, left_bytes in works:
-        if source != "device":
+        if source is not on_device:
             queue, most = leaving[device], windows[device]
             now_held = held[device] + size_bytes
             while now_held > most and queue:
                 rooms[device], bytes_left = queue.popleft()
                 now_held -= bytes_left
             held[device], begin = now_held, rooms[device]
-            if source == "disk":
+            if source is on_disk:
                 begin = disk = max(disk, begin) + size_bytes * read_seconds_a_byte
             link = max(link, begin) + size_bytes * seconds_a_byte
             compute = max(compute, link)

@@ -8,6 +8,7 @@ from math import inf
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, Groups, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block
+from drivetrain_dispatch.planning.device_map import Tier
 from drivetrain_dispatch.planning.initial_placement import (
     Budgets,
     OffloadStrategy,
@@ -18,7 +19,7 @@ from drivetrain_dispatch.planning.initial_placement import (
     strategies_of,
 )
 from drivetrain_dispatch.planning.local_search import Found, Search
-from drivetrain_dispatch.planning.pipeline_model import Bandwidths, Source, forward_seconds
+from drivetrain_dispatch.planning.pipeline_model import Bandwidths, forward_seconds
 from drivetrain_messages import format_size
 
 _UNUSED = Bandwidths(to_device=inf, from_disk=inf)  # for a forward that fetches nothing
@@ -36,7 +37,7 @@ class PlacePlan:
         windows: The most bytes of fetched weights that each device may hold at once.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[Tier, ...]
     devices: tuple[int, ...]
     windows: tuple[int, ...]
     seconds: float
