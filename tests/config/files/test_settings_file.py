@@ -240,6 +240,7 @@ def test_another_programs_file_is_translated_by_the_package_that_reads_it(
     )
     info = tmp_path / "other_format-1.0.dist-info"
     info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other_format\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[drivetrain.file_formats]\nother = other_format:translate\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert read_file(write(tmp_path, "other.json", '{"s": 3}')).data == {"run": {"seed": 3}}

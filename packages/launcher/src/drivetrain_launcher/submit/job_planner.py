@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain_clusters.request_values import memory_bytes
 from drivetrain_clusters.protocol import JobRequest
+from drivetrain_clusters.request_values import memory_bytes
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
