@@ -1,1 +1,1 @@
-"""What surrounds a run, and how it ended."""
+"""The facts of a run: what surrounds it, and how it ended."""
