@@ -63,11 +63,7 @@ class DDPSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Refuse a value outside its range; the message begins with the field's name."""
         if not self.bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb={self.bucket_size_mb!r}: must be above 0")
         hooks = ("none", "fp16", "bf16", "power_sgd")
@@ -152,11 +148,7 @@ class FSDPSettings:
     compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile_regions")
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range, or two contradict; the message begins with the field's name.
-        """
+        """Refuse a value outside its range, or two that contradict; the message begins with the field's name."""
         for name, least in (("shard_size", 1), ("min_num_params", 1), ("prefetch", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -236,11 +228,7 @@ class DeepSpeedSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Refuse a value outside its range; the message begins with the field's name."""
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

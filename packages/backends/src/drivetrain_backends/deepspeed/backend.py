@@ -52,12 +52,6 @@ _DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch
 class DeepSpeedBackend(TorchBackend):
     """A backend that trains each model with its one optimizer by a DeepSpeed engine.
 
-    Args:
-        context: The ranks and the device; it has a process group.
-        policy: The precision that models compute in.
-        window: The accumulation window; the caller begins its micro-batches.
-        settings: The `deepspeed` section.
-
     Raises:
         BackendNotInstalledError: DeepSpeed is not installed.
         EngineConfigError: The given configuration has unknown keys, or contradicts the run.
@@ -135,11 +129,7 @@ class DeepSpeedBackend(TorchBackend):
         self._tracker.backward(loss, count, self._trained, options=options)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refuse to join; see `Backend.join`.
-
-        Raises:
-            RuntimeError: Raised by every call: all ranks must step equally often.
-        """
+        """Refuse to join, with a RuntimeError: all ranks must step equally often; see `Backend.join`."""
         del models
         raise RuntimeError(
             "join_uneven_inputs: DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose "
@@ -148,7 +138,12 @@ class DeepSpeedBackend(TorchBackend):
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the first engine."""
-        found = {**super().applied(), "nonfinite_gradients": self._nonfinite_gradients()}
+        found = dict(super().applied())
+        is_zero = self.config["zero_optimization"]["stage"] > 0
+        if found["nonfinite_gradients"] == "ignore" and is_zero and self.policy.mode_beside_recipe != "bf16":
+            found["nonfinite_gradients"] = AutoValue(
+                value="skip", reason="ZeRO leaves such steps out by itself"
+            )
         for engine in self._engines()[:1]:
             found |= engine.applied() | read_back(engine.engine, self.settings)
             if self.policy.dtypes.reduce is not None:
@@ -197,11 +192,7 @@ class DeepSpeedBackend(TorchBackend):
     def pair(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> list[tuple[Optimizer, nn.Module]]:
-        """Return the model of each optimizer, or refuse, before any change, pairs that an engine cannot train.
-
-        Raises:
-            PairingError: See `Backend.prepare`; or two models share one optimizer, or one model has two.
-        """
+        """Return the model of each optimizer; refuse, before any change, pairs that an engine cannot train."""
         earlier = [prepared.unwrap() for prepared in self._prepared]
         found: dict[nn.Module, Optimizer] = {}
         for optimizer in optimizers:
@@ -231,17 +222,6 @@ class DeepSpeedBackend(TorchBackend):
     def _groups(self) -> list[GradientGroup]:
         """Return the group of each prepared model: itself, as each engine steps alone."""
         return [prepared.group for prepared in self._prepared]
-
-    def _nonfinite_gradients(self) -> object:
-        """Return how non-finite gradients are treated."""
-        asked = self.window.nonfinite_gradients
-        if (
-            asked == "ignore"
-            and self.config["zero_optimization"]["stage"]
-            and self.policy.mode_beside_recipe != "bf16"
-        ):
-            return AutoValue(value="skip", reason="ZeRO leaves such steps out by itself")
-        return asked
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
         reduce = self.policy.dtypes.said().get("reduce_dtype")

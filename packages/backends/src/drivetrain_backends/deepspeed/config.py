@@ -59,12 +59,7 @@ class Key(NamedTuple):
 
 
 def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]:
-    """Return the full configuration of an engine, nested as DeepSpeed reads it.
-
-    Raises:
-        EngineConfigError: The given configuration has a key that DeepSpeed does not know, contradicts the run, or
-            asks for something the engine cannot do correctly.
-    """
+    """Return an engine's full configuration, nested as DeepSpeed reads it; refuse unknown keys and contradictions."""
     given, where = read_given(settings.config)
     check_keys(given, where)
     if run.optimizer is None:  # nothing is trained, at least not yet

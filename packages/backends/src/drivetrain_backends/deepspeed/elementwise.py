@@ -46,18 +46,8 @@ def check_elementwise(
     """Refuse an optimizer whose step on ZeRO's flat parts differs from its step on full parameters.
 
     A copy with the same options, at a learning rate that moves visibly, takes a few steps on small tensors in both
-    layouts, within milliseconds. Neither the optimizer nor a random generator is changed. Called on all ranks.
-
-    Args:
-        optimizer: The user's optimizer, without state.
-        stage: The stage of ZeRO, 1 to 3.
-        device: The device of the engine's flat parts.
-        num_parts: The number of parts into which stage 3 splits a rank's share of a group.
-        context: The ranks, which refuse together; None checks this rank alone.
-
-    Raises:
-        EngineConfigError: The steps differ, or the trial failed, on this rank or another; the message names
-            alternatives.
+    layouts, within milliseconds. Neither the optimizer nor a random generator is changed. Stage 3 splits each rank's
+    share of a group into `num_parts`. Called on all ranks of `context`, which refuse together.
     """
     if context is None:
         _check(optimizer, stage, device, num_parts)

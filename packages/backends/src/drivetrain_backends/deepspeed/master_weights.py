@@ -24,21 +24,13 @@ class WrittenValues:
     """
 
     def copy_to_masters(self) -> None:
-        """Copy the written values into the masters, before a step. Called on all ranks.
-
-        Raises:
-            AccumulationError: The values cannot be copied.
-        """
+        """Copy the written values into the masters, before a step. Called on all ranks."""
 
     def note(self) -> None:
         """Record that parameters and masters agree, after a write by the engine or the backend."""
 
     def compare(self) -> None:
-        """Compare this rank's writes with those of the other ranks, before a save. Called on all ranks.
-
-        Raises:
-            AccumulationError: Ranks wrote to different parameters.
-        """
+        """Refuse writes that differ from those of other ranks, before a save. Called on all ranks."""
 
     def forget(self) -> None:
         """Reset the record of `compare`, after a saved state was loaded on all ranks."""
@@ -48,10 +40,9 @@ class WrittenToFlat(WrittenValues):
     """The record for stages 1 and 2: parameters are views of a flat tensor; each rank has a master of its partition.
 
     The partition is compared with its master, because a write through `.data` leaves no other trace. In half
-    precision, an unwritten element keeps its master's extra precision.
-
-    A rank copies only its own partition, so all ranks must write the same values. The writes to each parameter are
-    counted and compared at saves; a write through `.data` is not counted.
+    precision, an unwritten element keeps its master's extra precision. A rank copies only its own partition, so all
+    ranks must write the same values. The writes to each parameter are counted and compared at saves; a write through
+    `.data` is not counted.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:

@@ -36,9 +36,8 @@ from drivetrain_backends.state_dict.optimizer_state import (
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return an engine's state, without gathering it yet. Called on all ranks.
 
-    Returns:
-        `{"model": {name: tensor}, "optimizers": [named state]}`, the same on every rank. For a partitioned engine the
-        tensors are `PartitionedTensor`s, in fp32 once they are gathered.
+    It is `{"model": {name: tensor}, "optimizers": [named state]}` on every rank. For a partitioned engine the tensors
+    are `PartitionedTensor`s, in fp32 once they are gathered.
     """
     if not groups:  # not trained
         return {"model": _read_model(engine), "optimizers": []}

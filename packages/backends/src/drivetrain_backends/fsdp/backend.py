@@ -54,11 +54,7 @@ _UNCOPYABLE = (
 class FSDPBackend(TorchBackend):
     """A backend that shards each model over the ranks, block by block, with torch's `fully_shard`.
 
-    Args:
-        context: The ranks and the device; it has a process group.
-        policy: The precision that models compute in; FSDP casts parameters, so there is no autocast.
-        window: The accumulation window; the caller begins its micro-batches.
-        settings: The `fsdp` section.
+    FSDP casts parameters and inputs by itself, so there is no autocast.
 
     Raises:
         RuntimeError: The context has no process group.
@@ -176,11 +172,7 @@ class FSDPBackend(TorchBackend):
         repoint(optimizer, self._successors)
 
     def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refuse to join; see `Backend.join`.
-
-        Raises:
-            RuntimeError: Raised by every call: all ranks must gather and reduce equally often.
-        """
+        """Refuse to join, with a RuntimeError: all ranks must gather and reduce equally often; see `Backend.join`."""
         del models
         raise RuntimeError(
             "join_uneven_inputs: sharded ranks wait for each other in every forward, so none may run out early; "
@@ -303,7 +295,19 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
     if not models:
         return {}
-    found = {**_of_torch(models[0]), **_of_models(models, settings)}
+    # The arguments of `fully_shard` are the same for all models.
+    group = next(group for block in models[0].blocks for group in compat.parameter_groups(block))
+    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+    resharding, other = (
+        ("full_shard", "shard_grad_op") if group.mesh_info.mesh.ndim == 1 else ("hybrid_shard", "no_shard")
+    )
+    found = {
+        "strategy": resharding if compat.reshards_after_forward(group) else other,
+        "shard_size": group.mesh_info.shard_mesh_size,
+        "offload": offloads,
+        "pin_memory": offloads and group.offload_policy.pin_memory,
+        **_of_models(models, settings),
+    }
     reasons = _reasons(models, settings, reason)
     return {
         name: AutoValue(value=value, reason=reasons.get(name, "not said, so chosen for the run"))
@@ -323,21 +327,6 @@ def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
 
 
 _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
-
-
-def _of_torch(model: ShardedModel) -> dict[str, object]:
-    """Return the arguments of `fully_shard`, which are the same for all models."""
-    group = next(group for block in model.blocks for group in compat.parameter_groups(block))
-    offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
-    strategies = (
-        ("full_shard", "shard_grad_op") if group.mesh_info.mesh.ndim == 1 else ("hybrid_shard", "no_shard")
-    )
-    return {
-        "strategy": strategies[0] if compat.reshards_after_forward(group) else strategies[1],
-        "shard_size": group.mesh_info.shard_mesh_size,
-        "offload": offloads,
-        "pin_memory": offloads and group.offload_policy.pin_memory,
-    }
 
 
 def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:

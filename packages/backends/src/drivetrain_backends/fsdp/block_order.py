@@ -92,9 +92,7 @@ class CollectiveOrder:
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
         """Compare with the other ranks before reduced values are used, and return their `news`. Called on all ranks.
 
-        Raises:
-            CollectiveMismatchError: Ranks ran other blocks, or in another order; the message names the first
-                difference.
+        Another order of blocks is refused; the message names the first difference.
         """
         group = self._group()
         if group is None:

@@ -50,11 +50,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def make_room(
     modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace tensors on meta by uninitialised ones; tied tensors stay tied.
-
-    Returns:
-        The attributes of the replaced tensors, for each module that has any.
-    """
+    """Replace tensors on meta by empty ones, tied ones by one; return the replaced attributes of each module."""
     new: dict[Tensor, Tensor] = {}
     found: dict[nn.Module, tuple[str, ...]] = {}
     for module in modules:

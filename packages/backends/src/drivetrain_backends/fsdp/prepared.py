@@ -90,13 +90,7 @@ class FSDPPrepared(TorchPrepared):
                 self._all_sharded[model].drop_held()
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed. Called on all ranks.
-
-        Raises:
-            UnshardedParameterError: A parameter was made or reassigned after `prepare`; or a forward wrote into it.
-            UnreducedGradientError: A plain parameter has a gradient of `loss.backward()`, which is not averaged.
-            CollectiveMismatchError: The ranks ran other blocks, or in another order.
-        """
+        """Step one optimizer if the window is closed, after the checks of all guards. Called on all ranks."""
         if self._window.closing:
             self.group.check_ended()
             if self.group.stage != "final":  # otherwise clip() has compared
@@ -125,11 +119,7 @@ class FSDPPrepared(TorchPrepared):
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Clip over all ranks' shards; see `TorchPrepared.clip`. Called on all ranks.
-
-        Raises:
-            CollectiveMismatchError: The ranks ran other blocks, or in another order.
-        """
+        """Clip over all ranks' shards, after comparing collectives; see `TorchPrepared.clip`. Called on all ranks."""
         if self._window.closing:
             self.group.check_ended()
             self._compare()
@@ -212,12 +202,7 @@ class FSDPPrepared(TorchPrepared):
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizers and schedulers, sharded tensors as DTensors; see `Prepared.state_dict`.
-
-        Raises:
-            UnshardedParameterError: A parameter was made or reassigned after `prepare`; or a forward wrote into it.
-            OptimizerStateError: An optimizer keeps tensors outside the state of its parameters.
-        """
+        """Return model, optimizers and schedulers, sharded tensors as DTensors; see `Prepared.state_dict`."""
         for sharded in self._group_sharded():
             sharded.reshard()
             sharded.check(thoroughly=True)

@@ -74,8 +74,7 @@ def shard_for_good(
 ) -> tuple[RetainedModel, dict[Tensor, nn.Parameter]]:
     """Shard a model, whose islands compute in fp32 already, with the hooks of its forwards. Called on all ranks.
 
-    Returns:
-        The sharded model, and the parameter in the place of each former one.
+    Return the sharded model, and the parameter in the place of each former one.
     """
     blocks = [model.get_submodule(name) for name in plan.blocks]
     checkpoint_activations(blocks or [model], settings.activation_checkpointing)

@@ -99,13 +99,9 @@ def turn_off_mixed_foreach(group: dict[str, Any]) -> None:
 def unify_forms(
     optimizer: Optimizer, names: Mapping[Tensor, str], named: dict[str, Any], context: Context
 ) -> int:
-    """Replace the states in `named` that ranks keep in different forms by their values. Called on all ranks.
+    """Replace the states in `named` that ranks keep in different forms by their values, and return their number.
 
-    Returns:
-        The number of these states, the same on all ranks.
-
-    Raises:
-        OptimizerStateError: A state's parts cannot be divided among ranks, and it has no values in floating point.
+    Called on all ranks. A state whose parts cannot be divided, without values in floating point, is refused.
     """
     if type(optimizer).__module__.startswith("torch.optim"):  # one form, and no message for the others
         return 0

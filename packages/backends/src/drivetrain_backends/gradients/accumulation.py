@@ -83,11 +83,7 @@ class AccumulationWindow:
         self.closing = is_last or (not self.is_open_ended and self.length >= self.num_micro_batches)
 
     def begin_alone(self) -> None:
-        """Check that a backward outside `begin` is its own window.
-
-        Raises:
-            AccumulationError: Windows have several micro-batches.
-        """
+        """Refuse a backward outside `begin`, unless each micro-batch is its own window."""
         if self.next_num_micro_batches > 1 or not self.closing:
             raise AccumulationError(
                 f"backward() outside accumulate() with gradient_accumulation_steps={self.next_num_micro_batches}: "

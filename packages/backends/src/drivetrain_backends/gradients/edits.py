@@ -89,8 +89,7 @@ class EditWatch:
     def check_before_loss(self, *, is_same_window: bool, is_counted: bool) -> bool:
         """Refuse to add to changed gradients that are to be corrected, unless all were cleared between windows.
 
-        Returns:
-            Whether any gradient is left to add to.
+        Return whether any gradient is left to add to.
         """
         edits = self._snapshot.edits()
         is_midway = self._window.num_micro_batches > 1 and is_same_window

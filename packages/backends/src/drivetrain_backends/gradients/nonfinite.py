@@ -39,13 +39,8 @@ def nonfinite_error(
 ) -> NonFiniteGradientError:
     """Return an error that names the first non-finite gradient and its ranks. Called on all ranks, unless `alone`.
 
-    Args:
-        context: The ranks that must agree, and their device.
-        gradients: The gradients or shards by parameter name, the same names in the same order on all ranks.
-        step: The optimizer step of the gradients, counted from 1.
-        bad_loss: Whether a loss of this rank was not finite.
-        alone: Whether other ranks do not make this call, so that there is no gather.
-        layer: The first value that was not finite in the model's execution, as a clause; None if it is not known.
+    `gradients` are full ones or shards, with the same names in the same order on all ranks. `step` counts from 1;
+    `layer` tells the first value that was not finite in the model's execution, as a clause, if it is known.
     """
     names = list(gradients)
     own = next(

@@ -53,13 +53,8 @@ class GradientReducer(Protocol):
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
 
-        Args:
-            loss: The loss to differentiate.
-            models: The users' modules that the caller says the loss trains.
-            options: The arguments of torch's `backward`.
-
-        Raises:
-            AccumulationError: The options cannot be honoured.
+        `models` are the users' modules that the caller says the loss trains. Options that cannot be honoured raise an
+        AccumulationError.
         """
         ...
 
@@ -70,8 +65,7 @@ class GradientReducer(Protocol):
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Unscale the reduced gradients of a closed window, and multiply them by `factor`. Called on all ranks.
 
-        Returns:
-            Whether a gradient holds an infinity or NaN, as far as this is checked (fp16).
+        Return whether a gradient holds an infinity or NaN, as far as this is checked (fp16).
         """
         ...
 

@@ -84,16 +84,7 @@ class GradientGroup:
         self._edits = EditWatch(self.models, self._held, tracker.reducer, tracker.window)
 
     def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
-        """Record a loss that is about to be added.
-
-        Args:
-            count: The number of items that the loss sums; None for a mean.
-            is_bad: Whether the loss is not finite, of shape (), for the error about its gradients.
-
-        Raises:
-            AccumulationError: The gradients are already final, or hold a loss of the other kind; or the loss would be
-                normalised together with gradients that a step used.
-        """
+        """Record a loss that is about to be added: a mean, or a sum over `count` items; `is_bad` if not finite."""
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
         if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
@@ -123,11 +114,6 @@ class GradientGroup:
         """Make the closed window's gradients final: unscaled, and the gradient of the requested mean.
 
         Called on all ranks. Gradients that are not open stay as they are, but for edits that ranks average.
-
-        Raises:
-            AccumulationError: A micro-batch failed, and its gradients were not dropped; gradients to correct were
-                added to gradients that a step used; other code changed them since the last loss; or backward is
-                still running.
         """
         self.check_ended()
         if self.stage != "open":
@@ -174,12 +160,7 @@ class GradientGroup:
             )
 
     def use(self) -> None:
-        """Record that an optimizer steps, or would step but for an overflow.
-
-        Raises:
-            AccumulationError: The gradients come from no loss of this group: other models' losses were counted in
-                this window, or `loss.backward()` was called where losses must be divided or scaled.
-        """
+        """Record that an optimizer steps, or would but for an overflow; refuse gradients of other models' losses."""
         if self.stage == "empty":
             self._check_known()
         self.stage = "used"
@@ -208,9 +189,7 @@ class GradientGroup:
     def check_finite(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
         """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
 
-        Args:
-            optimizer: The optimizer about to step, if any: its second step uses other gradients than its first.
-            are_finite: Whether the gradients are known to be finite, as from a finite norm.
+        The second step of an `optimizer` uses other gradients than its first. `are_finite` if a norm has shown it.
         """
         if self._tracker.scaler is not None:
             return  # fp16's scaler checked while unscaling

@@ -31,15 +31,10 @@ class CheckpointedForward:
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Make modules recompute their activations in backward, in place.
+    """Make modules recompute their activations in backward, in place, each on its own.
 
-    Args:
-        modules: The modules; each is recomputed on its own.
-        kind: "full" saves only a module's inputs; "selective" also the outputs of matrix products and attention;
-            "none" changes nothing.
-
-    Raises:
-        ValueError: A module already checkpoints its activations.
+    The kind "full" saves only a module's inputs; "selective" also the outputs of matrix products and attention;
+    "none" changes nothing. A module that already checkpoints its activations is refused.
     """
     for module in modules:
         if kind == "none":

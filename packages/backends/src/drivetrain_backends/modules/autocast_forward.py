@@ -44,19 +44,11 @@ def prepare_forward(
     uncopyable: str | None = None,
     explain: Callable[[RuntimeError], Exception | None] | None = None,
 ) -> None:
-    """Make `model(...)` compute as `policy` says, in place.
+    """Make `model(...)` compute as `policy` says, in place; refuse a TorchScript module, whose class is fixed.
 
-    Args:
-        model: The user's module.
-        policy: The precision policy of the forward.
-        device: The device that the model computes on.
-        progress: The record whose observers are told when a forward begins ("forward", and the model) and ends
-            ("forward done").
-        uncopyable: The message of the error that copy, deepcopy and pickle raise; None to give the plain model.
-        explain: Return the error that replaces a RuntimeError of the forward, or None to keep the original.
-
-    Raises:
-        ValueError: The model is a TorchScript module, whose class cannot be exchanged.
+    Observers of `progress` hear when a forward begins ("forward", and the model) and ends ("forward done"). A copy or
+    pickle gives the plain model, or fails with the message `uncopyable`. `explain` may return the error to raise in
+    place of a RuntimeError of the forward.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(

@@ -38,13 +38,10 @@ def check_batch_norms(model: nn.Module, device: torch.device) -> None:
 def synchronise_batch_norms(
     models: Sequence[nn.Module], group: ProcessGroup | None
 ) -> dict[nn.Module, type[nn.Module]]:
-    """Turn the batch normalisation layers of models into SyncBatchNorm over the ranks of `group`.
+    """Turn the batch normalisation layers of models into SyncBatchNorm; return their former classes.
 
     Only the class of a layer is exchanged: modules, parameters, buffers, names and hooks stay the same objects,
     unlike under `SyncBatchNorm.convert_sync_batchnorm`.
-
-    Returns:
-        The former class of each layer, for `restore_batch_norms`.
     """
     layers = (module for model in models for _, module in batch_norms(model))
     found = {module: type(module) for module in layers if type(module) in _KINDS}

@@ -32,17 +32,8 @@ def plan_blocks(
     """Choose the blocks of a model: by class, by size, as the model itself declares, or the modules of its lists.
 
     A block that shares a parameter with a module outside it is left out, so that the parameter is gathered with the
-    nearest block around both, or with the root.
-
-    Args:
-        model: The model, with values or on meta.
-        classes: The class names of the blocks; None if the settings give none.
-        asked: The name of the setting that gives `classes`, for the error message.
-        min_num_params: The least number of elements of a block, used without `classes`; None if not given.
-        others: The other models of the run; a class may be found in one of them instead.
-
-    Raises:
-        ValueError: No model has one of the classes; the message lists the existing ones.
+    nearest block around both, or with the root. Without `classes`, a block has at least `min_num_params` elements. A
+    class that neither the model nor one of `others` has is refused, by the name of the setting that `asked`.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}

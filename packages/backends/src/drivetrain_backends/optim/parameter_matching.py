@@ -10,11 +10,7 @@ from drivetrain_backends.modules.compile import strip_wrapper_prefix
 
 
 def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
-    """Return the indices of the models that hold at least one of an optimizer's parameters.
-
-    Raises:
-        PairingError: A parameter belongs to none of them; the message gives its shape and position.
-    """
+    """Return the indices of the models that hold some of an optimizer's parameters; refuse a parameter of none."""
     held = [set(model.parameters()) for model in models]
     found: set[int] = set()
     for g, group in enumerate(optimizer.param_groups):

@@ -20,8 +20,7 @@ from drivetrain_backends.errors import SchedulerError
 class ScheduleGuard:
     """A guard that refuses schedules that advance inside an accumulation window.
 
-    Args:
-        optimizers: The user's optimizer and its wrapper, because a scheduler may be built over either.
+    `optimizers` are the user's optimizer and its wrapper, because a scheduler may be built over either.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:

@@ -108,11 +108,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state, with the length that this program made the schedule for.
-
-        Args:
-            saved: A state of the user's scheduler, from a run that may have made it for another number of steps.
-        """
+        """Go on from a saved state, of a run that may have made the schedule for another length than this program."""
         own, total = self.scheduler.state_dict(), total_of(self.scheduler)
         self.scheduler.load_state_dict(dict(saved))
         was = total_of(self.scheduler)

@@ -75,13 +75,9 @@ def named_groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list
 def load_named_state(
     optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]
 ) -> list[str]:
-    """Load a result of `named_state` through the optimizer's own `load_state_dict`.
+    """Load a result of `named_state` through the optimizer's own `load_state_dict`, after `check_named_state`.
 
-    Returns:
-        What a user should know of states that could not be kept in their form.
-
-    Raises:
-        ValueError: See `check_named_state`; nothing was loaded.
+    Return what a user should know of states that could not be kept in their form.
     """
     check_named_state(optimizer, names, state)
     restored = Restored(optimizer)

@@ -169,13 +169,10 @@ class BackendContract:
 
     def check_two_models(self, context: Context) -> None:
         """Check two models under one optimizer, prepared in two calls: trained like one model, or refused."""
-        if not self.trains_models_together:
-            self._check_two_models_are_refused(context)
+        if self.trains_models_together:
+            for counted in (False, True):
+                self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
             return
-        for counted in (False, True):
-            self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
-
-    def _check_two_models_are_refused(self, context: Context) -> None:
         case = Case(windows=[1])
         backend = self._backend(context, case)
         model = tiny_model(case, self.dtype, seed=0)

@@ -156,35 +156,12 @@ class UsedGradients:
         return gradients
 
 
-class Generator(nn.Module):
-    """A generator of one linear layer; maps (items, features) to (items, features)."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (items, features) to (items, features)."""
-        return self.layer(x)
-
-
-class Discriminator(nn.Module):
-    """A discriminator of one linear layer; maps (items, features) to (items, 1)."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(NUM_FEATURES, 1, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (items, features) to (items, 1)."""
-        return self.layer(torch.tanh(x))
-
-
-def make_gan(dtype: torch.dtype) -> tuple[Generator, Discriminator]:
-    """Return a generator and a discriminator, always with the same weights."""
+def make_gan(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """Return a generator to (items, features) and a discriminator to (items, 1), always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return Generator(dtype), Discriminator(dtype)
+        generator = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype))
+        return generator, nn.Sequential(nn.Tanh(), nn.Linear(NUM_FEATURES, 1, dtype=dtype))
 
 
 def gan_batches(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:

@@ -38,12 +38,8 @@ from drivetrain_state import Context
 class TorchBackend:
     """The common part of all backends; alone, one that leaves each model and its gradients as they are.
 
-    Args:
-        context: The ranks and the device.
-        policy: The precision that models compute in.
-        window: The accumulation window; the caller begins its micro-batches.
-        settings: The settings of the backend's configuration section; defaults if None.
-        reducer: The object that runs backwards and reduces their gradients; torch's autograd alone if None.
+    Without `settings`, those of the backend's section have their defaults; without a `reducer`, torch's autograd runs
+    backwards alone.
     """
 
     settings_section: ClassVar[str | None] = None
@@ -87,26 +83,13 @@ class TorchBackend:
         return TorchPrepared(model, context=self.context, tracker=self._tracker)
 
     def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse models that cannot be placed, before any model is changed.
-
-        Args:
-            models: The new models.
-            trained_by: The first optimizer of each model that has one.
-
-        Raises:
-            ValueError: A model cannot be placed.
-        """
+        """Refuse models that cannot be placed, before any change; `trained_by` has their first optimizers."""
         del trained_by
         for model in models:
             check_values(model)
 
     def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Restore the models of a failed `prepare` to their own classes.
-
-        Args:
-            placed: The models that it had placed.
-            error: The error it failed with; a note about what cannot be undone is added to it.
-        """
+        """Restore the `placed` models of a failed `prepare`; note in `error` what cannot be undone."""
         del error
         for prepared in placed:
             prepared.release()
@@ -239,11 +222,7 @@ class TorchBackend:
         return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loss scale of a saved run.
-
-        Raises:
-            ValueError: Only one of the saved run and this one scales its loss.
-        """
+        """Load the loss scale of a saved run; refuse it if only one of the two runs scales its loss."""
         self._tracker.load_state_dict(state)
 
     def close(self) -> None:

@@ -115,11 +115,7 @@ def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:
-    """Have DDP's reducer check that the last backward it waited for reached every parameter.
-
-    Raises:
-        RuntimeError: It did not; `unreduced_parameters` reads the message.
-    """
+    """Have DDP's reducer raise unless its last backward reached every parameter; see `unreduced_parameters`."""
     ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
 
 

@@ -340,12 +340,7 @@ class ReplicatedPrepared(TorchPrepared):
 
     @contextmanager
     def trained_alone(self) -> Generator[None]:
-        """Step on this rank's own gradients in the block; see `SupportsLocalSteps`. Called on all ranks.
-
-        Raises:
-            RuntimeError: Weights are compared at steps, or DDP has to learn a static graph from a backward that
-                reduces.
-        """
+        """Step on this rank's own gradients in the block; see `SupportsLocalSteps`. Called on all ranks."""
         replica = self._replica
         if replica is None:
             yield
@@ -368,12 +363,7 @@ class ReplicatedPrepared(TorchPrepared):
             replica.is_unreduced = False
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed. Called on all ranks.
-
-        Raises:
-            UnreducedGradientError: A parameter that was frozen when its model was prepared has a gradient.
-            DriftedReplicasError: The weights differ across ranks at a step that compares them.
-        """
+        """Step one optimizer if the window is closed, and compare weights in due time. Called on all ranks."""
         if self._gradients.unreduced and self._window.closing:
             self._gradients.check_unreduced(optimizer)
         result = super().step(optimizer)

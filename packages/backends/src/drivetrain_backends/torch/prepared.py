@@ -73,12 +73,7 @@ class TorchPrepared:
         return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed. Called on all ranks.
-
-        Raises:
-            SkippedStepsError: See `SkippedSteps.skipped`.
-            NonFiniteGradientError: A gradient is not finite, and the settings end the run there.
-        """
+        """Step one optimizer if the window is closed; on a non-finite gradient, skip the step or end the run."""
         if not self._window.closing:
             return OPEN
         group = self.group
@@ -124,11 +119,7 @@ class TorchPrepared:
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Clip by norm or by value once the window is closed; see `Prepared.clip`.
-
-        Raises:
-            TypeError, ValueError: The arguments are invalid, or the parameters belong to no prepared model.
-        """
+        """Clip by norm or by value once the window is closed; see `Prepared.clip`."""
         check_clip(norm, norm_type, value)
         if not self._window.closing:
             return None
@@ -173,21 +164,14 @@ class TorchPrepared:
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizers and schedulers; see `Prepared.state_dict`.
-
-        Raises:
-            ReplacedParameterError: The model has parameters that were not prepared.
-        """
+        """Return model, optimizers and schedulers, unless the model has parameters that were not prepared."""
         self._known.look()
         return {**self._read_state(), **progress_of(self.optimizers, self.schedulers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state of any backend; see `Prepared.load_state_dict`. Called on all ranks.
 
-        Raises:
-            ValueError: The checkpoint holds a different number of optimizers or schedulers, or other parameters;
-                nothing was loaded.
-            ReplacedParameterError: The model has parameters that were not prepared.
+        A checkpoint with other parameters or numbers of optimizers or schedulers is refused before any change.
         """
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
