@@ -16,16 +16,8 @@ from drivetrain_config import environ
 from drivetrain_config.files.file_text import parse_json, read_text
 from drivetrain_config.files.yaml_file import check_levels
 
-
-def _cache_home() -> str:
-    """Return the folder in which Hugging Face's libraries keep files, as their variables say."""
-    if (home := environ.read("HF_HOME")) is not None:
-        return str(Path(home).expanduser())
-    base = environ.read("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(base).expanduser() / "huggingface")
-
-
-hf_cache_home = _cache_home()
+_cache = Path(environ.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+hf_cache_home = str(Path(environ.read("HF_HOME") or _cache).expanduser())
 cache_dir = str(Path(hf_cache_home) / "accelerate")
 default_yaml_config_file = str(Path(cache_dir) / "default_config.yaml")
 default_json_config_file = default_yaml_config_file
@@ -54,17 +46,10 @@ class BaseConfig:
     debug: bool
 
     def __post_init__(self) -> None:
-        """Turn words into members of the enums.
-
-        Raises:
-            ValueError: There is no such word.
-        """
+        """Turn words into members of the enums, of which unknown ones raise a ValueError."""
         self.compute_environment = ComputeEnvironment(self.compute_environment)
-        kind = (
-            SageMakerDistributedType
-            if self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
-            else DistributedType
-        )
+        is_hosted = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
+        kind = SageMakerDistributedType if is_hosted else DistributedType
         self.distributed_type = kind(self.distributed_type)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from drivetrain_launcher.cli.main import main as run_drivetrain
 
@@ -24,6 +24,11 @@ def run_words(words: Sequence[str]) -> None:
     """
     if code := run_drivetrain(["accelerate", *words]):
         raise SystemExit(code)
+
+
+def program_of(command: str) -> Callable[[], None]:
+    """Return the `main` of a command's module, which runs it as this process's command line says it."""
+    return lambda: run_words([command, *sys.argv[1:]])
 
 
 def words_of_process(words: Sequence[str]) -> list[str]:

@@ -1,13 +1,13 @@
 """Answer drivetrain's questions where Accelerate would ask its own: the settings file they make is drivetrain's."""
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
-from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.commands.command_line import program_of
 from drivetrain_accelerate.commands.default_config import default_command_parser, update_command_parser
 from drivetrain_config import environ
 from drivetrain_config.files.found_file import settings_places
@@ -51,11 +51,6 @@ def run(arguments: QuestionsArguments) -> int:
     return ask_for_launch(asked, command="drivetrain accelerate launch")
 
 
-def config_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate config`, or add it to the subcommands of a parser."""
-    return parser_of("config", QuestionsArguments, config_command, subparsers)
-
-
 def get_config_parser(subparsers: Any = None) -> Any:
     """Return the parser of `accelerate config` with its own subcommands, or add it to those of a parser."""
     parser = config_command_parser(subparsers)
@@ -70,6 +65,5 @@ def config_command(args: Namespace) -> None:
     run(arguments_of(QuestionsArguments, args))
 
 
-def main() -> None:
-    """Run `accelerate config` as this process's command line says it."""
-    run_words(["config", *sys.argv[1:]])
+config_command_parser = partial(parser_of, "config", QuestionsArguments, config_command)
+main = program_of("config")

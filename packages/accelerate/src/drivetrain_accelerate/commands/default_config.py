@@ -93,23 +93,20 @@ def write_basic_config(
         raise ValueError(
             f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {mixed_precision}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _config_of_machine(word).to_json_file(path)
-    return path
-
-
-def _config_of_machine(mixed_precision: str) -> ClusterConfig:
     host = detect_host("auto")
     count = max(1, host.accelerator_count)
     several = _SEVERAL.get(host.accelerator or "", DistributedType.NO)
-    return ClusterConfig(
+    config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=several if count > 1 else DistributedType.NO,
-        mixed_precision=mixed_precision,
+        mixed_precision=word,
         use_cpu=host.accelerator is None,
         debug=False,
         num_processes=count,
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config.to_json_file(path)
+    return path
 
 
 def update_config(args: Namespace) -> str:
@@ -128,8 +125,7 @@ def update_config(args: Namespace) -> str:
     if not path.is_file():
         raise ValueError(f"The passed config file located at {path} doesn't exist.")
     config = load_config_from_file(path)
-    write = config.to_json_file if path.suffix == ".json" else config.to_yaml_file
-    write(path)
+    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(path)
     return str(path)
 
 

@@ -4,6 +4,7 @@ import platform
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from shutil import which
@@ -15,7 +16,7 @@ import torch
 
 from drivetrain_accelerate.commands.argument_parsers import parser_of
 from drivetrain_accelerate.commands.cluster_config import default_config_file, load_config_from_file
-from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.commands.command_line import program_of
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_config import Layers
 from drivetrain_launcher.cli.commands.env import EnvArguments
@@ -40,13 +41,9 @@ def run(arguments: ReportArguments) -> int:
     return show_drivetrain(EnvArguments(layers=Layers.read(file=named)))
 
 
-def env_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate env`, or add it to the subcommands of a parser."""
-    return parser_of("env", ReportArguments, env_command, subparsers)
-
-
 def env_command(args: Namespace) -> dict[str, Any]:
     """Print the versions, the devices and the configuration file, and return them by title."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     provider = f"drivetrain-accelerate {version('drivetrain-accelerate')}"
     found = {
         "`Accelerate` version": f"{PROVIDED_VERSIONS[-1]}, by {provider}",
@@ -55,10 +52,12 @@ def env_command(args: Namespace) -> dict[str, Any]:
         "Python version": platform.python_version(),
         "Numpy version": np.__version__,
         "PyTorch version": torch.__version__,
-        **_accelerator(),
+        "PyTorch accelerator": "N/A" if kind is None else kind.type.upper(),
+        **({"GPU type": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "System RAM": f"{psutil.virtual_memory().total / 1024**3:.2f} GB",
     }
-    config = _config(args.config_file)
+    is_there = args.config_file is not None or Path(default_config_file).is_file()
+    config = load_config_from_file(args.config_file).to_dict() if is_there else {}
     lines = [f"- {title}: {value}" for title, value in found.items()]
     lines += ["- `Accelerate` default config:"]
     lines += [f"\t- {key}: {value}" for key, value in config.items()] or ["\tNot found"]
@@ -66,23 +65,5 @@ def env_command(args: Namespace) -> dict[str, Any]:
     return {**found, "`Accelerate` configs": config or "Not found"}
 
 
-def _config(named: Path | str | None) -> dict[str, Any]:
-    if named is None and not Path(default_config_file).is_file():
-        return {}
-    return load_config_from_file(named).to_dict()
-
-
-def _accelerator() -> dict[str, str]:
-    """Return the kind of accelerator and the name of the first, as torch knows them."""
-    if not torch.accelerator.is_available():
-        return {"PyTorch accelerator": "N/A"}
-    kind = torch.accelerator.current_accelerator()
-    name = "" if kind is None else kind.type.upper()
-    titles = {"PyTorch accelerator": name}
-    return titles | ({"GPU type": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
-
-
-def main() -> int:
-    """Run `accelerate env` as this process's command line says it."""
-    run_words(["env", *sys.argv[1:]])
-    return 0
+env_command_parser = partial(parser_of, "env", ReportArguments, env_command)
+main = program_of("env")

@@ -4,12 +4,13 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
+from drivetrain_accelerate.commands.argument_parsers import parser_of
 from drivetrain_launcher.errors import LaunchError
 
 
@@ -47,8 +48,7 @@ _RESHARDS = {
     "NO_SHARD": False,
 }
 ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
-    "fsdp_sharding_strategy": dict(_RESHARDS),
-    "fsdp_reshard_after_forward": dict(_RESHARDS),
+    name: dict(_RESHARDS) for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 }
 
 
@@ -69,7 +69,7 @@ class ConversionArguments:
 def run(arguments: ConversionArguments) -> int:
     """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's."""
     try:
-        _convert_file(arguments)
+        to_fsdp2_command(arguments)
     except (ValueError, OSError) as error:
         raise LaunchError(str(error)) from error
     return 0
@@ -104,12 +104,7 @@ def load_config(config_file: str) -> dict[str, Any]:
     return cast("dict[str, Any]", contents) if isinstance(contents, dict) else {}
 
 
-def to_fsdp2_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate to-fsdp2`, or add it to the subcommands of a parser."""
-    return parser_of("to-fsdp2", ConversionArguments, to_fsdp2_command, subparsers)
-
-
-def to_fsdp2_command(args: Namespace) -> None:
+def to_fsdp2_command(args: Namespace | ConversionArguments) -> None:
     """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's.
 
     Raises:
@@ -117,17 +112,16 @@ def to_fsdp2_command(args: Namespace) -> None:
         FileExistsError: The file to write is there, and not to be replaced.
         ValueError: Nothing says where to write.
     """
-    _convert_file(arguments_of(ConversionArguments, args))
-
-
-def _convert_file(arguments: ConversionArguments) -> None:
-    source, target = Path(arguments.config_file), arguments.output_file
+    source, target = Path(args.config_file), args.output_file
     if not source.exists():
         raise FileNotFoundError(f"Config file {source} not found")
-    if target is None and not arguments.overwrite:
+    if target is None and not args.overwrite:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     target = source if target is None else Path(target)
-    if target.exists() and not arguments.overwrite:
+    if target.exists() and not args.overwrite:
         raise FileExistsError(f"Output file {target} already exists and --overwrite is not set")
     converted = convert_config_to_fsdp2(load_config(str(source)))
     target.write_text(yaml.safe_dump(converted), encoding="utf-8")
+
+
+to_fsdp2_command_parser = partial(parser_of, "to-fsdp2", ConversionArguments, to_fsdp2_command)

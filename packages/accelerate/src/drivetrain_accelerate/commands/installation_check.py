@@ -1,15 +1,14 @@
 """Check an installation where Accelerate would run its own test script: by drivetrain's checks."""
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from drivetrain.self_check import CheckArguments
 from drivetrain.self_check import run as check
 from drivetrain_accelerate.commands.argument_parsers import parser_of
-from drivetrain_accelerate.commands.command_line import run_apart, run_words
+from drivetrain_accelerate.commands.command_line import program_of, run_apart
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher import LaunchSettings
 
@@ -32,17 +31,11 @@ def run(arguments: InstallationTestArguments) -> int:
     return check(arguments_of_check if count is None else replace(arguments_of_check, num_processes=count))
 
 
-def test_command_parser(subparsers: Any = None) -> Any:  # noqa: PT028 it is no test
-    """Return the parser of `accelerate test`, or add it to the subcommands of a parser."""
-    return parser_of("test", InstallationTestArguments, test_command, subparsers)
-
-
 def test_command(args: Namespace) -> None:
     """Check this installation, on as many processes as the settings file says, or on two."""
     named = [] if args.config_file is None else ["--config_file", str(args.config_file)]
     run_apart(["test", *named])
 
 
-def main() -> None:
-    """Run `accelerate test` as this process's command line says it."""
-    run_words(["test", *sys.argv[1:]])
+test_command_parser = partial(parser_of, "test", InstallationTestArguments, test_command)
+main = program_of("test")

@@ -1,6 +1,5 @@
 """Run a script written for Accelerate on one process or many, with the interface installed in each."""
 
-import sys
 from argparse import REMAINDER, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser
 from drivetrain_accelerate.commands.cluster_config import default_config_file
-from drivetrain_accelerate.commands.command_line import run_apart, run_words
+from drivetrain_accelerate.commands.command_line import program_of, run_apart
 from drivetrain_accelerate.commands.launch_flags import add_flags, words_of
 from drivetrain_config import Layers, environ
 from drivetrain_config.files.found_file import SettingsFile, SettingsPlace, find_file
@@ -58,14 +57,27 @@ class AccelerateLaunchArguments:
 def run(arguments: AccelerateLaunchArguments) -> int:
     """Run a script written for Accelerate on one process or many, with the interface installed in each."""
     layers = arguments.layers
-    if not arguments.config and (found := _found_file()) is not None:
-        layers = _with_file(layers, found)
+    if not arguments.config and (file := _found_file()) is not None:
+        given = layers.entries
+        below = Layers.read(file=file).entries
+        of_file = {
+            key: found
+            for key, entries in below.items()
+            if (found := tuple(entry for entry in entries if entry.source.kind == "file"))
+        }
+        keys = dict.fromkeys([*given, *of_file])
+        layers = Layers({key: (*given.get(key, ()), *of_file.get(key, ())) for key in keys}, file)
+    program = layers.of_section("launch").get("program", ())
+    if not (program and str(program[0].value).lower() == "true"):  # a program without Python runs as it is
+        entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
+        through = (entry, *layers.entries.get(_THROUGH, ()))
+        layers = Layers({**layers.entries, _THROUGH: through}, layers.file)
     return launch(
         LaunchArguments(
             script=arguments.script,
             arguments=arguments.arguments,
             dry_run=arguments.dry_run,
-            layers=_through_interface(layers),
+            layers=layers,
         )
     )
 
@@ -77,25 +89,6 @@ def _found_file() -> SettingsFile | None:
     path = Path(default_config_file)
     place = SettingsPlace(folder=path.parent, stem=path.stem, title="Accelerate's own place")
     return SettingsFile(path=path, place=place) if path.is_file() else None
-
-
-def _with_file(layers: Layers, file: SettingsFile) -> Layers:
-    """Return settings with those of a file below them."""
-    of_file = {
-        key: tuple(entry for entry in entries if entry.source.kind == "file")
-        for key, entries in Layers.read(file=file).entries.items()
-    }
-    keys = dict.fromkeys([*layers.entries, *(key for key, entries in of_file.items() if entries)])
-    return Layers({key: (*layers.entries.get(key, ()), *of_file.get(key, ())) for key in keys}, file)
-
-
-def _through_interface(layers: Layers) -> Layers:
-    """Return settings that run the script with the interface installed; a program without Python runs as it is."""
-    program = layers.of_section("launch").get("program", ())
-    if program and str(program[0].value).lower() == "true":
-        return layers
-    entry = Entry("drivetrain_accelerate", Source("command line", "drivetrain accelerate launch"))
-    return Layers({**layers.entries, _THROUGH: (entry, *layers.entries.get(_THROUGH, ()))}, layers.file)
 
 
 def launch_command_parser(subparsers: Any = None) -> Any:
@@ -132,6 +125,4 @@ def clean_option(option: str) -> str | None:
     return option.removeprefix("--").replace("-", "_") if option.startswith("--") else None
 
 
-def main() -> None:
-    """Run `accelerate launch` as this process's command line says it."""
-    run_words(["launch", *sys.argv[1:]])
+main = program_of("launch")

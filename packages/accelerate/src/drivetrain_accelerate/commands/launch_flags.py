@@ -28,10 +28,6 @@ class _Kind:
     choices: tuple[str, ...] | None = None
 
 
-def _truths(text: str) -> tuple[bool, ...]:
-    return tuple(bool(str_to_bool(word)) for word in text.split(","))
-
-
 # Switches, by what they are if nobody says them.
 _SWITCHES: Mapping[Any, str] = {
     None: "quiet module no_python debug",
@@ -116,7 +112,11 @@ _VALUES = (
     _Kind("fp8_backend", str, None, ("ao", "te", "msamp")),
     _Kind("fp8_format", str, "HYBRID", ("HYBRID", "E4M3", "E5M2")),
     _Kind("fp8_amax_compute_algo", str, "most_recent", ("max", "most_recent")),
-    _Kind("fp8_override_linear_precision", _truths, (False, False, False)),
+    _Kind(
+        "fp8_override_linear_precision",
+        lambda text: tuple(bool(str_to_bool(word)) for word in text.split(",")),
+        (False, False, False),
+    ),
     _Kind("fp8_opt_level", str, "O2", ("O1", "O2")),
     _Kind("fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim", str_to_bool, 1),
     _Kind("parallelism_config_cp_backend", str, "torch", ("torch",)),
@@ -157,7 +157,10 @@ def _all_flags() -> Iterator[_Flag]:
 def add_flags(parser: CustomArgumentParser) -> None:
     """Add the flags of `accelerate launch` to a parser."""
     for flag in _all_flags():
-        parser.add_argument(*_spelled(flag.name), dest=flag.dest, help=_SEE, **flag.told)
+        short = [_SHORT[flag.name]] if flag.name in _SHORT else []
+        # Both spellings, since the parser of another program's subcommand may be any.
+        names = [*short, *spellings([f"--{flag.name}"])]
+        parser.add_argument(*names, dest=flag.dest, help=_SEE, **flag.told)
     parser.add_argument(
         *spellings(["--no_tpu_cluster"]),
         dest="tpu_use_cluster",
@@ -188,8 +191,3 @@ def _written(flag: str, value: Any) -> list[str]:
         return [word for each in value for word in (flag, str(each))]
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
-
-
-def _spelled(name: str) -> list[str]:
-    """Return the flags of a name; both spellings, since the parser of another program's subcommand may be any."""
-    return [*([_SHORT[name]] if name in _SHORT else []), *spellings([f"--{name}"])]

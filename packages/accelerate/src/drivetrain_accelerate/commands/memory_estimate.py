@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -11,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from torch import nn
 
 from drivetrain_accelerate.commands.argument_parsers import parser_of
-from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.commands.command_line import program_of
 from drivetrain_accelerate.plain_values import convert_bytes
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.cli.huggingface import whole_classes
@@ -22,7 +23,7 @@ from drivetrain_launcher.errors import LaunchError
 _BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}
 _Dtype = Literal["float32", "float16", "int8", "int4"]
 _DTYPES: tuple[_Dtype, ...] = get_args(_Dtype)
-_PATIENCE = 10.0  # seconds
+_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,9 @@ def _is_hub_out_of_reach(model_name: str, token: str | None) -> bool:
     hub: Any = import_module("huggingface_hub")
     errors: Any = import_module("huggingface_hub.errors")
     try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(model_name, "config.json"), token=token, timeout=_PATIENCE)
+        hub.get_hf_file_metadata(
+            hub.hf_hub_url(model_name, "config.json"), token=token, timeout=_TIMEOUT_SECONDS
+        )
     except (errors.HfHubHTTPError, errors.FileMetadataError):
         return False  # an answer, whatever it says
     except (errors.HTTPError, OSError):  # of the library below it, or offline mode
@@ -186,29 +189,17 @@ def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], ti
     )
 
 
-def estimate_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate estimate-memory`, or add it to the subcommands of a parser."""
-    return parser_of("estimate-memory", HubEstimateArguments, estimate_command, subparsers)
-
-
 def estimate_command(args: Namespace) -> None:
     """Tell what a model of the hub takes in memory, by dtype."""
     shown: list[list[str]] = []
     for dtype, block, total, training in gather_data(args):
-        of_training = max(cast("dict[str, int]", training).values())
-        shown.append(
-            [
-                dtype,
-                convert_bytes(block),
-                convert_bytes(total),
-                "N/A" if of_training < 0 else convert_bytes(of_training),
-            ]
-        )
+        largest = max(cast("dict[str, int]", training).values())
+        in_training = "N/A" if largest < 0 else convert_bytes(largest)
+        shown.append([dtype, convert_bytes(block), convert_bytes(total), in_training])
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     table = create_ascii_table(headers, shown, f"Memory Usage for loading `{args.model_name}`")
     sys.stdout.write(f"{table}\n")
 
 
-def main() -> None:
-    """Run `accelerate estimate-memory` as this process's command line says it."""
-    run_words(["estimate-memory", *sys.argv[1:]])
+estimate_command_parser = partial(parser_of, "estimate-memory", HubEstimateArguments, estimate_command)
+main = program_of("estimate-memory")

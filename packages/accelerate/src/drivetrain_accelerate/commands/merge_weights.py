@@ -3,13 +3,13 @@
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 from drivetrain_accelerate.checkpoint_files.divided_files import merge_parts
-from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
-from drivetrain_accelerate.commands.command_line import run_words
+from drivetrain_accelerate.commands.argument_parsers import parser_of
+from drivetrain_accelerate.commands.command_line import program_of
 from drivetrain_checkpoint import merge_shards
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders
@@ -40,62 +40,45 @@ class MergeWeightsArguments:
 def run(arguments: MergeWeightsArguments) -> int:
     """Merge the weights of a sharded checkpoint into one export."""
     try:
-        _merge(arguments)
+        merge_command(arguments)
     except (ValueError, OSError, CorruptCheckpointError, NoCheckpointError) as error:
         raise LaunchError(f"accelerate merge-weights: {error}") from error
     return 0
 
 
-def merge_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate merge-weights`, or add it to the subcommands of a parser."""
-    return parser_of("merge-weights", MergeWeightsArguments, merge_command, subparsers)
-
-
-def merge_command(args: Namespace) -> None:
+def merge_command(args: Namespace | MergeWeightsArguments) -> None:
     """Merge the weights of a sharded checkpoint into one export.
 
     Raises:
         ValueError: The folder holds no sharded weights.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    _merge(arguments_of(MergeWeightsArguments, args))
-
-
-def main() -> None:
-    """Run `accelerate merge-weights` as this process's command line says it."""
-    run_words(["merge-weights", *sys.argv[1:]])
-
-
-def _merge(arguments: MergeWeightsArguments) -> None:
-    given, output = Path(arguments.checkpoint_directory), Path(arguments.output_path)
-    folder = _checkpoint_in(given)
+    given, output = Path(args.checkpoint_directory), Path(args.output_path)
+    steps = step_folders(given) if given.is_dir() else []
+    # A folder of `save_state` stands for the only checkpoint that it holds.
+    folder = Path(str(steps[0])) if len(steps) == 1 else given
     if (folder / _TORCHS).is_file():
-        merge_parts(folder, output, safe=not arguments.unsafe_serialization)
+        merge_parts(folder, output, safe=not args.unsafe_serialization)
     elif (folder / MANIFEST).is_file():
-        if arguments.unsafe_serialization:
+        if args.unsafe_serialization:
             raise ValueError(
                 "--unsafe_serialization: exports of drivetrain's checkpoints are safetensors; leave it out"
             )
         merge_shards(folder, output)
+    elif not given.is_dir():
+        raise ValueError(f"{given}: there is no such folder")
+    elif steps:
+        raise ValueError(f"{given}: holds several checkpoints; name one, such as {steps[-1]}")
+    elif inner := sorted(found.parent.name for found in given.glob(f"*/{_TORCHS}")):
+        raise ValueError(f"{given}: holds no weights itself; name {given / inner[0]}")
     else:
-        raise ValueError(f"{given}: {_what_is_there(given)}")
-    if arguments.remove_checkpoint_dir:
+        raise ValueError(
+            f"{given}: holds neither {MANIFEST} of a drivetrain checkpoint nor {_TORCHS} of sharded weights of FSDP"
+        )
+    if args.remove_checkpoint_dir:
         rmtree(folder)
     sys.stdout.write(f"the weights of {folder} are in {output}\n")
 
 
-def _checkpoint_in(folder: Path) -> Path:
-    """Return the checkpoint that a folder of `save_state` holds, if it is the only one; else the folder itself."""
-    steps = step_folders(folder) if folder.is_dir() else []
-    return Path(str(steps[0])) if len(steps) == 1 else folder
-
-
-def _what_is_there(folder: Path) -> str:
-    """Return what to name in place of a folder that holds no sharded weights itself."""
-    if not folder.is_dir():
-        return "there is no such folder"
-    if steps := step_folders(folder):
-        return f"holds several checkpoints; name one, such as {steps[-1]}"
-    if inner := sorted(found.parent.name for found in folder.glob(f"*/{_TORCHS}")):
-        return f"holds no weights itself; name {folder / inner[0]}"
-    return f"holds neither {MANIFEST} of a drivetrain checkpoint nor {_TORCHS} of sharded weights of FSDP"
+merge_command_parser = partial(parser_of, "merge-weights", MergeWeightsArguments, merge_command)
+main = program_of("merge-weights")

@@ -1,26 +1,40 @@
-"""Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses."""
+"""Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses.
+
+As a program, with the words (real | ours) FILE STEPS (SCRIPT | -m MODULE) ..., it runs one of the sides, and
+writes each loss of a rank as a line of FILE.RANK.
+"""
 
 import json
+import math
+import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from drivetrain_accelerate.commands.comparison.loss_table import rows_of, table_of
+from drivetrain_accelerate.installation import install
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.run.runpy_main import run_as_main
+from drivetrain_messages import format_table
 
-_RECORDED = "drivetrain_accelerate.commands.comparison.recorded_run"
 _LAST_LINES = 15
 _WHY = (
     "a loader that shuffles reads in drivetrain's own order, the same on any number of processes: compare with "
     "shuffle=False; of what else differs by intention, docs/howto/drop_in.md has a table\n"
 )
+# The variables of a launcher around this process: each run has ranks of its own.
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TITLES = {"real": "the real Accelerate", "ours": "drivetrain"}
 
 Side = Literal["real", "ours"]
 
@@ -55,6 +69,24 @@ class ComparisonArguments:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRow:
+    """The losses of a rank's step, counted from 1, under both; None for a run that has ended before."""
+
+    rank: int
+    step: int
+    real: float | None
+    ours: float | None
+
+    def is_same(self, tolerance: float) -> bool:
+        """Return whether both losses are there, and differ by no more than a fraction of the larger one."""
+        if self.real is None or self.ours is None:
+            return False
+        if math.isnan(self.real) and math.isnan(self.ours):
+            return True
+        return math.isclose(self.real, self.ours, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+
+
 def run(arguments: ComparisonArguments) -> int:
     """Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses.
 
@@ -74,26 +106,41 @@ def run(arguments: ComparisonArguments) -> int:
     if not rows:
         sys.stdout.write("neither run called accelerator.backward: there is nothing to compare\n")
         return 1
-    different = [row for row in rows if not row.is_same(arguments.tolerance)]
-    count = f"{len(different)} of {len(rows)} losses differ"
-    verdict = count if different else f"all {len(rows)} losses are the same"
+    num_different = sum(not row.is_same(arguments.tolerance) for row in rows)
+    verdict = f"all {len(rows)} losses are the same"
+    if num_different:
+        verdict = f"{num_different} of {len(rows)} losses differ"
     sys.stdout.write(
         f"{table_of(rows, arguments.tolerance)}\n{verdict} (tolerance {arguments.tolerance:g})\n"
     )
-    if different:
+    if num_different:
         sys.stdout.write(_WHY)
-    return 1 if different else 0
+    return 1 if num_different else 0
 
 
 def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | None:
-    """Run the script on one side, and return the losses of each rank; None if it fails, which is told."""
+    """Run the script on one side, and return the losses of each rank; None, and a message, if it fails."""
+    num_processes, variables = arguments.num_processes, dict[str, str]()
+    command = [sys.executable]
+    if num_processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        if not torch.accelerator.is_available():
+            # Else each process of the real Accelerate trains alone there, unless the script itself says `cpu=True`.
+            variables["ACCELERATE_USE_CPU"] = "true"
     with TemporaryDirectory() as folder:
         file = Path(folder) / side
-        command = _command(side, file, arguments)
+        command += [
+            "-m",
+            "drivetrain_accelerate.commands.side_by_side",
+            side,
+            str(file),
+            str(arguments.steps),
+        ]
+        command += [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
         try:
             done = subprocess.run(
                 command,
-                env=environ.child_environment(**_without_ranks(), **_on_cpu(arguments.num_processes)),
+                env=environ.child_environment(**dict.fromkeys(_RANKS), **variables),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -101,42 +148,82 @@ def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | N
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            sys.stderr.write(f"{_title(side)}: has not ended after {arguments.timeout_seconds:g} s\n")
+            sys.stderr.write(f"{_TITLES[side]}: has not ended after {arguments.timeout_seconds:g} s\n")
             return None
         if done.returncode:
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:])
-            sys.stderr.write(f"{_title(side)}: ended with exit code {done.returncode}\n{tail}\n")
+            sys.stderr.write(f"{_TITLES[side]}: ended with exit code {done.returncode}\n{tail}\n")
             return None
         return [
             [json.loads(line) for line in Path(f"{file}.{rank}").read_text(encoding="utf-8").splitlines()]
-            for rank in range(arguments.num_processes)
+            for rank in range(num_processes)
         ]
 
 
-def _command(side: Side, file: Path, arguments: ComparisonArguments) -> list[str]:
-    start = [sys.executable]
-    if arguments.num_processes > 1:
-        ranks = str(arguments.num_processes)
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    dash_m = ["-m"] if arguments.module else []
-    recorded = ["-m", _RECORDED, side, str(file), str(arguments.steps)]
-    return [*start, *recorded, *dash_m, arguments.script, *arguments.arguments]
+def rows_of(real: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> list[LossRow]:
+    """Return the steps of both runs, of which each has the losses of each rank."""
+    return [
+        LossRow(
+            rank=rank,
+            step=step + 1,
+            real=theirs[step] if step < len(theirs) else None,
+            ours=mine[step] if step < len(mine) else None,
+        )
+        for rank, (theirs, mine) in enumerate(zip(real, ours, strict=True))
+        for step in range(max(len(theirs), len(mine)))
+    ]
 
 
-def _without_ranks() -> dict[str, None]:
-    """Return the variables of a launcher around this process, to be removed: each run has ranks of its own."""
-    return dict.fromkeys(
-        ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
+    """Return the steps as a table, with a mark at those that differ."""
+    has_ranks = any(row.rank for row in rows)
+    cells = [["rank", "step", "real", "ours", "difference", ""]]
+    for row in rows:
+        losses = ["none" if loss is None else f"{loss:.8g}" for loss in (row.real, row.ours)]
+        difference = "" if row.real is None or row.ours is None else f"{row.ours - row.real:+.2e}"
+        mark = "" if row.is_same(tolerance) else "differs"
+        cells.append([str(row.rank), str(row.step), *losses, difference, mark])
+    shown = cells if has_ranks else [line[1:] for line in cells]
+    return format_table(shown, right=range(len(shown[0])))
 
 
-def _on_cpu(num_processes: int) -> dict[str, str]:
-    """Return the variable by which processes form a group on a machine without accelerators.
+def main() -> None:
+    """Run the program that the command line names, and record its losses."""
+    side, file, steps, *program = sys.argv[1:]
+    path = Path(f"{file}.{environ.read('RANK') or '0'}")
+    path.touch()
+    if side == "ours":
+        install()
+    # What a program may draw from without a seed of its own is the same on both sides.
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    accelerator: Any = import_module("accelerate").Accelerator
+    accelerator.backward = _recording(accelerator.backward, path, int(steps))
+    is_module = program[:1] == ["-m"]
+    name, *arguments = program[is_module:]
+    run_as_main(name, arguments, is_module=is_module)
 
-    Without it, the real Accelerate has each of them train alone there, unless the script itself says `cpu=True`.
-    """
-    return {} if num_processes == 1 or torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
+
+def _recording(backward: Callable[..., Any], path: Path, num_steps: int) -> Callable[..., Any]:
+    """Return a `backward` that records the loss, and ends the program after the last one."""
+    num_left = num_steps
+
+    @wraps(backward)
+    def recorded(accelerator: object, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_left
+        value = float(torch.as_tensor(loss).detach().float())
+        result = backward(accelerator, loss, *args, **kwargs)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(value)}\n")
+        num_left -= 1
+        if num_left == 0:
+            sys.stdout.flush()
+            raise SystemExit(0)
+        return result
+
+    return recorded
 
 
-def _title(side: Side) -> str:
-    return "the real Accelerate" if side == "real" else "drivetrain"
+if __name__ == "__main__":
+    main()

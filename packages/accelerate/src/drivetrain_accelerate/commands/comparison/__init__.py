@@ -1,1 +1,0 @@
-"""Compare a program's losses under the real Accelerate and under the interface."""
