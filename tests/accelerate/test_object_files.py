@@ -85,7 +85,7 @@ def _saved(folder: str) -> bool:
     try:
         path = Path(folder) / f"rank{state.process_index}"
         ours.save(1, path)
-        from drivetrain_accelerate.waiting import wait_for_everyone
+        from drivetrain_accelerate.tensors.rank_collectives import wait_for_everyone
 
         wait_for_everyone()
         return path.exists()

@@ -11,8 +11,12 @@ from torch.profiler import profile as torch_profile
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.plugins.kwargs_handlers import ProfileKwargs
 from drivetrain_accelerate.trackers.general_tracker import GeneralTracker
-from drivetrain_accelerate.trackers.tracker_choice import filter_trackers
-from drivetrain_accelerate.trackers.tracker_start import for_each_tracker, split_trackers, tracker_of
+from drivetrain_accelerate.trackers.tracker_choice import (
+    filter_trackers,
+    for_each_tracker,
+    split_trackers,
+    tracker_of,
+)
 
 
 class ResultMethods(ComposedRun):

@@ -16,7 +16,7 @@ from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.strictness import is_strict
 from drivetrain_accelerate.tensors.nested_tensors import list_tensors, recursively_apply
 from drivetrain_accelerate.tensors.verification import check_same_call, without_check
-from drivetrain_state import Context, LeafError, RankLogger
+from drivetrain_state import Context, LeafError, RankLogger, barrier
 from drivetrain_state.collectives import operations
 from drivetrain_state.collectives.nested import rebuild, tensors_in
 
@@ -38,6 +38,11 @@ TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.ite
 
 _OPERATIONS = ("mean", "sum", "max", "min", "none")
 _REDUCED_BY_ACCELERATE = ("mean", "sum", "max")  # it sums for any other word
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank has reached this call. Called on all ranks."""
+    barrier(current_context())
 
 
 def gather(tensor: Any) -> Any:
