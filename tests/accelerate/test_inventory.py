@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from drivetrain_accelerate.errors import NotProvidedError
-from drivetrain_accelerate.interface.finder import InterfaceFinder
-from drivetrain_accelerate.interface.installed_package import TEST_UTILS
+from drivetrain_accelerate.interface.finder import TEST_UTILS, InterfaceFinder
 from drivetrain_accelerate.interface.interface_module import InterfaceModule
 from drivetrain_accelerate.interface.module_table import module_table
 

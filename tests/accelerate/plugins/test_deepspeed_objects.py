@@ -12,11 +12,13 @@ from torch.optim.lr_scheduler import StepLR
 from drivetrain_accelerate.plugins.deepspeed_objects import (
     DummyOptim,
     DummyScheduler,
+    check_said_once,
     get_active_deepspeed_plugin,
     map_pytorch_optim_to_deepspeed,
+    optimizer_for,
+    scheduler_for,
 )
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
-from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.translation import TranslationError
 from drivetrain_accelerate.training.deepspeed_wrappers import (

@@ -3,8 +3,7 @@
 import pytest
 from torch import nn
 
-from drivetrain_accelerate.plugins import torchao_conversion as ours
-from drivetrain_accelerate.plugins import transformer_engine_conversion
+from drivetrain_accelerate.plugins import fp8_conversion as ours
 from drivetrain_accelerate.plugins.enums import FP8BackendType
 from drivetrain_accelerate.plugins.fp8_recipes import AORecipeKwargs
 from drivetrain_precision import PrecisionError
@@ -54,9 +53,9 @@ def test_the_default_options_train_on_one_process_which_gathers_nothing() -> Non
 
 def test_without_transformer_engine_it_is_named() -> None:
     plain = nn.Sequential(nn.Linear(16, 16))
-    assert not transformer_engine_conversion.has_transformer_engine_layers(plain)
-    transformer_engine_conversion.convert_model(plain, _convert_linear=False)
-    transformer_engine_conversion.convert_model(plain, to_transformer_engine=False)
+    assert not ours.has_transformer_engine_layers(plain)
+    ours.convert_model(plain, _convert_linear=False)
+    ours.convert_model(plain, to_transformer_engine=False)
     pytest.importorskip("torchao")
     with pytest.raises(PrecisionError, match="te_delayed: it needs an Ada"):
-        transformer_engine_conversion.convert_model(plain)
+        ours.convert_model(plain)

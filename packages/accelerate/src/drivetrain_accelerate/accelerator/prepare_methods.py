@@ -15,8 +15,13 @@ from drivetrain_accelerate.loaders.prepared_loader import choose_kind, refuse_sl
 from drivetrain_accelerate.loaders.standalone import skip_first_batches
 from drivetrain_accelerate.loaders.torchdata_loader import make_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
-from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
-from drivetrain_accelerate.plugins.deepspeed_stand_ins import check_said_once, optimizer_for, scheduler_for
+from drivetrain_accelerate.plugins.deepspeed_objects import (
+    DummyOptim,
+    DummyScheduler,
+    check_said_once,
+    optimizer_for,
+    scheduler_for,
+)
 from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
 from drivetrain_accelerate.training.deepspeed_wrappers import DeepSpeedSchedulerWrapper
 from drivetrain_accelerate.training.engine_model import EngineMethods, as_engine

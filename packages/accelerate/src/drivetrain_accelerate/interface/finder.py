@@ -9,19 +9,16 @@ from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from drivetrain_accelerate import interface
-from drivetrain_accelerate.interface.installed_package import (
-    TEST_UTILS,
-    installed_package,
-    installed_test_utils,
-)
 from drivetrain_accelerate.interface.interface_module import InterfaceLoader
-from drivetrain_accelerate.interface.missing_names import missing
 from drivetrain_accelerate.interface.module_table import ModuleTable, module_table
 from drivetrain_messages import suggest
 
 _NAME = "accelerate"
+# What the installed package has for tests runs on the interface as it is.
+TEST_UTILS = f"{_NAME}.test_utils"
 _ANY = DistributionFinder.Context()
 
 
@@ -50,24 +47,24 @@ class InterfaceFinder(MetaPathFinder):
         """
         if fullname.partition(".")[0] != _NAME:
             return None
-        if fullname == TEST_UTILS and (spec := installed_test_utils(type(self))) is not None:
-            return spec
+        installed = _installed_package() if fullname in (_NAME, TEST_UTILS) else None
+        if fullname == TEST_UTILS and installed is not None:
+            spec = _spec_of_others(TEST_UTILS, installed.submodule_search_locations)
+            if spec is not None:
+                return spec
         if fullname.startswith(f"{TEST_UTILS}."):
             return None  # of the package that holds it
         table = module_table()
         if fullname not in table.names:
             raise _unknown(fullname, table)
+        # Beside the installed package's file, programs look for what that package holds.
+        file = interface.__file__ if installed is None else installed.origin
         return ModuleSpec(
             fullname,
-            InterfaceLoader(self.version, self._file()),
+            InterfaceLoader(self.version, str(file)),
             origin="drivetrain_accelerate",
             is_package=table.is_package(fullname),
         )
-
-    def _file(self) -> str:
-        """Return the file of the installed package, beside which programs look for what it holds; else our own."""
-        package = installed_package(type(self))
-        return str(interface.__file__ if package is None else package.origin)
 
     def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterable[Distribution]:
         """Return the distribution of the interface, if it is what is looked for.
@@ -123,7 +120,7 @@ def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     text = f"No module named {fullname!r} in the interface that drivetrain_accelerate provides"
     if around not in table.names:
         return ModuleNotFoundError(f"{text}; it has {', '.join(table.names)}", name=fullname)
-    hint = missing(table, around, name)
+    hint = table.hint(around, name)
     if not hint:
         return ModuleNotFoundError(f"{text}, and {around} has no such name", name=around)
     if hint != suggest(name, table.submodules(around)):
@@ -134,3 +131,17 @@ def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
 def installed_finder() -> InterfaceFinder | None:
     """Return the finder that answers for `accelerate`; None if the interface is not installed."""
     return next((each for each in sys.meta_path if isinstance(each, InterfaceFinder)), None)
+
+
+def _installed_package() -> ModuleSpec | None:
+    """Return the spec of the Accelerate that is installed, in front of which the interface stands; None without."""
+    found = _spec_of_others(_NAME, None)
+    return None if found is None or found.origin is None else found  # a folder of this name is none
+
+
+def _spec_of_others(name: str, path: list[str] | None) -> ModuleSpec | None:
+    """Return what the finders beside the interface's find."""
+    others = cast(
+        "list[MetaPathFinder]", [each for each in sys.meta_path if not isinstance(each, InterfaceFinder)]
+    )
+    return next((spec for each in others if (spec := each.find_spec(name, path)) is not None), None)

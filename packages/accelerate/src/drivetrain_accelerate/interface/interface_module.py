@@ -1,13 +1,38 @@
-"""A module of the interface, which imports what it holds when it is asked for."""
+"""The modules of the interface: each imports what it holds when it is asked for."""
 
+import sys
 from importlib import import_module
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Any, NoReturn, TypeVar
 
-from drivetrain_accelerate.interface.missing_names import missing
+from drivetrain_accelerate.errors import NotProvidedError
 from drivetrain_accelerate.interface.module_table import module_table
-from drivetrain_accelerate.interface.not_provided import not_provided
+
+Anything = TypeVar("Anything")
+
+
+class _Refusing(type):
+    """The class of stand-ins for names without a counterpart: to import one is fine, to use it is an error."""
+
+    refusal: str
+
+    def __call__(cls, *_: Any, **given: Any) -> NoReturn:
+        named = f" (given: {', '.join(given)})" if given else ""
+        raise NotProvidedError(f"{cls.refusal}{named}")
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python and inspect look for
+            raise AttributeError(name)
+        raise NotProvidedError(cls.refusal)
+
+
+def _stand_in(full_name: str, reason: str) -> type:
+    """Return a class that can be imported, subclassed and compared, and raises an error when it is used."""
+    module, _, name = full_name.rpartition(".")
+    refusal = f"{full_name} is not provided by drivetrain_accelerate: {reason}"
+    return _Refusing(name, (), {"__module__": module, "__doc__": refusal, "refusal": refusal})
 
 
 class InterfaceModule(ModuleType):
@@ -24,7 +49,7 @@ class InterfaceModule(ModuleType):
             home = table.names[holder].get(name)
             full = f"{holder}.{name}"
             value: object = (
-                not_provided(full, table.not_provided[full])
+                _stand_in(full, table.not_provided[full])
                 if home is None
                 else getattr(import_module(home.module), home.name)
             )
@@ -33,13 +58,25 @@ class InterfaceModule(ModuleType):
         else:
             text = f"module {module!r}, which drivetrain_accelerate provides, has no attribute {name!r}"
             # Without obj=, in which Python would look for a second suggestion.
-            raise AttributeError(f"{text}{missing(table, module, name)}", name=name)
+            raise AttributeError(f"{text}{table.hint(module, name)}", name=name)
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> list[str]:
         """Return all names, whether or not they were asked for."""
         return sorted({*super().__dir__(), *module_table().names_in(self.__name__)})
+
+
+def in_use(full_name: str, own: Anything) -> Anything:
+    """Return what a program has set in place of a name, as libraries do for a while; else our own object.
+
+    Args:
+        full_name: The name, such as "accelerate.big_modeling.check_device_map".
+        own: The object that this package provides under the name.
+    """
+    module, _, name = full_name.rpartition(".")
+    found = sys.modules.get(module)
+    return vars(found).get(name, own) if isinstance(found, InterfaceModule) else own
 
 
 # What a module of a command does as a program: `python -m`, runpy and debuggers ask for its code.

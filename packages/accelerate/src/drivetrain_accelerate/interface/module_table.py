@@ -7,6 +7,8 @@ from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 
+from drivetrain_messages import suggest
+
 PROVIDED_VERSIONS = ("1.15.0",)
 
 _PACKAGE = "drivetrain_accelerate"
@@ -62,6 +64,16 @@ class ModuleTable:
             *self.submodules(module),
             *(name for owner, _, name in refused if owner == module),
         }
+
+    def hint(self, module: str, name: str) -> str:
+        """Return the end of a message about a name that a module lacks: where it is, or which one is near."""
+        if name.startswith("__"):  # what Python and libraries look for
+            return ""
+        if places := self.holders.get(name):
+            return f": it means several things; import that of {' or '.join(places)}"
+        if found := next((each for each in self.names if each.endswith(f".{name}")), None):
+            return f": the module is {found}"
+        return suggest(name, self.names_in(module)) or suggest(name, self.holders)
 
     def is_package(self, module: str) -> bool:
         """Return whether a module holds others."""

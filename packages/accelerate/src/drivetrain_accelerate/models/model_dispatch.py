@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.interface.replaced import in_use
+from drivetrain_accelerate.interface.interface_module import in_use
 from drivetrain_accelerate.models.device_maps import check_device_map, present_classes
 from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
 from drivetrain_accelerate.models.module_hooks import (

@@ -1,9 +1,9 @@
-"""The plugins that a program leaves out, and that follow from its other options or from the launch."""
+"""The plugins of a run: those that follow from a program's other options or from the launch, and what they say."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from drivetrain.settings import RunSettings
 from drivetrain_accelerate.environment_variables import value_from
@@ -34,7 +34,17 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
         check_dimensions(dimensions, num_processes=num_processes)
     given = [name for name in _MADE if plugins[f"{name}_plugin"] is not None]
     if given:
-        _check_one(given, is_main=is_main)
+        if len(given) > 1:
+            asked = " and ".join(f"{name}_plugin=" for name in given)
+            raise ValueError(f"{asked}: a run has one backend; pass one")
+        for name, (variable, _) in _MADE.items():
+            if is_main and name not in given and value_from(variable, False):
+                logger.warning(
+                    "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave "
+                    "the plugin out",
+                    variable,
+                    given[0],
+                )
         return False
     if dimensions is not None and dimensions.dp_shard_size > 1:
         # torch's FSDP takes seconds to import: only a run that asks for it does.
@@ -74,24 +84,23 @@ def launched_plugin() -> dict[str, Any]:
     return {} if backend is None or backend not in _MADE else _MADE[backend][1]()
 
 
-def _check_one(given: Sequence[str], *, is_main: bool) -> None:
-    """Refuse plugins of two backends; warn of variables that ask for another one than the program's plugin.
+def shown_plugin(plugin: Any) -> str | None:
+    """Return what a plugin, or several by name, say: equal for equal options, and unchanged by later use.
 
-    Raises:
-        ValueError: The program gives several plugins.
+    A text, since some options, such as partial functions, are not equal to others of the same parts.
     """
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(f'{name}_plugin=' for name in given)}: a run has one backend; pass one"
-        )
-    for name, (variable, _) in _MADE.items():
-        if is_main and name not in given and value_from(variable, False):
-            logger.warning(
-                "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave the "
-                "plugin out",
-                variable,
-                given[0],
-            )
+    if plugin is None:
+        return None
+    if isinstance(plugin, Mapping):
+        named = cast("Mapping[str, Any]", plugin)
+        return repr({name: shown_plugin(each) for name, each in named.items()})
+    said = {
+        name: value
+        for name, value in vars(plugin).items()
+        if not name.startswith("_")
+        and name not in ("hf_ds_config", "dschf")  # made of the others, or noted in use
+    }
+    return f"{type(plugin).__name__}: {said!r}"
 
 
 def _fsdp() -> dict[str, Any]:

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins
-from drivetrain_accelerate.plugins.shown_plugin import shown_plugin
+from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins, shown_plugin
 from drivetrain_accelerate.states.partial_state import PartialState
 
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
