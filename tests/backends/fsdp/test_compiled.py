@@ -6,23 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.fx import GraphModule
 from torch.optim import SGD
 
+from backends.graphs import Graphs
 from backends.replicas import step_and_clear
 from sharded_stack import Stack, fsdp, stack, tokens
-
-
-class Graphs:
-    """A compiler that runs graphs as they are, and counts them and the calls in them."""
-
-    def __init__(self) -> None:
-        self.found = [0, 0]
-
-    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        self.found[0] += 1
-        self.found[1] += sum(node.op.startswith("call") for node in graph.graph.nodes)
-        return graph.forward
 
 
 def by_hand(graphs: Graphs) -> None:
@@ -81,17 +69,19 @@ def train(
     return found
 
 
-def ways(mode: str) -> tuple[dict[str, object], list[tuple[dict[str, object], list[int]]], list[int]]:
+def ways(
+    mode: str,
+) -> tuple[dict[str, object], list[tuple[dict[str, object], tuple[int, int]]], tuple[int, int]]:
     plain = train("before", as_it_is, mode, Graphs())
-    found: list[tuple[dict[str, object], list[int]]] = []
+    found: list[tuple[dict[str, object], tuple[int, int]]] = []
     for when in ("before", "after"):
         for how in (whole, whole_and_called, in_place):
             graphs = Graphs()
             if (when, how) != ("after", whole_and_called):
-                found.append((train(when, how, mode, graphs), graphs.found))
+                found.append((train(when, how, mode, graphs), (graphs.num_graphs, graphs.num_calls)))
     torch.compiler.reset()
     by_hand(graphs := Graphs())
-    return plain, found, graphs.found
+    return plain, found, (graphs.num_graphs, graphs.num_calls)
 
 
 @pytest.mark.costly

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from backends.replicas import step_and_clear
 from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend
 from drivetrain_precision import LayerFilter, TorchaoRecipe, choose_policy, convert_model
 from drivetrain_state import CollectiveMismatchError
@@ -38,13 +39,11 @@ def prepared_with(kind: Any, used: TorchaoRecipe, seed: int = 0) -> tuple[Any, A
     return backend, prepared
 
 
-def step(backend: Any, prepared: Any, used: TorchaoRecipe, inputs: Tensor) -> float:
+def step(backend: Any, prepared: Any, inputs: Tensor) -> float:
     backend.window.begin()
     loss = prepared.model(inputs).float().square().mean()
     prepared.backward(loss)
-    (optimizer,) = prepared.optimizers
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_clear(prepared)
     return loss.item()
 
 
@@ -52,7 +51,7 @@ def train(kind: str, all_gather: bool) -> list[float]:
     used = recipe(all_gather=all_gather)
     backend, prepared = prepared_with({"fsdp": FSDPBackend, "ddp": DDPBackend}[kind], used)
     rank = torch.distributed.get_rank()
-    losses = [step(backend, prepared, used, torch.randn(8, 16) + rank) for _ in range(4)]
+    losses = [step(backend, prepared, torch.randn(8, 16) + rank) for _ in range(4)]
     backend.close()
     return losses
 
@@ -66,7 +65,7 @@ def test_it_trains_as_ddp_does_whose_weights_nobody_gathers(run_ranks) -> None:
 def states() -> tuple[Mapping[str, str], bool]:
     used = recipe(all_gather=True)
     backend, prepared = prepared_with(FSDPBackend, used)
-    step(backend, prepared, used, torch.randn(8, 16))
+    step(backend, prepared, torch.randn(8, 16))
     state = prepared.state_dict()
     kinds = {name: type(value.to_local()).__name__ for name, value in state["model"].items()}
     (optimizer,) = state["optimizers"]
@@ -98,7 +97,7 @@ def loaded_after_a_step() -> tuple[float, float, float]:
     state = wanted.state_dict()
     fresh = wanted.model(inputs).float().norm().item()
     backend, prepared = prepared_with(FSDPBackend, used)
-    step(backend, prepared, used, inputs)
+    step(backend, prepared, inputs)
     before = prepared.model(inputs).float().norm().item()
     prepared.load_state_dict({**prepared.state_dict(), "model": state["model"]})
     after = prepared.model(inputs).float().norm().item()

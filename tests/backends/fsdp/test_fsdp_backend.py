@@ -5,7 +5,7 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
+from backends.replicas import plain_step, prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
@@ -154,9 +154,20 @@ def three_steps(backend: FSDPBackend, prepared: Prepared) -> list[float]:
     losses: list[float] = []
     for _ in range(3):
         backend.window.begin()
-        loss = prepared.model(tokens(0)).square().mean()
+        loss = prepared.model(tokens(0)).float().square().mean()
         prepared.backward(loss)
         step_and_clear(prepared)
+        losses.append(loss.item())
+    return losses
+
+
+def three_plain_steps(model: nn.Module) -> list[float]:
+    """The losses of the same steps in a plain loop."""
+    optimizer = SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for _ in range(3):
+        loss = model(tokens(0)).square().mean()
+        plain_step(optimizer, loss)
         losses.append(loss.item())
     return losses
 
@@ -181,14 +192,7 @@ def test_weights_tied_over_blocks_stay_tied_and_train_as_one(run_ranks, tied: bo
     model = stack(tied=True)
     if tied:
         model.blocks[1].linear.weight = model.blocks[0].linear.weight
-    optimizer = SGD(model.parameters(), lr=0.1)
-    expected: list[float] = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(tokens(0)).square().mean()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = three_plain_steps(model)
     for same, left_out, losses in run_ranks(tied_over_blocks, tied):
         assert same
         assert ("blocks.0" in left_out) is tied
@@ -227,14 +231,7 @@ def test_a_model_trains_alike_in_blocks_found_in_any_way(
 ) -> None:
     torch.manual_seed(0)
     model = KnownBlocks()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    expected: list[float] = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(tokens(0)).square().mean()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = three_plain_steps(model)
     for found, told, losses in run_ranks(trained_in_blocks, options):
         assert sorted(found) == sorted(blocks)
         assert losses == pytest.approx(expected)
@@ -285,13 +282,7 @@ def compiled(checkpointing: str) -> tuple[list[float], list[float], list[int]]:
             ),
             stack(),
         )
-        losses.append([])
-        for step in range(3):
-            backend.window.begin()
-            loss = prepared.model(tokens(step)).float().square().mean()
-            prepared.backward(loss)
-            step_and_clear(prepared)
-            losses[-1].append(loss.item())
+        losses.append(three_steps(backend, prepared))
         backend.close()
     return losses[0], losses[1], graphs
 

@@ -12,6 +12,7 @@ from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, SingleBackend
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
+from single_process import backend as backend_of_one
 
 Edit = Callable[[nn.Module], object]
 
@@ -119,10 +120,8 @@ def test_in_a_plain_loop_gradients_may_be_edited(edit: Edit) -> None:
 @pytest.mark.parametrize("clear", [zero_grad, zero_in_place])
 def test_a_models_own_zero_grad_before_its_counted_losses_begins_anew(clear: Edit) -> None:
     """As in the loops of adversarial models, whose critic holds gradients of the generator's loss."""
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    backend = SingleBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
-    model, plain = net(), net()
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
+    _backend, model, prepared = prepare_sgd(backend_of_one(), net())
+    plain = net()
     prepared.backward(loss_of(prepared.model, 0), count=100)
     clear(model)
     prepared.backward(loss_of(prepared.model, 1), count=4)
@@ -133,30 +132,23 @@ def test_a_models_own_zero_grad_before_its_counted_losses_begins_anew(clear: Edi
 
 
 def test_after_our_clip_gradients_are_final_and_may_be_edited() -> None:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2)
-    _backend, model, prepared = prepare_sgd(
-        SingleBackend(context, choose_policy("no", context.device), window=window), net()
-    )
+    single, model, prepared = prepare_sgd(backend_of_one(accumulation=2), net())
     for number in range(4):
-        window.begin()
+        single.window.begin()
         prepared.backward(loss_of(prepared.model, number))
         prepared.clip(norm=float("inf"))
-        if window.closing:
+        if single.window.closing:
             clip(model)
         step_and_clear(prepared)
     assert prepared.optimizers[0].num_steps == 2
 
 
 def test_two_optimizers_of_a_model_clear_and_step_one_after_the_other() -> None:
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(2)
-    backend = SingleBackend(context, choose_policy("fp16", context.device), window=window)
-    model = net()
+    single, model = backend_of_one("fp16", accumulation=2), net()
     optimizers = [SGD(model[i].parameters(), lr=0.1) for i in range(2)]
-    (prepared,) = backend.prepare([model], optimizers, [])
+    (prepared,) = single.prepare([model], optimizers, [])
     for number in range(4):
-        window.begin()
+        single.window.begin()
         prepared.backward(loss_of(prepared.model, number))
         for optimizer in prepared.optimizers:
             optimizer.step()
@@ -164,14 +156,13 @@ def test_two_optimizers_of_a_model_clear_and_step_one_after_the_other() -> None:
     assert [optimizer.num_steps for optimizer in prepared.optimizers] == [2, 2]
 
 
-def said_on_ranks(kind: type) -> list[str]:
-    said = [said_by(kind, edit, steps=3, first=True) for edit in (zero_grad, drop_one)]
-    said += [said_by(kind, clip, steps=3, first=False), said_by(kind, clip, steps=1, count=4, first=False)]
-    return [*said, said_by(kind, clip, steps=1, first=False)]
+def said_on_ranks() -> list[str]:
+    said = [said_by(DDPBackend, edit, steps=3, first=True) for edit in (zero_grad, drop_one)]
+    clips = ({"steps": 3}, {"count": 4}, {})
+    return said + [said_by(DDPBackend, clip, first=False, **options) for options in clips]
 
 
-@pytest.mark.parametrize("kind", [DDPBackend])
-def test_edits_are_refused_under_backends_of_several_ranks_too(run_ranks, kind: type) -> None:
-    for *refused, plain in run_ranks(said_on_ranks, kind):
+def test_edits_are_refused_under_backends_of_several_ranks_too(run_ranks) -> None:
+    for *refused, plain in run_ranks(said_on_ranks):
         assert all("were changed since their last loss" in said for said in refused)
         assert plain == ""

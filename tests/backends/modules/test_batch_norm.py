@@ -112,15 +112,13 @@ def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
     return trained, model[0].running_mean.tolist(), applied
 
 
-def test_running_statistics_are_those_of_rank_0_from_the_next_forward_on(run_ranks) -> None:
-    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, True)
-    assert first != second  # each rank went on by itself in its last forward
-    assert first_later == second_later == first
-    assert applied is True
-
-
-def test_running_statistics_stay_each_ranks_own_without_broadcast(run_ranks) -> None:
-    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, False)
-    assert first == first_later == pytest.approx([2 * (1 - 0.9**4)])
-    assert second == second_later == pytest.approx([4 * (1 - 0.9**4)])
-    assert applied is False
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_running_statistics_are_each_ranks_own_or_those_of_rank_0(run_ranks, broadcast: bool) -> None:
+    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, broadcast)
+    assert applied is broadcast
+    if broadcast:
+        assert first != second  # each rank went on by itself in its last forward
+        assert first_later == second_later == first
+    else:
+        assert first == first_later == pytest.approx([2 * (1 - 0.9**4)])
+        assert second == second_later == pytest.approx([4 * (1 - 0.9**4)])

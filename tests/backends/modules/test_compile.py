@@ -1,16 +1,15 @@
 """Models compiled by torch.compile: as many graphs as without us, and the names of their plain twins."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from backends.graphs import Graphs
 from backends.replicas import ddp_backend, step_and_clear
 from drivetrain_backends import unwrap_compiled
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
@@ -22,22 +21,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
-
-
-class Graphs:
-    """A compiler that runs graphs as they are, and keeps how many there are and how many calls are in them."""
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-        self.num_calls = 0
-
-    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        self.num_graphs += 1
-        calls = Counter(node.target for node in graph.graph.nodes if node.op.startswith("call"))
-        self.num_calls += sum(
-            n for target, n in calls.items() if "autocast" not in getattr(target, "__name__", "")
-        )
-        return graph.forward
 
 
 def net() -> nn.Sequential:
