@@ -120,7 +120,10 @@ class RankThroughput:
         if self._warning is None:
             self._warning = StragglerWarning(gather_object(self._context, socket.gethostname()))
         seconds = self._steady.over_window().phase_seconds
-        self._rows.begin([*(seconds.get(phase, 0.0) for phase in PHASES), self._tokens_of_step(measured)])
+        tokens = _NO_TOKENS  # of this rank in a step, on average
+        if measured.tokens_per_second is not None and measured.steps_per_second:
+            tokens = measured.tokens_per_second / measured.steps_per_second / len(self._readers)
+        self._rows.begin([*(seconds.get(phase, 0.0) for phase in PHASES), tokens])
         self._measured = measured
 
     def take(self, *, wait: bool = False) -> dict[str, float] | None:
@@ -150,9 +153,3 @@ class RankThroughput:
     def drop(self) -> None:
         """Drop what other ranks have not sent."""
         self._measured = None
-
-    def _tokens_of_step(self, measured: Throughput) -> float:
-        """Return the number of this rank's tokens in a step, on average; `_NO_TOKENS` if it is unknown."""
-        if measured.tokens_per_second is None or not measured.steps_per_second:
-            return _NO_TOKENS
-        return measured.tokens_per_second / measured.steps_per_second / len(self._readers)

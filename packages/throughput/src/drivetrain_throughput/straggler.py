@@ -64,31 +64,18 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
                 )
     if len(ranks) < 2:
         return None
-    found = [
-        *(_slowest(ranks, phase) for phase in _OWN_PHASES),
-        _slowest_in_forward(ranks),
-        _slowest_in_backward(ranks),
-    ]
-    stragglers = [straggler for straggler in found if straggler is not None]
+    stragglers = [one for phase in _OWN_PHASES if (one := _slowest(ranks, phase)) is not None]
+    if (
+        one := _slowest(ranks, "forward")
+    ) is not None:  # unless it waited there for ranks busy with their own work
+        own = [sum(phases.get(phase, 0.0) for phase in _OWN_PHASES) for phases in ranks]
+        if _others_exceed(own, one.rank) < _LEAST_EVIDENCE * one.slower_by:
+            stragglers.append(one)
+    if (one := _slowest(ranks, "backward")) is not None:  # if the others waited for it in communication
+        waits = [phases.get("communication", 0.0) for phases in ranks]
+        if _others_exceed(waits, one.rank) > _LEAST_EVIDENCE * one.slower_by:
+            stragglers.append(one)
     return max(stragglers, key=lambda straggler: straggler.slower_by, default=None)
-
-
-def _slowest_in_forward(ranks: _Ranks) -> Straggler | None:
-    """Return the slowest rank in forward, unless it waited there for ranks that were busy with their own work."""
-    slowest = _slowest(ranks, "forward")
-    if slowest is None:
-        return None
-    own = [sum(phases.get(phase, 0.0) for phase in _OWN_PHASES) for phases in ranks]
-    return slowest if _others_exceed(own, slowest.rank) < _LEAST_EVIDENCE * slowest.slower_by else None
-
-
-def _slowest_in_backward(ranks: _Ranks) -> Straggler | None:
-    """Return the slowest rank in backward, if the others waited for it in communication."""
-    slowest = _slowest(ranks, "backward")
-    if slowest is None:
-        return None
-    waits = [phases.get("communication", 0.0) for phases in ranks]
-    return slowest if _others_exceed(waits, slowest.rank) > _LEAST_EVIDENCE * slowest.slower_by else None
 
 
 def _others_exceed(seconds: Sequence[float], rank: int) -> float:

@@ -65,7 +65,14 @@ def load_model(
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     kind = type(model).__name__
     for name, value in own.items():
-        _check_loadable(kind, name, value)
+        if value.is_meta:
+            raise ValueError(
+                f"{kind}: {name} is on the meta device, which holds no values; call model.to_empty(device=...) first"
+            )
+        if hasattr(value, "full_tensor"):
+            raise ValueError(
+                f"{kind}: {name} is sharded across ranks; use Accelerator.load_model, or load before it is sharded"
+            )
     exported = open_export(folder, device=device)
     shapes = {name: tuple(value.shape) for name, value in own.items()}
     match = match_export(exported, shapes, ties=find_ties(own), strict=strict, kind=kind)
@@ -121,17 +128,6 @@ def match_export(
                 "exported"
             )
     return ExportMatch(sources=sources, incompatible=IncompatibleNames(missing, unexpected))
-
-
-def _check_loadable(kind: str, name: str, value: Tensor) -> None:
-    if value.is_meta:
-        raise ValueError(
-            f"{kind}: {name} is on the meta device, which holds no values; call model.to_empty(device=...) first"
-        )
-    if hasattr(value, "full_tensor"):
-        raise ValueError(
-            f"{kind}: {name} is sharded across ranks; use Accelerator.load_model, or load before it is sharded"
-        )
 
 
 def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str) -> None:

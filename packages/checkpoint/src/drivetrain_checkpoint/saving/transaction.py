@@ -129,18 +129,15 @@ class Save:
             yield
         except BaseException:
             if self.is_main:
-                self._discard()
+                with _warned_of(f"{self.folder}: leftovers of a save that was given up stay"):
+                    committed = inspect(self.folder).manifest
+                    if committed is None:
+                        delete([self.folder])
+                    elif (
+                        committed.save_id != self.manifest.save_id
+                    ):  # it was not this save that was committed
+                        _delete_unlisted(self.folder, keep=committed.files)
             raise
-
-    def _discard(self) -> None:
-        """Delete the files of this save, unless it was committed. Called on rank 0."""
-        with _warned_of(f"{self.folder}: leftovers of a save that was given up stay"):
-            committed = inspect(self.folder).manifest
-            if committed is not None and committed.save_id == self.manifest.save_id:
-                return
-            _delete_unlisted(self.folder, keep=committed.files if committed is not None else {})
-            if committed is None:
-                delete([self.folder])
 
     def clean_up(self) -> None:
         """Delete the files that this save replaced, then old checkpoints. Called on rank 0 after the commit."""

@@ -45,7 +45,12 @@ class FirstStepFlops:
         if self._counter is None:
             if not begins:
                 return
-            self._find_peak()
+            topology, peak = self._context.topology, self._settings.peak_flops
+            if peak is None:  # now, since without a mode of the run it depends on the prepared models
+                peak = _find_model_peak(
+                    self._context.device, self._mode, self._models(), is_main=topology.is_main
+                )
+            self._meter.peak_flops = None if peak is None else peak * topology.world_size
             if self._meter.peak_flops is None or self._meter.flops_per_step is not None:
                 self._is_over = True
                 return
@@ -63,16 +68,6 @@ class FirstStepFlops:
         if self._counter is not None:
             self._meter.flops_per_step = float(self._counter.total * self._context.topology.world_size)
             self._counter, self._is_over = None, True
-
-    def _find_peak(self) -> None:
-        """Find the peak when training begins: without a mode of the run, it depends on the prepared models."""
-        topology = self._context.topology
-        peak = self._settings.peak_flops
-        if peak is None:
-            peak = _find_model_peak(
-                self._context.device, self._mode, self._models(), is_main=topology.is_main
-            )
-        self._meter.peak_flops = None if peak is None else peak * topology.world_size
 
 
 def _find_model_peak(
