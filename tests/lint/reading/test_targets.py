@@ -7,19 +7,11 @@ from drivetrain_lint.reading.targets import find_targets
 
 
 def test_files_folders_and_modules_are_found_once_each(tmp_path: Path) -> None:
-    for name in (
-        "train.py",
-        "deep/er/model.py",
-        "deep/notes.ipynb",
-        "deep/data.csv",
-        "tool/__init__.py",
-        "tool/run.py",
-    ):
+    scripts = ("train.py", "deep/er/model.py", "deep/notes.ipynb", "tool/__init__.py", "tool/run.py")
+    skipped = (".hidden/x.py", "deep/__pycache__/x.py", "deep/.venv/x.py", "deep/site-packages/x.py")
+    for name in (*scripts, *skipped, "deep/data.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    for skipped in (".hidden/x.py", "deep/__pycache__/x.py", "deep/.venv/x.py", "deep/site-packages/x.py"):
-        (tmp_path / skipped).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / skipped).write_text("")
     names = ("train.py", "./train.py", "deep", "tool.run", "tool")
     found = [target.path.relative_to(tmp_path).as_posix() for target in find_targets(names, base=tmp_path)]
     assert found == ["train.py", "deep/er/model.py", "deep/notes.ipynb", "tool/run.py", "tool/__init__.py"]

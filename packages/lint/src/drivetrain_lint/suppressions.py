@@ -15,12 +15,7 @@ _COMMENT = re.compile(r"#\s*drivetrain:\s*(?P<whole>file-)?ignore(?:\[(?P<codes>
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suppressions:
-    """The suppressed rules of a file.
-
-    Attributes:
-        by_line: The codes or names that a comment on a line suppresses; empty for all rules.
-        whole_file: The codes or names that are suppressed everywhere; None if none is, empty for all rules.
-    """
+    """The codes or names that are suppressed by line and in the whole file; an empty set stands for all rules."""
 
     by_line: Mapping[int, frozenset[str]]
     whole_file: frozenset[str] | None

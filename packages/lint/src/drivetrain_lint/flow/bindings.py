@@ -10,13 +10,9 @@ from drivetrain_lint.reading.script import Function, Script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A name that a statement binds.
+    """A name as written, such as `self.loader`, that a statement or item binds; the value of a loop's target is None.
 
-    Attributes:
-        name: The name as written, such as `loader` or `self.loader`.
-        value: The value; of a loop's target None.
-        position: The place in a tuple on the left, from 0; None if the value is bound as a whole.
-        node: The statement or item that binds.
+    `position` is the place in a tuple on the left, from 0; None if the value is bound as a whole.
     """
 
     name: str

@@ -13,14 +13,8 @@ def branches_agree(
 ) -> bool:
     """Return whether both sides of a test run the same collectives, up to the end of the function or loop body.
 
-    A branch that always returns or continues is compared with what the other one goes on with. Any other departure
-    makes them differ: the walk asks whether it skips a collective.
-
-    Args:
-        statement: The test of the rank.
-        rest: The statements that follow it, up to the end of the function or, in a loop, of the loop's body.
-        signatures: The reader of collectives.
-        in_loop: Whether the test is in a loop, which a return leaves too.
+    A branch that always returns, or in a loop continues, is compared with what the other one goes on with: the rest.
+    Any other departure makes them differ: the walk asks whether it skips a collective.
     """
     then, other = list(statement.body), list(statement.orelse)
     first, second = always_leaves(then), always_leaves(other)

@@ -50,7 +50,6 @@ class Collective:
     """A call that every rank must make.
 
     Attributes:
-        node: The call itself.
         shown: The function as the script writes it, such as "accelerator.gather".
         key: The operation; calls with the same key on different ranks meet.
         trains: Whether the call changes the weights rather than waits, as an optimizer's step.
@@ -67,7 +66,6 @@ class CollectiveNames:
     """The judge of which calls of a script are collectives.
 
     Attributes:
-        script: The script to judge.
         wraps_models: Whether the script wraps models so that a plain `backward` communicates.
         known: The calls that were judged already; tests of the rank ask about the same ones again and again.
     """

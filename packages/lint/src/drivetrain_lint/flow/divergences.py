@@ -20,13 +20,9 @@ class Parting(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The reason for which ranks part.
+    """The statement or expression that parts ranks, and how it is written.
 
-    Attributes:
-        kind: The kind of reason.
-        node: The statement or expression that parts them.
-        test: The test, loop or decorator, as written.
-        departure: The statement by which some ranks leave; None while they only take another branch.
+    `departure` is the statement by which some ranks leave; None while they only take another branch.
     """
 
     kind: Parting
@@ -42,13 +38,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A collective that a statement runs, itself or through functions of the same file.
-
-    Attributes:
-        collective: The collective that runs.
-        call: The call in the function at hand that leads to it.
-        through: The functions on the way, the outer first.
-    """
+    """A collective that a call in the function at hand runs, itself or through functions, the outer first."""
 
     collective: Collective
     call: ast.Call

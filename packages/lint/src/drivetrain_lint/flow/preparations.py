@@ -16,15 +16,7 @@ _HARMLESS = word_set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """A call of `prepare`.
-
-    Attributes:
-        node: The call.
-        scope: The function or module with the call.
-        arguments: The names of the objects; empty text for those without one.
-        results: The names that take the results; empty if none does.
-        is_unpacked: Whether a tuple of names takes them.
-    """
+    """A call of `prepare`: the names of its objects, empty for those without one, and those that take the results."""
 
     node: ast.Call
     scope: Scope
@@ -40,13 +32,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedNames:
-    """The names around `prepare` in a whole script.
-
-    Attributes:
-        arguments: The names that go in, in any call whose name says `prepare`.
-        results: The names that come out.
-        handed_on: The names that other functions, containers or attributes take, which may prepare them.
-    """
+    """The names around `prepare` in a whole script, of which others may prepare those that are handed on."""
 
     arguments: frozenset[str]
     results: frozenset[str]

@@ -28,17 +28,7 @@ ONE_RANK = word_set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A script and its flow, which the rules read.
-
-    Attributes:
-        script: The script, as the rules read it.
-        bindings: The values of its names.
-        collectives: The judge of its collectives.
-        tests: The judge of its rank conditions.
-        divergences: The collectives that some ranks miss.
-        preparations: The calls of `prepare`.
-        prepared: The names around these calls.
-    """
+    """A script and its flow, which the rules read; divergences are the collectives that some ranks miss."""
 
     script: Script
     bindings: Bindings

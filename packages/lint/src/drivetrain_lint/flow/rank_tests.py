@@ -49,12 +49,9 @@ class RankSubset(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTests:
-    """The judge of expressions of one script.
+    """The judge of expressions of one script, in which the results of collectives are the same on all ranks.
 
-    Attributes:
-        bindings: The values of names.
-        collectives: The script's collectives, whose results are the same on all ranks.
-        known: The tests that were judged already; the walk comes to a function's tests at each of its calls.
+    It remembers tests: the walk comes to those of a function at each of its calls.
     """
 
     bindings: Bindings

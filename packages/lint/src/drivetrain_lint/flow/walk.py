@@ -23,12 +23,8 @@ _JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
 class Walk:
     """A walk through one function or module body, in the order of the source.
 
-    Attributes:
-        signatures: The reader of collectives.
-        tests: The judge of rank conditions.
-        bindings: The values of names.
-        found: The collectives that were reached after the ranks parted, by cause; filled by the walk.
-        paired: The tests of the rank that pair up with another one; filled by the walk.
+    It fills `found` with the collectives that were reached after the ranks parted, by cause, and `paired` with the
+    tests of the rank that pair up with another one.
     """
 
     signatures: Signatures

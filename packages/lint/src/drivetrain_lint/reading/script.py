@@ -22,9 +22,7 @@ class Script:
     """A parsed script.
 
     Attributes:
-        document: The parsed file.
         imports: The dotted name that each imported name stands for.
-        parents: The parent of each node.
         scopes: The innermost function or module of each node that has one.
         nodes: All nodes, in the order of the source.
         functions: The functions of the file by name, methods under `Class.name`; the last definition counts.

@@ -16,12 +16,7 @@ _SKIPPED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A file to check.
-
-    Attributes:
-        path: The file itself.
-        shown: The path as it is shown to the user.
-    """
+    """A file to check, and its path as it is shown to the user."""
 
     path: Path
     shown: str

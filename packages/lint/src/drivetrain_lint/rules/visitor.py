@@ -15,8 +15,6 @@ class VisitedCall:
     """A call of a script.
 
     Attributes:
-        program: The script and its flow.
-        node: The call.
         name: The dotted name of the function, with imports resolved; empty for other expressions.
         owner: The object whose method is called; the function itself if none is.
         method: The method; empty if the function is none.
