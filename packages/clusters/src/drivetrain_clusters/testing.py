@@ -35,6 +35,8 @@ HOSTILE = (
     "new\nline",
     "",
 )
+# What all tasks of a job state alike.
+_AGREED = ("job_id", "num_nodes", "num_tasks", "master_addr", "master_port", "hosts", "cluster")
 Environment = Mapping[str, str]
 
 
@@ -98,26 +100,16 @@ class ClusterContract(ABC):
             self.check_a_cancelled_job_ends,
         )
 
-    def check_other_processes_are_in_no_job(self, directory: Path) -> None:
+    def check_other_processes_are_in_no_job(self, _: Path) -> None:
         """Check that a process outside any job has no place."""
-        del directory
         for environment in ({}, {"PATH": "/usr/bin", "HOME": "/root", "LANG": "C.UTF-8"}):
             place = self.make().placement(environment)
             assert place is None, f"placement({environment}) must be None outside any job, not {place}"
 
-    def check_tasks_agree_on_their_job(self, directory: Path) -> None:
+    def check_tasks_agree_on_their_job(self, _: Path) -> None:
         """Check that all tasks of a job state the same job, nodes and meeting point."""
-        del directory
         for places in self._places():
-            for name in (
-                "job_id",
-                "num_nodes",
-                "num_tasks",
-                "master_addr",
-                "master_port",
-                "hosts",
-                "cluster",
-            ):
+            for name in _AGREED:
                 found = {getattr(place, name) for place in places}
                 assert len(found) == 1, f"all tasks of a job must state the same {name}, not {found}"
             assert len(places) == places[0].num_tasks, (
@@ -125,9 +117,8 @@ class ClusterContract(ABC):
             )
             assert 0 < places[0].master_port < 2**16, f"master_port={places[0].master_port} is no port"
 
-    def check_tasks_have_places_of_their_own(self, directory: Path) -> None:
+    def check_tasks_have_places_of_their_own(self, _: Path) -> None:
         """Check that ranks count all tasks from 0, and local indices the tasks of each node."""
-        del directory
         for places in self._places():
             ranks = sorted(place.task_rank for place in places)
             assert ranks == list(range(len(places))), f"the ranks of {len(places)} tasks are {ranks}"
@@ -140,30 +131,31 @@ class ClusterContract(ABC):
                     f"{len(here)} tasks of node {node} state tasks_per_node={counts}"
                 )
 
-    def check_placement_is_pure(self, directory: Path) -> None:
+    def check_placement_is_pure(self, _: Path) -> None:
         """Check that the same environment has the same place, and is not changed."""
-        del directory
         for environment in self._environments():
             frozen = MappingProxyType(dict(environment))
             first, second = self.make().placement(frozen), self.make().placement(frozen)
             assert first == second, f"placement must depend on its argument alone: {first} is not {second}"
 
-    def check_sources_are_variables(self, directory: Path) -> None:
+    def check_sources_are_variables(self, _: Path) -> None:
         """Check that each source belongs to a field of the place."""
-        del directory
         for environment in self._environments():
             place = self._place(environment)
             for name, source in place.sources.items():
                 assert hasattr(place, name), f"sources names {name}, which a placement does not have"
                 assert source, f"the source of {name} is empty"
 
-    def check_no_variable_is_missing_unnoticed(self, directory: Path) -> None:
+    def check_no_variable_is_missing_unnoticed(self, _: Path) -> None:
         """Check that a task which lacks a variable is in no job, has a valid place, or is told a name."""
-        del directory
         for environment in self._environments():
             for missing in environment:
                 rest = {name: text for name, text in environment.items() if name != missing}
-                place, told = self._tried(rest)
+                place, told = None, None
+                try:
+                    place = self.make().placement(rest)
+                except ClusterError as error:
+                    told = str(error)
                 assert told is None or any(name in told for name in environment), (
                     f"the error without {missing} names no variable: {told}"
                 )
@@ -211,9 +203,8 @@ class ClusterContract(ABC):
             f"plan must refuse the option no-such-option by its name, but said {told!r}"
         )
 
-    def check_ids_of_no_job_are_refused(self, directory: Path) -> None:
+    def check_ids_of_no_job_are_refused(self, _: Path) -> None:
         """Check that `cancel` refuses what cannot be the id of a job."""
-        del directory
         made = Path("owned")  # where a shell would run
         for job_id in ("", "-1", "; touch owned", "$(touch owned)", "../1"):
             try:
@@ -264,13 +255,6 @@ class ClusterContract(ABC):
         for path, text in submission.files.items():
             write_private(path, text)
         return submission
-
-    def _tried(self, environment: Environment) -> tuple[JobPlacement | None, str | None]:
-        """Return the place of a task, and the error in its stead."""
-        try:
-            return self.make().placement(environment), None
-        except ClusterError as error:
-            return None, str(error)
 
     def _environments(self) -> list[Environment]:
         return [environment for job in self.jobs() for environment in job]
