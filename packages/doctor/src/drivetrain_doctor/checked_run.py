@@ -57,12 +57,7 @@ class CheckedRun:
 
 
 def run_to_check(settings: LaunchSettings, host: Host, placement: JobPlacement | None) -> CheckedRun:
-    """Return the run that launch's settings, or the job that this process belongs to, would start.
-
-    Args:
-        settings: The `launch` section, with what the job states.
-        host: The description of this host.
-        placement: The place of this process in a cluster's job; None outside any.
+    """Return the run that launch's settings, or the job that this process belongs to, would start on this host.
 
     Raises:
         LaunchError: The settings describe no possible launch, as `drivetrain launch` would say.

@@ -13,13 +13,7 @@ LIMIT_SECONDS = 10.0
 def run_checks(
     checks: Iterable[Check], *, progress: Callable[[str], None], limit_seconds: float = LIMIT_SECONDS
 ) -> tuple[CheckReport, ...]:
-    """Run checks in order, and return what each found.
-
-    Args:
-        checks: The checks to run.
-        progress: Called with the name of each check before it runs.
-        limit_seconds: The time that each check has. One that does not end in time is itself an error.
-    """
+    """Run checks in order, each after a call of `progress` with its name, and return what each found."""
     reports: list[CheckReport] = []
     for check in checks:
         progress(check.name)
@@ -28,10 +22,9 @@ def run_checks(
 
 
 def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
-    """Run one check in a thread of its own, which is left behind if it hangs, as on a dead file server.
+    """Run one check in a thread, which is left behind if it hangs, as on a dead file server: that is itself an error.
 
-    Raises:
-        BaseException: Whatever the check raised, but for an OSError, after which the check counts as skipped.
+    After an OSError the check counts as skipped; other errors are raised.
     """
     begin = time.monotonic()
     try:

@@ -11,13 +11,8 @@ _Result = TypeVar("_Result")
 def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result:
     """Return what a call returns, or raise what it raises, within a time; else leave its thread behind.
 
-    Args:
-        seconds: The time that it has.
-        call: The function to call.
-        name: The name of the thread that it runs in, which ends with the process at the latest.
-
     Raises:
-        TimeoutError: It did not end in time.
+        TimeoutError: It did not end in time. The thread of that name ends with the process at the latest.
     """
     answers: SimpleQueue[tuple[_Result, None] | tuple[None, BaseException]] = SimpleQueue()
 

@@ -28,7 +28,6 @@ class DiskMeasurement:
         folder: The path of the folder, or of the nearest one around it that exists.
         missing: The path of the folder if it does not exist yet, so that another one was measured; else None.
         kind: The type of its file system, such as "ext4"; empty if the system does not tell.
-        free_bytes: The number of bytes that this user may still write.
         free_files: The number of files that it may still create; None if the file system has no limit.
         bytes_per_second: The speed of writing, with all of it on the disk; None if nothing could be written.
         refusal: The reason why nothing could be written, in the system's words.

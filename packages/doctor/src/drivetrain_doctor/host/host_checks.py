@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import Check, CheckVerdict
-from drivetrain_doctor.host.addresses import AddressMeasurement, judge_addresses, measure_addresses
+from drivetrain_doctor.host.addresses import judge_addresses, measure_addresses
 from drivetrain_doctor.host.checkpoint_disk import judge_disk, measure_disk
 from drivetrain_doctor.host.gpus import (
     GpuMeasurement,
@@ -34,19 +34,11 @@ _MOST_ROUNDS = 28
 PROGRAM_SECONDS = 150.0
 
 
-def host_checks(checked: CheckedRun, addresses: AddressMeasurement | None = None) -> tuple[Check, ...]:
-    """Return the checks of this host that take milliseconds to two seconds each.
-
-    Args:
-        checked: The run that would start.
-        addresses: The addresses of this host, if they were measured already.
-    """
+def host_checks(checked: CheckedRun) -> tuple[Check, ...]:
+    """Return the checks of this host that take milliseconds to two seconds each."""
     return (
         Check(name="variables", run=lambda: judge_variables(measure_variables(checked), checked)),
-        Check(
-            name="addresses",
-            run=lambda: judge_addresses(addresses or measure_addresses(checked), checked),
-        ),
+        Check(name="addresses", run=lambda: judge_addresses(measure_addresses(checked), checked)),
         Check(name="port", run=lambda: judge_port(measure_port(checked), checked)),
         Check(name="limits", run=lambda: judge_limits(measure_limits(), checked)),
         Check(name="shared memory", run=lambda: judge_shared_memory(measure_shared_memory(), checked)),
@@ -58,9 +50,7 @@ def host_checks(checked: CheckedRun, addresses: AddressMeasurement | None = None
 def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Check, ...]:
     """Return the checks of this host that need torch: of GPUs, and of the ranks that would run here.
 
-    Args:
-        checked: The run that would start.
-        program: The program that measures pairs, which was started before; None for a single rank.
+    Pairs of ranks are measured by a program that was started before; None for a single rank.
     """
 
     @cache

@@ -26,15 +26,11 @@ class LimitMeasurement:
     """The limits of this process; None where there is none.
 
     Attributes:
-        open_files: The number of files that may be open (ulimit -n).
-        most_open_files: The number to which this user may raise it (ulimit -Hn).
-        processes: The number of processes and threads of this user (ulimit -u).
+        most_open_files: The number to which this user may raise that of open files (ulimit -Hn).
+        processes: The number of processes and threads of this user (ulimit -u), which does not bind root.
         running: The number that this user has.
-        locked_bytes: The memory that may be locked (ulimit -l).
         address_bytes: The virtual memory that a process may have (ulimit -v).
-        is_root: Whether the user is root, whom `processes` does not bind.
         has_infiniband: Whether there is an InfiniBand or RoCE adapter, whose transfers lock memory.
-        group: The limits of the control groups.
     """
 
     open_files: int | None

@@ -25,14 +25,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableMeasurement:
-    """The environment, and the facts of this host that it is held against.
-
-    Attributes:
-        environment: The variables of a run's processes.
-        interfaces: The names of this host's interfaces.
-        cores: The number of cores.
-        num_gpus: The number of NVIDIA devices of this host, whatever the environment hides; None if unknown.
-    """
+    """The environment, and the facts of this host that it is held against, also GPUs that the environment hides."""
 
     environment: Mapping[str, str]
     interfaces: tuple[str, ...]

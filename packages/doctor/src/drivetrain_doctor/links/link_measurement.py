@@ -50,13 +50,9 @@ class PairOrder:
 def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[tuple[Link, ...], ...]:
     """Return rounds of pairs, lower rank first; within a round no rank is in two pairs.
 
-    With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments).
-
-    Args:
-        count: The number of ranks.
-        most_rounds: If there are more rounds, so many are taken; of rounds at once, such that are spread over all.
-        at_once: Whether the pairs of a round are measured at the same time; else each is a round of its own, as for
-            ranks of one host, which share its memory and cores.
+    With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments). Of more
+    rounds than `most_rounds`, such are taken that are spread over all. Unless measured at once, each pair is a round
+    of its own, as for ranks of one host, which share its memory and cores.
     """
     places = count + count % 2  # with an odd number, who meets the last place pauses
     num_rounds = places - 1 if count > 1 else 0

@@ -43,11 +43,9 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """The measurements of a group of processes.
+    """The measurements of a group of processes over gloo or nccl.
 
     Attributes:
-        backend: The backend, "gloo" or "nccl".
-        pairs: The pairs that were measured.
         unfinished: The pairs that began and did not end in time.
         failures: The messages of processes that failed, by rank.
         start_seconds: The time until the last process had joined the group; None if one did not.

@@ -17,12 +17,7 @@ _BROKEN_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """The time by which a clock is ahead of that of host 0.
-
-    Attributes:
-        seconds: The estimate; negative if it is behind.
-        bound_seconds: By how much the estimate may be wrong at most: half of the time to and fro.
-    """
+    """The time by which a clock is ahead of that of host 0, with its bound: half of the time to and fro."""
 
     seconds: float
     bound_seconds: float
@@ -31,8 +26,7 @@ class ClockOffset:
 def estimate_offset(samples: Iterable[tuple[float, float, float]]) -> ClockOffset:
     """Return the offset by the sample with the shortest way, whose bound is the narrowest.
 
-    Args:
-        samples: For each question: this host's clock before, the clock of host 0, this host's clock after.
+    A sample has this host's clock before a question, the clock of host 0, and this host's clock after.
     """
     before, there, after = min(samples, key=lambda sample: sample[2] - sample[0])
     return ClockOffset(seconds=(before + after) / 2 - there, bound_seconds=(after - before) / 2)

@@ -37,14 +37,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingResult:
-    """The result of the meeting, as far as this host knows.
+    """The result of the meeting, as far as this host knows: host 0 all, others their own label and reports.
 
-    Attributes:
-        rank: The rank of this host; None if it could not join.
-        labels: The label of each host that came; only this one's on hosts other than 0.
-        reports: The reports of each of them on itself.
-        together: The checks of all hosts together; on host 0, or if this host could not join.
-        is_broken: Whether something that will break a run was found on any host.
+    `rank` is None if this host could not join.
     """
 
     rank: int | None
@@ -62,14 +57,9 @@ def meet(
     program: PairProgram,
     progress: Progress,
 ) -> MeetingResult:
-    """Meet the other hosts, and check all together.
+    """Meet the other hosts, and check all together, with a program that measures pairs and has no order yet.
 
-    Args:
-        checked: The run that would start.
-        reports: The reports of this host on itself.
-        address: The address of this host by which it reaches host 0; None if unknown.
-        program: A program that measures pairs, started and without an order.
-        progress: Called with what happens now.
+    `address` is that of this host by which it reaches host 0; None if unknown.
     """
     with ReachListener() as listener:
         try:

@@ -78,13 +78,7 @@ def _reach(place: tuple[str, int]) -> Reached:
 def judge_reach(
     ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
 ) -> CheckVerdict:
-    """Name the hosts that cannot be reached, or that reach nobody, and then the single ways.
-
-    Args:
-        ways: The result of each way, from the connecting host to the listening one.
-        silent: The hosts that joined and then told nothing more.
-        names: The name of each host, by rank.
-    """
+    """Name the hosts that fell silent, that cannot be reached or that reach nobody, and then the single ways."""
     findings = [
         error(
             f"{names[rank]} joined, and then did not answer any more",
