@@ -165,44 +165,42 @@ def test_an_optimizer_over_a_part_of_what_is_trained_is_the_users_choice() -> No
     assert model.body[0].weight.grad is not None
 
 
-def unfreeze_shards() -> str:
+def unfreeze_shards() -> None:
     one, model = fsdp(), stack()
     model.head.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     (prepared,) = one.prepare([model], [SGD(trained, lr=0.1)], [])
-    try:
-        for number in range(STEPS_A_LOOK + 2):
-            if number == 2:
-                prepared.unwrap().head.requires_grad_(True)
+
+    def train_shards(num_steps: int) -> None:
+        for _ in range(num_steps):
             prepared.backward(loss_of(prepared.model, 0))
             step_and_clear(prepared)
-    except PairingError as error:
-        return str(error)
-    finally:
-        one.close()
-    return "trained"
+
+    train_shards(2)
+    prepared.unwrap().head.requires_grad_(True)
+    said = r"^head\.weight: frozen when FSDPStack was prepared, trained now, and held by no"
+    with pytest.raises(PairingError, match=said):
+        train_shards(STEPS_A_LOOK)
+    one.close()
 
 
 def test_shards_unfrozen_later_that_no_optimizer_holds_are_named(run_ranks) -> None:
-    for said in run_ranks(unfreeze_shards):
-        assert said.startswith("head.weight: frozen when FSDPStack was prepared, trained now, and held by no")
+    run_ranks(unfreeze_shards)
 
 
-def step_after_a_change() -> str:
+def step_after_a_change() -> None:
     ddp, model, prepared = prepare_sgd(ddp_backend(), Net())
     assign_parameter(model)
-    try:
+    name = r"body\.0\.weight"
+    with pytest.raises(
+        ReplacedParameterError, match=f"{name} created or assigned; {name} replaced or taken out"
+    ):
         prepared.optimizers[0].step()
-    except ReplacedParameterError as error:
-        return str(error)
-    finally:
-        ddp.close()
-    return "stepped"
+    ddp.close()
 
 
 def test_ddp_refuses_what_it_does_not_average(run_ranks) -> None:
-    for said in run_ranks(step_after_a_change):
-        assert "body.0.weight created or assigned; body.0.weight replaced or taken out" in said
+    run_ranks(step_after_a_change)
 
 
 def renormalised(*, max_norm: float | None) -> dict[str, torch.Tensor]:

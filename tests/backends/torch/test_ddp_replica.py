@@ -137,7 +137,7 @@ def converted(name: str, *, inner: bool = False, **settings: object) -> str:
         backend.close()
 
 
-def each_way(*, slow: bool) -> dict[str, str]:
+def each_way(slow: bool) -> dict[str, str]:
     if not slow:
         return {name: converted(name) for name in CONVERSIONS} | {"inner": converted("double", inner=True)}
     found = {f"at_close {name}": converted(name, reduce="at_close") for name in CONVERSIONS}
@@ -146,13 +146,9 @@ def each_way(*, slow: bool) -> dict[str, str]:
     return found
 
 
-def each_way_of(slow: bool) -> dict[str, str]:
-    return each_way(slow=slow)
-
-
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_replica_that_is_converted_is_refused_at_its_next_backward_or_right(run_ranks, slow: bool) -> None:
-    for found in run_ranks(each_way_of, slow):
+    for found in run_ranks(each_way, slow):
         for name, said in found.items():
             may_be_right = name.startswith("at_close") or "find_unused" in name
             assert (said == "right" and may_be_right) or (
@@ -245,23 +241,13 @@ def test_what_is_written_outside_the_step_is_the_same_on_all_ranks_or_refused(ru
         assert "a step or clip of Written while backward() runs" in found["prepared hook"]
 
 
-def of_a_lazy_module() -> str:
-    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
-    with pytest.raises(ValueError, match="has no shape yet") as caught:
-        backend_of().prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    return str(caught.value)
-
-
-def of_a_wrapped_model() -> str:
+def before_training() -> bool:
     backend = backend_of()
-    model = nn.parallel.DistributedDataParallel(Net())
-    with pytest.raises(ValueError, match="is wrapped in torch's") as caught:
-        backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    return str(caught.value)
-
-
-def through_torch_func() -> bool:
-    (prepared,) = backend_of().prepare([model := Net()], [SGD(model.parameters(), lr=0.1)], [])
+    with pytest.raises(ValueError, match=r"Sequential: 0\.weight has no shape yet \(a lazy module\)"):
+        prepare_sgd(backend, nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1)))
+    with pytest.raises(ValueError, match="Net is wrapped in torch's DistributedDataParallel"):
+        prepare_sgd(backend, nn.parallel.DistributedDataParallel(Net()))
+    _backend, model, prepared = prepare_sgd(backend, Net())
     x = torch.ones(3, 4)
     slopes = [
         torch.func.vmap(torch.func.jacrev(lambda row, one=one: one(row[None])[0, 0]))(x)
@@ -270,12 +256,5 @@ def through_torch_func() -> bool:
     return torch.equal(*slopes)
 
 
-def before_training() -> tuple[str, str, bool]:
-    return of_a_lazy_module(), of_a_wrapped_model(), through_torch_func()
-
-
 def test_what_ddp_cannot_wrap_is_refused_by_name_and_a_transform_goes_through(run_ranks) -> None:
-    for lazy, wrapped, is_equal in run_ranks(before_training):
-        assert "Sequential: 0.weight has no shape yet (a lazy module)" in lazy
-        assert "Net is wrapped in torch's DistributedDataParallel" in wrapped
-        assert is_equal
+    assert run_ranks(before_training) == [True, True]
