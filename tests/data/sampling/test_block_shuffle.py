@@ -103,10 +103,7 @@ def test_a_sampler_gives_the_runs_and_a_loader_shards_them(make_shards, read_tog
 @pytest.mark.parametrize("shuffle", [False, True])
 @reused
 @given(
-    length=st.integers(6, 120),
-    chain=runs,
-    epoch=st.integers(0, 2),
-    even=st.sampled_from(["uneven", "pad"]),
+    length=st.integers(6, 120), chain=runs, epoch=st.integers(0, 2), even=st.sampled_from(["uneven", "pad"])
 )
 @pytest.mark.default_cases("True-node", "False-block")
 def test_any_chain_of_interruptions_gives_every_sample_once(

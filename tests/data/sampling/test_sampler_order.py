@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
-from drivetrain_data import DataStateError, Shard, ShardedLoader, shard_loader, skip_first_batches
+from drivetrain_data import (
+    DataStateError,
+    IndexRangeError,
+    Shard,
+    ShardedLoader,
+    shard_loader,
+    skip_first_batches,
+)
+from drivetrain_data.sampling.sampler_order import DrawnOrder
 from drivetrain_data.state.sampler_parts import copy_of
 
 LENGTH = 20
@@ -356,3 +364,11 @@ def test_a_long_order_that_is_shuffled_in_place_comes_again_and_data_is_not_copi
     copy.restore()
     assert sampler.data is data
     assert sampler.order == order
+
+
+def test_a_drawn_order_is_named_after_its_sampler_and_hands_keys_on() -> None:
+    order = DrawnOrder(["b", "a"], seed=0, size=None)
+    assert order.name == "drawn:list"
+    assert order.take(0, np.arange(order.length(0))) == ["b", "a"]
+    with pytest.raises(IndexRangeError, match="gave index 2"):
+        DrawnOrder([2], seed=0, size=2).take(0, np.arange(1))

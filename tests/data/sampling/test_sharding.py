@@ -6,13 +6,7 @@ from drivetrain_data import Shard
 from drivetrain_data.sampling.sharding import DataSharding
 
 SHARDING = DataSharding(
-    shard=Shard(1, 3),
-    even="uneven",
-    split=False,
-    strategy="interleaved",
-    num_blocks=1,
-    seed=0,
-    for_all=False,
+    shard=Shard(1, 3), even="uneven", split=False, strategy="interleaved", num_blocks=1, seed=0, for_all=False
 )
 
 

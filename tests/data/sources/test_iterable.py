@@ -293,9 +293,7 @@ def test_going_on_is_said_by_one_of_the_ranks_that_read(
     for shard in shards:
         shard.load_state_dict(part.states[-1])
     assert part.samples + read_together(shards).samples == list(range(40))
-    assert caplog.messages == [
-        "going on at sample 24 of a stream: Stream is read and dropped up to there",
-    ]
+    assert caplog.messages == ["going on at sample 24 of a stream: Stream is read and dropped up to there"]
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])

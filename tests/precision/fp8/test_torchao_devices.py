@@ -89,8 +89,7 @@ def test_products_are_counted_where_the_requirements_say_so(kind: str, scaling: 
 
 @ON_DEVICES
 @pytest.mark.parametrize(
-    "scaling",
-    ["tensorwise", *(pytest.param(each, marks=pytest.mark.slow) for each in get_args(Scaling)[1:])],
+    "scaling", ["tensorwise", *(pytest.param(each, marks=pytest.mark.slow) for each in get_args(Scaling)[1:])]
 )
 @pytest.mark.slow
 def test_a_compiled_model_runs_the_same_products(kind: str, scaling: Scaling) -> None:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_precision import PrecisionError, TransformerEngineRecipe
-from drivetrain_precision.fp8.te_layers import (
-    from_te,
-    fuse,
-    to_te,
-)
+from drivetrain_precision.fp8.te_layers import from_te, fuse, to_te
 from drivetrain_precision.fp8.te_recipes import TE_RECIPES, te_recipe, te_unsupported
 
 te: Any = pytest.importorskip("transformer_engine.pytorch", reason="tools/check.py te runs these")
@@ -261,10 +257,7 @@ def test_a_linear_layer_that_does_more_than_a_plain_one_is_not_restored(
             "a Linear is none of Transformer Engine's Linear, LayerNorm, RMSN",
         ),
         (lambda: to_te(to_te(nn.Linear(16, 16))), "is a TELinear, none of"),
-        (
-            lambda: fuse(to_te(nn.LayerNorm(32)), nn.Linear(32, 32, dtype=torch.float64)),
-            "the Linear holds ",
-        ),
+        (lambda: fuse(to_te(nn.LayerNorm(32)), nn.Linear(32, 32, dtype=torch.float64)), "the Linear holds "),
     ],
 )
 def test_what_has_no_counterpart_is_neither_converted_nor_restored(call: Any, message: str) -> None:

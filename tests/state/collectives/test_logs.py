@@ -73,10 +73,7 @@ print("ranks are not connected: make the Accelerator" in refused, *lines, sep="|
 
 def test_a_logger_made_before_the_ranks_met_finds_its_rank_at_each_call(run_ranks_script) -> None:
     told = [rank.stdout.splitlines()[-1] for rank in run_ranks_script(_WITHOUT_A_CONTEXT)]
-    assert told == [
-        "True|before|one|[rank 0] each|[rank 0] turns|after",
-        "True|[rank 1] each|[rank 1] turns",
-    ]
+    assert told == ["True|before|one|[rank 0] each|[rank 0] turns|after", "True|[rank 1] each|[rank 1] turns"]
 
 
 def test_a_logger_in_one_process_needs_no_context(caplog: pytest.LogCaptureFixture) -> None:

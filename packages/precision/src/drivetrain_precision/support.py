@@ -23,10 +23,7 @@ class Support:
 
 
 def _modes(fp16: str, bf16: str, *, levels: tuple[Level, Level] = ("native", "native")) -> dict[str, Support]:
-    return {
-        "fp16": Support(level=levels[0], reason=fp16),
-        "bf16": Support(level=levels[1], reason=bf16),
-    }
+    return {"fp16": Support(level=levels[0], reason=fp16), "bf16": Support(level=levels[1], reason=bf16)}
 
 
 # Device types whose models all support the same; CUDA devices and CPUs are queried individually below.

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain_data.sampling.drawn_order import DrawnBatches, IndexOrder
 from drivetrain_data.sampling.known_samplers import block_order_of, check_undivided, order_of
 from drivetrain_data.sampling.partition import num_steps
+from drivetrain_data.sampling.sampler_order import DrawnBatches, IndexOrder
 from drivetrain_data.sampling.samplers import ItemSampler, OrderSampler, StepSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.whole_batches import WholeBatchSampler

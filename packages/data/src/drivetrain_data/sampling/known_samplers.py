@@ -7,7 +7,6 @@ import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from drivetrain_data.sampling.block_shuffle import BlockOrder
-from drivetrain_data.sampling.drawn_order import DrawnOrder, IndexOrder
 from drivetrain_data.sampling.indices import as_indices, outside_of
 from drivetrain_data.sampling.order import (
     ComputedOrder,
@@ -16,6 +15,7 @@ from drivetrain_data.sampling.order import (
     ShuffledOrder,
     SubsetOrder,
 )
+from drivetrain_data.sampling.sampler_order import DrawnOrder, IndexOrder
 from drivetrain_data.sampling.samplers import PermutationSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.state.sampler_parts import parts_of

@@ -10,9 +10,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from drivetrain_data.sampling.block_shuffle import BlockShuffledOrder
-from drivetrain_data.sampling.drawn_order import IndexOrder
 from drivetrain_data.sampling.order import Order, ShuffledOrder
 from drivetrain_data.sampling.partition import Partition
+from drivetrain_data.sampling.sampler_order import IndexOrder
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from drivetrain_data.sampling.drawn_order import DrawnBatches
 from drivetrain_data.sampling.partition import balanced
+from drivetrain_data.sampling.sampler_order import DrawnBatches
 from drivetrain_data.sampling.samplers import StepSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.sampling.step_info import BatchPlan, look_ahead

@@ -22,8 +22,7 @@ from drivetrain_data.sources.keyed_fetch import (
 )
 from drivetrain_data.sources.torch_loader import rebuild
 from drivetrain_data.sources.wrapped_datasets import epoch_parts, may_draw
-from drivetrain_data.state.sampler_parts import length_of
-from drivetrain_data.state.stateful import StatefulReader
+from drivetrain_data.state.sampler_parts import StatefulReader, length_of
 from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
 
 

@@ -45,12 +45,7 @@ class Rank0Dispatch:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        shard: Shard,
-        *,
-        device: torch.device | None,
-        read_ahead: bool,
+        self, group: dist.ProcessGroup, shard: Shard, *, device: torch.device | None, read_ahead: bool
     ) -> None:
         self._shard = shard
         self._is_reader = dist.get_rank(group) == 0

@@ -3,9 +3,9 @@
 import io
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,19 @@ LOOKED_THROUGH = 1000
 
 _VALUES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _REFERRED_TO = (Dataset, DataLoader, torch.nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+@runtime_checkable
+class StatefulReader(Protocol):
+    """An iterable with a state dict, such as a sampler, Hugging Face's datasets and torchdata's loaders."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state that the iteration depends on."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load a state, from which the next iteration continues."""
+        ...
 
 
 def parts_of(sampler: object) -> Iterator[Any]:

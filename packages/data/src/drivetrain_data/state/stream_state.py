@@ -15,7 +15,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from drivetrain_data.dataset_proxy import DatasetProxy
 from drivetrain_data.randomness.generators import load_plain_states, plain_states, seed_global_generators
 from drivetrain_data.randomness.permutation import hash_key
-from drivetrain_data.state.stateful import StatefulReader
+from drivetrain_data.state.sampler_parts import StatefulReader
 
 logger = logging.getLogger(__name__)
 

@@ -164,9 +164,7 @@ def mxfp8_like(*, weight_gradient: bool) -> nn.Module:
     """Return the layer that others become to compute in MXFP8; with `weight_gradient`, that of the weight too."""
     with torch.device("meta"):
         return BlockedMXFP8Linear(
-            *(1, 1, False),
-            kernel_preference=KernelPreference.AUTO,
-            wgrad_with_hp=not weight_gradient,
+            *(1, 1, False), kernel_preference=KernelPreference.AUTO, wgrad_with_hp=not weight_gradient
         )
 
 

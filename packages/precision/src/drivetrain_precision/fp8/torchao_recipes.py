@@ -19,13 +19,7 @@ from drivetrain_precision.conversion.class_exchange import (
 from drivetrain_precision.conversion.layer_filter import LayerFilter, check_layers
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
-from drivetrain_precision.fp8.hardware_check import (
-    ADA,
-    BLACKWELL,
-    HOPPER,
-    GPUGeneration,
-    check_hardware,
-)
+from drivetrain_precision.fp8.hardware_check import ADA, BLACKWELL, HOPPER, GPUGeneration, check_hardware
 from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements, products_of
 from drivetrain_precision.support import Support
