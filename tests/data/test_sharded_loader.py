@@ -92,15 +92,6 @@ def test_nine_samples_on_four_ranks_are_trained_once_each(make_shards, read_toge
     assert read.held[1] == [[8], [8], [8], [8]]
 
 
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_a_dataset_shorter_than_the_shards_keeps_them_in_step(
-    make_shards, read_together, length: int
-) -> None:
-    read = read_together(make_shards(lambda: DataLoader(Numbers(length), batch_size=4, shuffle=True), 8))
-    assert sorted(read.samples) == list(range(length))
-    assert len(read.plans) == 1
-
-
 @pytest.mark.parametrize("count", COUNTS)
 def test_split_batches_makes_the_loaders_batch_the_sum(make_shards, read_together, count: int) -> None:
     shards = make_shards(lambda: DataLoader(Numbers(21), batch_size=8), count, split_batches=True)
@@ -563,5 +554,8 @@ def test_what_is_not_allowed_is_refused_at_once(arguments: Any, error: type[Exce
 
 
 def test_a_device_may_be_named() -> None:
-    loader = shard_loader(DataLoader(torch.arange(3)), Shard(0, 1), device="meta")
-    assert [batch.device.type for batch in loader] == ["meta"] * 3
+    data = [{"x": torch.ones(2), "name": f"sample {i}"} for i in range(3)]
+    loader = shard_loader(DataLoader(data), Shard(0, 1), device="meta")
+    assert [(batch["x"].device.type, batch["name"]) for batch in loader] == [
+        ("meta", [f"sample {i}"]) for i in range(3)
+    ]

@@ -161,8 +161,11 @@ def test_a_recipe_may_be_given_by_its_name_with_the_settings_of_the_section() ->
         PrecisionError, match=r"precision\.fp8_recipe='torchao_mxfp8', and fp8_recipe='torchao_rowwise'"
     ):
         choose_policy("fp8", CPU, PrecisionSettings(fp8_recipe="torchao_mxfp8"), recipe="torchao_rowwise")
-    with pytest.raises(PrecisionError, match="fp8_recipe='torchao_rowwise' with mixed_precision='bf16'"):
-        choose_policy("bf16", CPU, recipe="torchao_rowwise")
+    for recipe in ("torchao_rowwise", TorchaoRecipe(scaling="rowwise")):
+        with pytest.raises(
+            PrecisionError, match="fp8_recipe='torchao_rowwise' with mixed_precision='bf16': say"
+        ):
+            choose_policy("bf16", CPU, recipe=recipe)
     with pytest.raises(
         PrecisionError, match=r"fp8_recipe='rowwise': there is no such recipe; .*torchao_rowwise"
     ):

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The ranks of one process, and the counts of processes and nodes.
+    """The ranks of one process, from 0, and the counts of processes and nodes.
 
-    Attributes:
-        rank: The rank of this process, 0 to world_size - 1.
-        local_rank: The rank of this process on its node, 0 to local_world_size - 1.
-        world_size: The number of processes.
-        local_world_size: The number of processes on this node.
-        node_rank: The rank of this node, 0 to num_nodes - 1.
-        num_nodes: The number of nodes.
+    `rank` counts over all nodes, `local_rank` on this one, whose own rank is `node_rank`.
     """
 
     rank: int = 0

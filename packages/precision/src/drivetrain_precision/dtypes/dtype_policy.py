@@ -13,6 +13,7 @@ from drivetrain_precision.support import supported_modes
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 HALF = (torch.float16, torch.bfloat16)
+_USES = ("param", "reduce", "output", "buffer")
 WeightUpdate = Literal["nearest", "stochastic", "kahan"]
 
 
@@ -41,10 +42,7 @@ class DtypePolicy:
     def said(self) -> dict[str, object]:
         """Return the settings that were said, by their names in the `precision` section."""
         found: dict[str, object] = {
-            "param_dtype": NAMES.get(self.param) if self.param else None,
-            "reduce_dtype": NAMES.get(self.reduce) if self.reduce else None,
-            "output_dtype": NAMES.get(self.output) if self.output else None,
-            "buffer_dtype": NAMES.get(self.buffer) if self.buffer else None,
+            **{f"{use}_dtype": NAMES.get(getattr(self, use)) for use in _USES},
             "keep_fp32": self.keep_fp32 or None,
             "weight_update": self.update if self.is_update_said else None,
         }
@@ -73,16 +71,10 @@ def choose_dtypes(mode: str, device: torch.device, settings: PrecisionSettings) 
         )
     if update is None and param == "bf16":
         update = "kahan"
+    said = {use: getattr(settings, f"{use}_dtype") for use in _USES}
     return DtypePolicy(
-        param=_dtype(param),
-        reduce=_dtype(settings.reduce_dtype),
-        output=_dtype(settings.output_dtype),
-        buffer=_dtype(settings.buffer_dtype),
+        **{use: DTYPES[name] for use, name in said.items() if name is not None},
         keep_fp32=settings.keep_fp32,
         update=update,
         is_update_said=settings.weight_update is not None,
     )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else DTYPES[name]

@@ -45,19 +45,16 @@ class NonFiniteValue:
         ranks = (
             f", on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
         )
-        if self.where == "output":
-            said = f"the output of {name}, whose inputs were finite"
-        elif self.where == "input":
-            source = "the batch" if self.parent is None else f"{parent} before it"
-            said = f"the input of {name}: it comes from {source}"
-        elif self.where == "output gradient":
-            source = "the loss" if self.parent is None else f"{parent} after it, or from the loss"
-            said = f"the gradient that reaches the output of {name}: it comes from {source}"
-        elif self.where == "input gradient":
-            said = f"the gradient of the input of {name}, of whose output it was finite"
-        else:
-            said = f"the gradient of {self.parameter} of {name}, of whose output it was finite"
-        return said + ranks
+        before = "the batch" if self.parent is None else f"{parent} before it"
+        after = "the loss" if self.parent is None else f"{parent} after it, or from the loss"
+        said = {
+            "output": f"the output of {name}, whose inputs were finite",
+            "input": f"the input of {name}: it comes from {before}",
+            "output gradient": f"the gradient that reaches the output of {name}: it comes from {after}",
+            "input gradient": f"the gradient of the input of {name}, of whose output it was finite",
+            "parameter gradient": f"the gradient of {self.parameter} of {name}, of whose output it was finite",
+        }
+        return said[self.where] + ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
