@@ -78,20 +78,25 @@ def shard_loader(
         for_all=_is_dispatched(loader, shard, dispatch, group),
         compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
-    source = _source_of(loader, sharding)
-    if (agreement := sharding.agreement) is not None:
-        agreement.check_given(source.facts())
-        if compare_samples and not source.reads_forwards:
-            check_map_style(loader, agreement)
-    target = None if device is None else torch.device(device)
-    stage = copies = None
-    if sharding.for_all and group is not None:
-        stage = Rank0Dispatch(group, shard, device=target, read_ahead=read_ahead)
-    if target is not None and target.type != "cpu":  # where a loader's batches already are
-        copies = DeviceCopies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
+    source = _source_of(loader, sharding, compare_samples=compare_samples)
+    target = torch.device("cpu" if device is None else device)
+    copies = _copies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
+    stage = _dispatch(sharding, target, read_ahead=read_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
+
+
+def _copies(device: torch.device, *, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
+    if device.type == "cpu":  # where a loader's batches already are
+        return None
+    return DeviceCopies(device, non_blocking=non_blocking, num_ahead=num_ahead)
+
+
+def _dispatch(sharding: DataSharding, device: torch.device, *, read_ahead: bool) -> Rank0Dispatch | None:
+    if not sharding.for_all or sharding.group is None:
+        return None
+    return Rank0Dispatch(sharding.group, sharding.shard, device=device, read_ahead=read_ahead)
 
 
 def _drops_last(loader: Any) -> bool:
@@ -99,7 +104,17 @@ def _drops_last(loader: Any) -> bool:
     return any(getattr(reader, "drop_last", False) for reader in readers)
 
 
-def _source_of(loader: Any, sharding: DataSharding) -> BatchSource:
+def _source_of(loader: Any, sharding: DataSharding, *, compare_samples: bool) -> BatchSource:
+    """Return the source of a loader's batches, after checking that all ranks were given the same data."""
+    source = _unchecked_source(loader, sharding)
+    if (agreement := sharding.agreement) is not None:
+        agreement.check_given(source.facts())
+        if compare_samples and not source.reads_forwards:
+            check_map_style(loader, agreement)
+    return source
+
+
+def _unchecked_source(loader: Any, sharding: DataSharding) -> BatchSource:
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_iterable:
         check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
