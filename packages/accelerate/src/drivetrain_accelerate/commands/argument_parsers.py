@@ -28,7 +28,7 @@ class CustomArgumentGroup(_Group):
 
 
 class CustomArgumentParser(ArgumentParser):
-    """A parser whose flags may be written with underscores or hyphens, and which tells what was said.
+    """A parser whose flags may be written with underscores or hyphens.
 
     The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may
     be given several times.
@@ -66,13 +66,9 @@ _UNSAID = _Unsaid()
 def parser_of(
     command: str, arguments: type[Any], run: Callable[[Namespace], Any], subparsers: Any = None
 ) -> CustomArgumentParser:
-    """Return the parser of a command.
+    """Return the parser of a command, from the dataclass of its arguments, or add it to the commands of a parser.
 
-    Args:
-        command: The command's name.
-        arguments: The dataclass of its arguments; see `drivetrain_launcher.cli.parser` for the metadata.
-        run: The function that takes what was parsed.
-        subparsers: The commands of a parser to add this one to; None for a parser of its own.
+    `drivetrain_launcher.cli.parser` says what the fields' metadata mean.
     """
     about = (run.__doc__ or "").partition("\n")[0]
     if subparsers is None:

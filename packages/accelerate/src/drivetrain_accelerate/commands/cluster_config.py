@@ -29,15 +29,7 @@ _UNSAID = {"mixed_precision": None, "use_cpu": False, "debug": False, "enable_cp
 
 @dataclass
 class BaseConfig:
-    """The part that every configuration file holds.
-
-    Attributes:
-        compute_environment: The place of the run: this machine, or SageMaker.
-        distributed_type: The way in which processes work together.
-        mixed_precision: The precision of the forward: no, fp16, bf16 or fp8; None if the file does not say.
-        use_cpu: Whether accelerators are left unused.
-        debug: Whether collectives are checked.
-    """
+    """The part that every configuration file holds; `mixed_precision` is None if the file does not say it."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -158,12 +150,7 @@ class ClusterConfig(BaseConfig):
 
 
 def _contents(path: Path, *, is_json: bool) -> object:
-    """Read a file of Accelerate's.
-
-    Raises:
-        OSError: There is no such file, or it is no regular one.
-        ValueError: It is no JSON, or nested too deeply.
-    """
+    """Read a regular file that is not nested too deeply."""
     text = read_text(path)
     if is_json:
         return parse_json(path, text)

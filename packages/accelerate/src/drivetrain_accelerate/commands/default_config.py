@@ -110,13 +110,7 @@ def write_basic_config(
 
 
 def update_config(args: Namespace) -> str:
-    """Write a configuration file again, with what is said today in place of older words.
-
-    Args:
-        args: A namespace whose `config_file` names the file; None for the one in Accelerate's own place.
-
-    Returns:
-        The file.
+    """Write a configuration file, by default the one in Accelerate's own place, again in today's words.
 
     Raises:
         ValueError: There is no such file.

@@ -105,13 +105,10 @@ def launch_command_parser(subparsers: Any = None) -> Any:
 
 
 def launch_command(args: Namespace) -> None:
-    """Start a launch in a process of its own, and wait for its end.
-
-    Args:
-        args: The namespace that `launch_command_parser` has parsed.
+    """Start a launch of what `launch_command_parser` has parsed in a process of its own, and wait for its end.
 
     Raises:
-        CalledProcessError: A rank failed, or the flags cannot be honoured; the launcher has told what.
+        CalledProcessError: A rank failed, or the flags cannot be honoured; the launcher's message says what.
     """
     run_apart(["launch", *words_of(args)], is_quiet=bool(getattr(args, "quiet", None)))
 

@@ -20,11 +20,7 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command that launches a script, on one process or many, and the environment to start it in.
-
-    Args:
-        args: The namespace that `launch_command_parser` has parsed.
-    """
+    """Return the command that launches what `launch_command_parser` has parsed, and its environment."""
     return words_of_process(["launch", *words_of(args)]), environ.child_environment()
 
 

@@ -75,13 +75,7 @@ def create_empty_model(
     trust_remote_code: bool = False,
     access_token: str | None = None,
 ) -> nn.Module:
-    """Build a model of transformers without memory.
-
-    Args:
-        model_name: The model's name on the hub, or its folder.
-        library_name: "transformers", or None for it.
-        trust_remote_code: Whether to run code that comes with the model.
-        access_token: The token for the hub.
+    """Build a model of transformers, by its name on the hub or its folder, without memory.
 
     Raises:
         ValueError: It is a model of another library.
@@ -133,12 +127,9 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,  # noqa: ARG001 MS-AMP is not known here
 ) -> dict[str, int]:
-    """Return what training with Adam takes for weights of that many bytes: -1 for each where it is not known.
+    """Return the bytes that training with Adam takes for weights of that many bytes in float32.
 
-    Args:
-        bytes: The bytes of the weights in float32.
-        mixed_precision: The dtype of the forward: float32, float16 or bfloat16.
-        msamp_config: The level of MS-AMP, which is not used.
+    Each is -1 if `mixed_precision`, the dtype of the forward, is none of float32, float16 and bfloat16.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}

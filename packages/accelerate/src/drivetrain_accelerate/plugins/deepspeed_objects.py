@@ -1,7 +1,7 @@
 """Stand-ins for the optimizer and schedule that a DeepSpeed configuration describes, and what they stand for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
@@ -61,10 +61,7 @@ class DummyScheduler:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
-    """Return the plugin in use.
-
-    Args:
-        state: The `AcceleratorState` of the run.
+    """Return the plugin that an `AcceleratorState` has in use.
 
     Raises:
         ValueError: The state's processes do not train by DeepSpeed, or none of several plugins is chosen.
@@ -132,11 +129,7 @@ def check_said_once(
 
 
 def optimizer_for(stand_in: DummyOptim, config: Mapping[str, Any]) -> Optimizer:
-    """Return torch's optimizer for the section `optimizer`; what is "auto" comes from the stand-in.
-
-    Raises:
-        TranslationError: torch has no optimizer of this type.
-    """
+    """Return torch's optimizer for the section `optimizer`; what is "auto" comes from the stand-in."""
     section: Mapping[str, Any] = config["optimizer"]
     given = section.get("params", {})
     said: dict[str, Any] = {
@@ -157,16 +150,11 @@ def optimizer_for(stand_in: DummyOptim, config: Mapping[str, Any]) -> Optimizer:
     options: dict[str, Any] = {
         each: tuple(value) if isinstance(value, list) else value for each, value in said.items()
     }
-    made: Any = kind
-    return made(stand_in.params, **options)
+    return cast("Any", kind)(stand_in.params, **options)
 
 
 def scheduler_for(stand_in: DummyScheduler, optimizer: Optimizer, config: Mapping[str, Any]) -> LRScheduler:
-    """Return the schedule of the stand-in's function, or else DeepSpeed's for the section `scheduler`.
-
-    Raises:
-        TranslationError: DeepSpeed has no schedule of this type.
-    """
+    """Return the schedule of the stand-in's function, or else DeepSpeed's for the section `scheduler`."""
     if stand_in.lr_scheduler_callable is not None:
         return stand_in.lr_scheduler_callable(optimizer)
     section: Mapping[str, Any] = config["scheduler"]

@@ -72,15 +72,9 @@ def offload_of(value: bool, version: int) -> CPUOffload | OffloadPolicy:
 def mixed_precision_of(
     value: Any, version: int, buffer: torch.dtype | None = None
 ) -> MixedPrecision | MixedPrecisionPolicy:
-    """Return a version's policy for a mode, a dtype or a mapping of three dtypes.
+    """Return a version's policy for a mode, a dtype or a mapping with all of its fields.
 
-    Args:
-        value: "fp32", "fp16", "bf16" or "fp8"; a dtype; or a mapping with all of the version's fields.
-        version: 1 or 2.
-        buffer: Version 1: the dtype of buffers, where it differs.
-
-    Raises:
-        ValueError: The value is none of these.
+    In version 1, buffers may have another dtype.
     """
     names = _DTYPE_FIELDS[version]
     dtypes: dict[str, Any]

@@ -66,12 +66,9 @@ def settings_backend() -> str | None:
 
 
 def launched_plugin() -> dict[str, Any]:
-    """Return the plugin that the launch says, by the name of an Accelerator's argument; nothing if it says none.
+    """Return the plugin that the launch says, if any, by the name of an Accelerator's argument.
 
     A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
-
-    Raises:
-        ValueError: Accelerate's variables ask for two backends.
     """
     asked = [name for name, each in _MADE.items() if value_from(each[0], False)]
     backend = settings_backend()

@@ -1,6 +1,5 @@
 """The options of models whose weights bitsandbytes quantises."""
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from drivetrain_accelerate.plugins.enums import CustomDtype
 from drivetrain_accelerate.plugins.known_fields import options
 
-_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @options
@@ -52,10 +51,7 @@ class BnbQuantizationConfig:
             )
         if not isinstance(self.llm_int8_threshold, int | float):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r}: must be a number")
-        kind = self.bnb_4bit_quant_type
-        if not isinstance(kind, str):
-            raise ValueError(f"bnb_4bit_quant_type={kind!r}: must be 'fp4' or 'nf4'")
-        if kind not in ("fp4", "nf4"):
+        if (kind := self.bnb_4bit_quant_type) not in ("fp4", "nf4"):
             raise ValueError(f"bnb_4bit_quant_type={kind!r}: must be 'fp4' or 'nf4'")
         for name in ("skip_modules", "keep_in_fp32_modules"):
             value = getattr(self, name)
@@ -71,8 +67,6 @@ class BnbQuantizationConfig:
 def _dtype(field: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
-    if not isinstance(value, str):
-        raise ValueError(f"{field}={value!r}: must be a torch.dtype or its name")
-    if value not in _DTYPES:
-        raise ValueError(f"{field}={value!r}: must be one of {', '.join(_DTYPES)}")
+    if not isinstance(value, str) or value not in _DTYPES:
+        raise ValueError(f"{field}={value!r}: must be a torch.dtype, or one of {', '.join(_DTYPES)}")
     return _DTYPES[value]

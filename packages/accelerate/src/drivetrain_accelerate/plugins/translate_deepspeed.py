@@ -69,11 +69,7 @@ def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
 
 
 def deepspeed_precision_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
-    """Return the fields of the `precision` section: the loss scale that a configuration's `fp16` says.
-
-    Raises:
-        TranslationError: The scale does not move.
-    """
+    """Return the fields of the `precision` section: the loss scale that a configuration's `fp16` says."""
     given = plugin.deepspeed_config.get("fp16", {})
     scale = given.get("loss_scale", 0)
     if scale not in (0, "auto"):

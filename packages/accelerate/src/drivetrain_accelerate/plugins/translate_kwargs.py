@@ -123,11 +123,7 @@ _COMMUNICATES_BY = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl",
 
 
 def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
-    """Return the fields of the `ddp` section.
-
-    Raises:
-        TranslationError: A field cannot be honoured.
-    """
+    """Return the fields of the `ddp` section."""
     DDP_FIELDS.check(handler)
     section: dict[str, object] = {
         "broadcast_buffers": handler.broadcast_buffers,
@@ -154,11 +150,7 @@ def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
 
 
 def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
-    """Return the fields of the `precision` section that say how fp16's loss scale moves.
-
-    Raises:
-        TranslationError: The scale is turned off.
-    """
+    """Return the fields of the `precision` section that say how fp16's loss scale moves."""
     SCALER_FIELDS.check(handler)
     section: dict[str, object] = {
         "initial_scale": handler.init_scale,
@@ -172,14 +164,9 @@ def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
 
 
 def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
-    """Refuse a process group that would be another one than drivetrain's; `PartialState` takes its timeout.
+    """Refuse a process group that would be another one than drivetrain's on that kind of device.
 
-    Args:
-        handler: The options of the process group.
-        device_type: The kind of device that trains, such as "cuda".
-
-    Raises:
-        TranslationError: The group would be another one than drivetrain's.
+    `PartialState` takes its timeout.
     """
     own = _COMMUNICATES_BY.get(device_type, "gloo")
     # The default, "nccl", means what fits the device in Accelerate too.
@@ -233,12 +220,7 @@ def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
 
 
 def check_project(configuration: ProjectConfiguration) -> None:
-    """Refuse what a project says about checkpoints that would not be heard.
-
-    Raises:
-        TranslationError: Each node is to store what all share, checkpoints without names of their own are counted, or
-            none is to be kept.
-    """
+    """Refuse options of a project about checkpoints that would have no effect."""
     PROJECT_FIELDS.check(configuration)
     limit = configuration.total_limit
     if limit is not None and not configuration.automatic_checkpoint_naming:

@@ -31,11 +31,7 @@ _TENSORS = Fields(
 
 
 def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object]:
-    """Return the fields of the `fsdp` section: the ranks that share one replica.
-
-    Raises:
-        TranslationError: Matrices or sequences are split.
-    """
+    """Return the fields of the `fsdp` section: the ranks that share one replica."""
     for name in _DIMENSIONS.refused:
         if (size := getattr(configuration, name)) > 1:
             raise _DIMENSIONS.refusal(name, size)
@@ -47,12 +43,7 @@ def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object
 
 
 def check_dimensions(configuration: "ParallelismConfig", *, num_processes: int) -> None:
-    """Check sizes, also against the number of processes; where none is above 1, nothing is said.
-
-    Raises:
-        TranslationError: Matrices or sequences are split.
-        ValueError: The product of the sizes is another number.
-    """
+    """Check sizes, and, where one is above 1, their product against the number of processes."""
     parallelism_sections(configuration)
     if configuration.total_size not in (1, num_processes):
         sizes = ", ".join(
