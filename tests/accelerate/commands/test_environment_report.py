@@ -18,15 +18,9 @@ def test_it_has_the_titles_of_the_real_one(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     theirs = real.env_command(Namespace(config_file=None))
     assert list(mine) == list(theirs)
-    same = (
-        "Platform",
-        "Python version",
-        "Numpy version",
-        "PyTorch version",
-        "PyTorch accelerator",
-        "System RAM",
-    )
-    assert [mine[title] for title in same] == [theirs[title] for title in same]
+    for title in ("Platform", "Python version", "Numpy version", "PyTorch version", "PyTorch accelerator"):
+        assert mine[title] == theirs[title]
+    assert mine["System RAM"] == theirs["System RAM"]
     assert mine["`Accelerate` version"].startswith("1.15.0, by drivetrain-accelerate ")
     assert "Copy-and-paste the text below in your GitHub issue" in text
 

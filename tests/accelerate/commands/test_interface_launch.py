@@ -23,9 +23,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    kept = {
-        name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {name: text for name, text in os.environ.items() if name not in ranks}
     return subprocess.run(
         [sys.executable, "-m", "drivetrain_launcher", *words],
         cwd=folder,
@@ -44,17 +43,18 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_one_process_runs_with_the_interface(folder: Path) -> None:
-    done = run(folder, "launch", "--as-accelerate", "--cpu", "script.py", "--x")
-    assert done.stdout == "InterfaceModule 0 1 1 no ['--x']\n", done.stderr
-
-
-@pytest.mark.slow
-def test_a_module_does_too(folder: Path) -> None:
-    done = run(
-        folder, "launch", "--as-accelerate", "--cpu", "--mixed-precision", "bf16", "-m", "script", "-y"
-    )
-    assert done.stdout == "InterfaceModule 0 1 1 bf16 ['-y']\n", done.stderr
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["script.py", "--x"], "no ['--x']"),
+        (["--mixed-precision", "bf16", "-m", "script", "-y"], "bf16 ['-y']"),
+    ],
+)
+def test_one_process_runs_a_script_or_a_module_with_the_interface(
+    folder: Path, words: list[str], shown: str
+) -> None:
+    done = run(folder, "launch", "--as-accelerate", "--cpu", *words)
+    assert done.stdout == f"InterfaceModule 0 1 1 {shown}\n", done.stderr
 
 
 @pytest.mark.slow

@@ -7,7 +7,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from drivetrain_accelerate.commands.merge_weights import MergeWeightsArguments, merge_command_parser, run
+from drivetrain_accelerate.commands.merge_weights import (
+    MergeWeightsArguments,
+    merge_command,
+    merge_command_parser,
+    run,
+)
 from drivetrain_launcher.errors import LaunchError
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
@@ -29,18 +34,8 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("flags", [[], ["--unsafe_serialization"]])
 def test_weights_of_fsdp_are_those_of_the_real_one(tmp_path: Path, sharded: Path, flags: list[str]) -> None:
-    for name, merge in (("ours", None), ("real", real_merge)):
-        args = merge_command_parser().parse_args([str(sharded), str(tmp_path / name), *flags])
-        if merge is None:
-            run(
-                MergeWeightsArguments(
-                    checkpoint_directory=sharded,
-                    output_path=tmp_path / name,
-                    unsafe_serialization=args.unsafe_serialization,
-                )
-            )
-        else:
-            merge(args)
+    for name, merge in (("ours", merge_command), ("real", real_merge)):
+        merge(merge_command_parser().parse_args([str(sharded), str(tmp_path / name), *flags]))
     (file,) = (path.name for path in (tmp_path / "real").iterdir())
     assert [path.name for path in (tmp_path / "ours").iterdir()] == [file]
     read = load_file if file.endswith(".safetensors") else torch.load

@@ -30,7 +30,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}},
     {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
 ]
-NAMES = (
+NAMES = [
     "a.b.c",
     "a.b",
     "a",
@@ -41,7 +41,7 @@ NAMES = (
     "t.y",
     "none",
     "train_batch_size",
-)
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -113,18 +113,12 @@ FULL: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
+        "params": dict.fromkeys(
+            ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+        ),
     },
     "zero_optimization": {
         "stage": 3,

@@ -1,7 +1,6 @@
 """FullyShardedDataParallelPlugin, held against the installed one."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as Ours
 from drivetrain_config import environ
@@ -218,14 +216,6 @@ def test_the_old_word_is_told_of_once_for_all_ranks(caplog: pytest.LogCaptureFix
     assert [record.getMessage() for record in caplog.records] == [
         "sharding_strategy is the word of old versions for reshard_after_forward"
     ]
-
-
-def test_policies_of_the_plugin_are_torchs_own() -> None:
-    plugin = Ours(auto_wrap_policy="transformer_based_wrap")
-    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    plugin.set_auto_wrap_policy(Model())
-    assert isinstance(plugin.auto_wrap_policy, partial)
-    assert Ours(auto_wrap_policy="size_based_wrap").auto_wrap_policy is size_based_auto_wrap_policy
 
 
 def test_transformers_makes_it_from_training_arguments() -> None:

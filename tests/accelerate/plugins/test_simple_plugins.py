@@ -23,16 +23,8 @@ from accelerate import parallelism_config as real_parallelism
 COMPILE: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {}),
     ({"backend": "inductor"}, {}),
-    (
-        {
-            "backend": "EAGER",
-            "mode": "max-autotune",
-            "fullgraph": True,
-            "dynamic": False,
-            "options": {"a": 1},
-        },
-        {},
-    ),
+    ({"backend": "EAGER", "mode": "max-autotune", "fullgraph": True}, {}),
+    ({"backend": "EAGER", "dynamic": False, "options": {"a": 1}}, {}),
     ({"backend": "bogus"}, {}),
     ({"disable": True, "use_regional_compilation": True}, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
     ({}, {"ACCELERATE_DYNAMO_MODE": "reduce-overhead", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "1"}),
@@ -115,14 +107,17 @@ def test_fields_and_variables_become_what_the_real_one_makes_of_them(
 
 PROPERTIES = (
     *("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names", "fsdp_dim_names"),
+    *("total_size", "non_data_parallel_size", "data_parallel_size"),
     *(
-        "total_size",
-        "non_data_parallel_size",
-        "data_parallel_size",
         "dp_replicate_enabled",
         "dp_shard_enabled",
+        "tp_enabled",
+        "cp_enabled",
+        "sp_enabled",
+        "active_mesh_dims",
+        "cp_backend",
+        "sp_backend",
     ),
-    *("tp_enabled", "cp_enabled", "sp_enabled", "active_mesh_dims", "cp_backend", "sp_backend"),
     *("tp_handler", "cp_handler", "sp_handler"),
 )
 SIZES: list[dict[str, Any]] = [

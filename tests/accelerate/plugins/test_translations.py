@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from drivetrain.settings import RunSettings
 from drivetrain_accelerate.plugins import (
     translate_deepspeed,
     translate_fp8,
@@ -467,7 +465,6 @@ def test_checkpoints_of_a_project() -> None:
     for none in (0, -1):
         with pytest.raises(TranslationError, match="say 1 or more, or None to keep all"):
             checkpoint(total_limit=none, automatic_checkpoint_naming=True)
-    assert RunSettings(project_dir=Path("x")).project_dir == Path("x")
 
 
 def test_dimensions() -> None:
