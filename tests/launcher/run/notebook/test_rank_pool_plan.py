@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan, plan_rank_pool
+from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan, check_supported, plan_rank_pool
 
 
 def test_each_rank_has_the_notebooks_variables_with_its_own_rank() -> None:
@@ -44,3 +44,25 @@ def test_a_tpu_runtime_is_refused_unless_the_cpu_is_asked_for(monkeypatch: pytes
     with pytest.raises(LaunchError, match="this Kaggle runtime has a TPU, which drivetrain does not drive"):
         plan_rank_pool(None)
     assert plan_rank_pool(2, cpu=True).num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_processes", "place"),
+    [
+        ({"COLAB_RELEASE_TAG": "release-colab-20260101", "TPU_NAME": "x"}, None, "this Colab runtime"),
+        ({"COLAB_BACKEND_VERSION": "next", "PJRT_DEVICE": "TPU"}, 8, "this Colab runtime"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "TPU_ACCELERATOR_TYPE": "v3-8"}, 8, "this Kaggle runtime"),
+        ({"COLAB_TPU_ADDR": "10.0.0.2:8470"}, 2, "this machine"),
+        ({"COLAB_RELEASE_TAG": "x", "PJRT_DEVICE": "TPU"}, 1, None),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "PJRT_DEVICE": "CUDA"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_tpu_is_refused_but_for_one_process(
+    environment: dict[str, str], num_processes: int | None, place: str | None
+) -> None:
+    if place is None:
+        check_supported(environment, num_processes=num_processes)
+        return
+    with pytest.raises(LaunchError, match=rf"^num_processes={num_processes}: {place} has a TPU"):
+        check_supported(environment, num_processes=num_processes)

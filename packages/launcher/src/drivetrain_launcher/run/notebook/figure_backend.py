@@ -9,11 +9,9 @@ import socket
 
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from drivetrain_config import environ
-from drivetrain_launcher.run.notebook.figures import CHANNEL_VARIABLE
-from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel, new_content
+from drivetrain_launcher.run.notebook.rank_channel import CHANNEL_VARIABLE, Message, RankChannel, new_content
 
 # matplotlib takes the canvas by this name.
 FigureCanvas = FigureCanvasAgg
@@ -24,13 +22,9 @@ def show(*_: object, **__: object) -> None:
     number = environ.read(CHANNEL_VARIABLE)
     for figure in pyplot.get_fignums():
         if number is not None and environ.read("RANK") == "0":
-            _send(pyplot.figure(figure), int(number))
+            channel = RankChannel(socket.socket(fileno=os.dup(int(number))))
+            with new_content() as content:
+                pyplot.figure(figure).savefig(content, format="png", bbox_inches="tight")
+                channel.send(Message.FIGURE, content)
+            channel.close()
     pyplot.close("all")
-
-
-def _send(figure: Figure, number: int) -> None:
-    channel = RankChannel(socket.socket(fileno=os.dup(number)))
-    with new_content() as content:
-        figure.savefig(content, format="png", bbox_inches="tight")
-        channel.send(Message.FIGURE, content)
-    channel.close()

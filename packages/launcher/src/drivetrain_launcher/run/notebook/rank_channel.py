@@ -12,6 +12,11 @@ from enum import Enum
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+# What matplotlib imports as its backend in the ranks of a notebook that shows figures inline.
+FIGURE_BACKEND = "module://drivetrain_launcher.run.notebook.figure_backend"
+# The variable that tells a rank the number of its channel's socket.
+CHANNEL_VARIABLE = "NOTEBOOK_CHANNEL"
+
 
 class Message(Enum):
     """The messages of both sides.

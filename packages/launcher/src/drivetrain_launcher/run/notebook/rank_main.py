@@ -16,9 +16,15 @@ from typing import IO, Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.run.notebook.call_messages import CallSetup, Failed
-from drivetrain_launcher.run.notebook.figures import BACKEND, CHANNEL_VARIABLE
 from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
-from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel, new_content, view_content
+from drivetrain_launcher.run.notebook.rank_channel import (
+    CHANNEL_VARIABLE,
+    FIGURE_BACKEND,
+    Message,
+    RankChannel,
+    new_content,
+    view_content,
+)
 from drivetrain_launcher.run.notebook.rank_state import (
     free_memory,
     leave_groups,
@@ -117,7 +123,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if end.code not in (None, 0):
             raise
         value = None  # the function's own way to end early
-    if BACKEND.removeprefix("module://") in sys.modules:
+    if FIGURE_BACKEND.removeprefix("module://") in sys.modules:
         from drivetrain_launcher.run.notebook.figure_backend import show
 
         show()

@@ -7,15 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.run.failures import describe_root, find_root
-from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Outcome
+from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Interrupts, Outcome
 from drivetrain_launcher.run.notebook.call_messages import CallSetup, Returned
-from drivetrain_launcher.run.notebook.figures import show_png
-from drivetrain_launcher.run.notebook.interrupts import Interrupts
 from drivetrain_launcher.run.notebook.output import OutputView
 from drivetrain_launcher.run.notebook.pickled_call import PickledCall
 from drivetrain_launcher.run.notebook.rank_channel import Message, new_content
@@ -127,7 +125,7 @@ class RankPool:
         call = Call(
             self._ranks,
             OutputView(sys.stdout, sys.stderr, num_ranks=self._plan.num_processes),
-            show_figure=show_png,
+            show_figure=_show_png,
             grace_seconds=_GRACE_SECONDS,
         )
         with Interrupts() as interrupts:
@@ -193,6 +191,14 @@ class RankPool:
             ) from error
         self._modules = {**self._modules, **modules}
         return value
+
+
+def _show_png(content: IO[bytes]) -> None:
+    """Show a figure in the cell that runs."""
+    from IPython.display import Image, display
+
+    content.seek(0)
+    display(Image(data=content.read(), format="png"))
 
 
 def _raise_root(failed: Sequence[FailedRank]) -> NoReturn:

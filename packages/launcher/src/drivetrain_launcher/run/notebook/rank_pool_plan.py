@@ -5,10 +5,24 @@ from dataclasses import dataclass, field
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.host_detection import Host, detect_host
+from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
-from drivetrain_launcher.run.notebook.figures import BACKEND
-from drivetrain_launcher.run.notebook.hosted import check_supported, detect_notebook_host
+from drivetrain_launcher.run.notebook.rank_channel import FIGURE_BACKEND
+
+# A variable that a provider sets in each of the notebooks that it hosts, and the provider's name.
+_PROVIDERS = {
+    "COLAB_RELEASE_TAG": "Colab",
+    "COLAB_BACKEND_VERSION": "Colab",
+    "KAGGLE_KERNEL_RUN_TYPE": "Kaggle",
+}
+# Variables that runtimes with a TPU have.
+_TPU_VARIABLES = (
+    "COLAB_TPU_ADDR",
+    "TPU_NAME",
+    "TPU_WORKER_ID",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_PROCESS_ADDRESSES",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +50,7 @@ class RankPoolPlan:
         if self.num_processes > 1:
             common.setdefault("OMP_NUM_THREADS", "1")  # as under `drivetrain launch`
         if "backend_inline" in common.get("MPLBACKEND", ""):
-            common["MPLBACKEND"] = BACKEND
+            common["MPLBACKEND"] = FIGURE_BACKEND
         plan = LaunchPlan(
             mode="elastic",
             target=LaunchTarget(name="a function"),
@@ -74,22 +88,33 @@ def plan_rank_pool(
             f"num_processes={num_processes!r}: must be an integer of at least 1, the processes to start"
         )
     if not cpu:
-        check_supported(detect_notebook_host(environ.child_environment()), num_processes=num_processes)
+        check_supported(environ.child_environment(), num_processes=num_processes)
     host = detect_host("cpu" if cpu else "auto")
+    if num_processes is None:
+        num_processes = max(1, host.accelerator_count)
+    elif host.accelerator is not None and num_processes > host.accelerator_count:
+        raise LaunchError(
+            f"num_processes={num_processes}: this machine has {host.accelerator_count} {host.accelerator} devices to "
+            f"give them; say at most {host.accelerator_count}, or use debug_launcher, which trains on the CPU"
+        )
     variables = {} if mixed_precision is None else {"DRIVETRAIN_RUN__MIXED_PRECISION": mixed_precision}
     if cpu:
         variables["DRIVETRAIN_STATE__DEVICE"] = "cpu"
-    return RankPoolPlan(
-        num_processes=_count(num_processes, host), variables=variables, master_port=master_port
-    )
+    return RankPoolPlan(num_processes=num_processes, variables=variables, master_port=master_port)
 
 
-def _count(asked: int | None, host: Host) -> int:
-    if asked is None:
-        return max(1, host.accelerator_count)
-    if host.accelerator is not None and asked > host.accelerator_count:
+def check_supported(environment: Mapping[str, str], *, num_processes: int | None) -> None:
+    """Refuse to launch on a TPU, unless the caller asks for this process only.
+
+    Raises:
+        LaunchError: The runtime has a TPU, and `num_processes` is not 1.
+    """
+    has_tpu = environment.get("PJRT_DEVICE") == "TPU" or any(name in environment for name in _TPU_VARIABLES)
+    if has_tpu and num_processes != 1:
+        provider = next((name for variable, name in _PROVIDERS.items() if variable in environment), None)
+        where = f"this {provider} runtime" if provider else "this machine"
         raise LaunchError(
-            f"num_processes={asked}: this machine has {host.accelerator_count} {host.accelerator} devices to give "
-            f"them; say at most {host.accelerator_count}, or use debug_launcher, which trains on the CPU"
+            f"num_processes={num_processes}: {where} has a TPU, which drivetrain does not drive; choose a GPU "
+            "runtime, or use debug_launcher, which trains on the CPU; num_processes=1 calls the function in this "
+            "process, whatever it does there"
         )
-    return asked

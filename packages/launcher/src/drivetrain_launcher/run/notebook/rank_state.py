@@ -42,15 +42,12 @@ def user_modules(*, since_ns: int) -> dict[str, int]:
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and not file.startswith(libraries) and _is_source_of_user(file):
+        if not isinstance(file, str) or file.startswith(libraries) or not file.endswith(".py"):
+            continue
+        if not any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages")):
             try:
                 changed = Path(file).stat().st_mtime_ns
             except OSError:
                 continue
             found[file] = changed if changed < since_ns else 0
     return found
-
-
-def _is_source_of_user(file: str) -> bool:
-    is_installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
-    return file.endswith(".py") and not is_installed
