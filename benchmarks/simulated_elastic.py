@@ -23,7 +23,7 @@ from name_servers import leave_name_servers
 from rounds import RESULTS, Table, report
 
 from drivetrain_launcher.membership.decision import Limits
-from drivetrain_launcher.membership.errors import RunOverError
+from drivetrain_launcher.membership.round_store import RunOverError
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 
 SIZES = (16, 64, 512)

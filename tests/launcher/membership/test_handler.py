@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.decision import Limits
-from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
+from drivetrain_launcher.membership.member import RoundOverError, RunOverError
 from processes import free_port
 
 LIMITS = Limits(min_nodes=1, max_nodes=2, silence_seconds=20, gather_seconds=60, wait_seconds=60)

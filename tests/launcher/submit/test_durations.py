@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.submit.durations import duration_seconds
+from drivetrain_launcher.submit.job_planner import duration_seconds
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ tests/launcher/test_compat.py holds each one to what is relied on, and docs/plat
 Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
 """
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -114,3 +115,25 @@ def remaining_restarts(agent: LocalElasticAgent) -> int:
 def forgo_restarts(agent: LocalElasticAgent) -> None:
     """Have the agent restart the ranks no more."""
     agent._remaining_restarts = 0  # pyright: ignore[reportPrivateUsage]
+
+
+# These loggers report failed and stopped ranks, which the launcher reports itself, once and shorter.
+_TALKERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)
+
+
+@contextmanager
+def silence_torch() -> Generator[None]:
+    """Run the block without torch's log messages about ranks."""
+    loggers = [logging.getLogger(name) for name in _TALKERS]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -10,7 +10,6 @@ from torch.distributed import TCPStore
 
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
 from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
-from drivetrain_launcher.membership.errors import RunOverError
 
 Result = TypeVar("Result")
 
@@ -28,6 +27,22 @@ _BEATS_IN_A_SILENCE = 12
 _LONGEST_BEAT_SECONDS = 0.5
 # A node that was frozen for this fraction of that silence may have been given up: its ranks end before anything else.
 _FENCED_FRACTION = 0.8
+
+
+class RunOverError(RuntimeError):
+    """The run is over for this node; the message says why.
+
+    Attributes:
+        exit_code: The exit code for the shell.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RoundOverError(RuntimeError):
+    """The round ended while this node waited for the others in it; it gets ready for the next."""
 
 
 class Member:

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from torch.distributed import DistStoreError, Store, TCPStore
 
-from drivetrain_launcher.membership.errors import RoundOverError
-from drivetrain_launcher.membership.member import Member
+from drivetrain_launcher.membership.member import Member, RoundOverError
 
 Result = TypeVar("Result")
 

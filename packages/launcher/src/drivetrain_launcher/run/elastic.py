@@ -30,10 +30,11 @@ from drivetrain_launcher.compat import (
     poll_exit_codes,
     ranks_started_by,
     remaining_restarts,
+    silence_torch,
 )
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.membership.errors import RoundOverError, RunOverError
 from drivetrain_launcher.membership.handler import ElasticNodes
+from drivetrain_launcher.membership.member import RoundOverError, RunOverError
 from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.failures import (
@@ -56,7 +57,6 @@ from drivetrain_launcher.run.preload.preloader import Preloader
 from drivetrain_launcher.run.rank_starter import RankStarter
 from drivetrain_launcher.run.signals import StopSignals
 from drivetrain_launcher.run.stopped_ranks import StoppedRanks
-from drivetrain_launcher.run.torch_messages import silence_torch
 from drivetrain_launcher.run.worker_logs import WorkerLogs
 from drivetrain_messages import say
 

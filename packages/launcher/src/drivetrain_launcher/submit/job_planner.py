@@ -1,5 +1,6 @@
 """Build the request of a job from the arguments of `drivetrain submit` and the settings of its launch. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,8 @@ from drivetrain_launcher.plan.host_detection import Host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.settings import LaunchSettings
-from drivetrain_launcher.submit.durations import duration_seconds
 from drivetrain_launcher.submit.launch_line import LaunchLine, plan_launch_line, said_in_launch
-from drivetrain_launcher.submit.pairs import read_options
+from drivetrain_launcher.submit.named_values import read_options
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 
 _DEFAULT_LOG_DIR = Path("logs")
@@ -217,3 +217,33 @@ def _check_words(request: JobRequest) -> None:
             raise LaunchError(
                 f"{text!r}: has a NUL character or is not UTF-8; a job cannot be given such an argument"
             )
+
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII | re.IGNORECASE)
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", re.ASCII)
+
+
+def duration_seconds(text: str) -> int:
+    """Return the number of seconds that a text states.
+
+    Args:
+        text: Hours, minutes and seconds ("12:00:00"), with days in front ("1-12:00:00"), or numbers with units
+            ("90m", "1d12h").
+
+    Raises:
+        LaunchError: The text has another form, or states no time at all. A number alone is refused, since clusters
+            differ on its unit.
+    """
+    stripped = text.strip()
+    form = _CLOCK.fullmatch(stripped) or _PARTS.fullmatch(stripped)
+    seconds = 0
+    if form is not None:
+        seconds = sum(
+            int(count or 0) * unit for count, unit in zip(form.groups(), _SECONDS.values(), strict=True)
+        )
+    if seconds < 1:
+        raise LaunchError(
+            f"time {text!r}: say hours, minutes and seconds, 12:00:00, or units, 90m, 12h or 1d12h"
+        )
+    return seconds

@@ -1,9 +1,11 @@
 """Ask the questions of a questionnaire until none is left."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, Protocol
 
+from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, UsageError
 from drivetrain_launcher.wizard.answer_check import check_answer, read_answer
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key, Question, plan_questions
@@ -108,3 +110,32 @@ def _offer(asker: Asker, further: Mapping[str, str]) -> str | None:
     return asker.choose(
         "Set anything else?", "the defaults of what is left suit most runs", (done, *sections)
     ).value
+
+
+_WITHOUT_QUESTIONS = (
+    "say --yes to take every recommended answer, with flags for those that differ, or --from FILE"
+)
+
+
+def choose_asker() -> Asker:
+    """Return the asker for this terminal.
+
+    Raises:
+        LaunchError: There is no terminal to ask on, it cannot move its cursor, or questionary is missing.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise LaunchError(f"there is no terminal to ask on: {_WITHOUT_QUESTIONS}")
+    if (term := environ.read("TERM")) in (None, "", "dumb"):
+        raise LaunchError(
+            f"TERM={term or ''}: the questions need a terminal that can move its cursor; set TERM to the terminal's "
+            f"kind, such as xterm-256color, or {_WITHOUT_QUESTIONS}"
+        )
+    try:
+        from drivetrain_launcher.wizard.arrow_asker import ArrowAsker
+    except ModuleNotFoundError as error:
+        if error.name != "questionary":
+            raise
+        raise LaunchError(
+            f"the questions need questionary: pip install 'drivetrain-launcher[wizard]', or {_WITHOUT_QUESTIONS}"
+        ) from error
+    return ArrowAsker()

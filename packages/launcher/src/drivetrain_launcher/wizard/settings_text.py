@@ -1,13 +1,17 @@
 """Write settings as commented YAML, each with its help and the reason for its value."""
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING
+from pathlib import Path
 from shlex import quote
 from textwrap import wrap
 from typing import Any
 
 from drivetrain_config.settings.schema import FieldSpec, flag_name, specs
 from drivetrain_config.values.kinds import plain
+from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, in_order
 
 _WIDTH = 96
@@ -108,3 +112,34 @@ def _comment(text: str, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def backup_of(path: Path) -> Path:
+    """Return the path to which an earlier file is moved."""
+    return path.with_name(f"{path.name}.bak")
+
+
+def write_settings(path: Path, text: str) -> Path | None:
+    """Write a settings file.
+
+    Returns:
+        The path of the copy of the file that was there; None if there was none.
+
+    Raises:
+        LaunchError: The file cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = backup_of(path) if path.exists() else None
+        if kept is not None:
+            kept.write_bytes(path.read_bytes())
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # it may not even be there
+            beside.unlink()
+        raise LaunchError(
+            f"{path}: cannot be written: {error.strerror}; say --output FILE in a folder that you may write to"
+        ) from error
+    return kept

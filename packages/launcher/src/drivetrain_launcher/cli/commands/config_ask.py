@@ -17,12 +17,10 @@ from drivetrain_config.settings.vocabulary import check_field, converted
 from drivetrain_config.source import Entry, Source
 from drivetrain_config.values.kinds import field_types
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.wizard.choose_asker import choose_asker
-from drivetrain_launcher.wizard.interview import Asker, ask_all, take_recommended
+from drivetrain_launcher.wizard.interview import Asker, ask_all, choose_asker, take_recommended
 from drivetrain_launcher.wizard.machine_facts import MachineFacts, detect_machine
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
-from drivetrain_launcher.wizard.settings_text import launch_line, settings_text
-from drivetrain_launcher.wizard.settings_writer import backup_of, write_settings
+from drivetrain_launcher.wizard.settings_text import backup_of, launch_line, settings_text, write_settings
 from drivetrain_messages import say
 
 _FILE = Path("drivetrain.yaml")

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_launcher.cli.commands.config_validate import file_or_found
+from drivetrain_launcher.wizard.settings_text import write_settings
 from drivetrain_launcher.wizard.settings_update import parse_change, updated_text
-from drivetrain_launcher.wizard.settings_writer import write_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, mi
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_launcher.submit.job_planner import plan_job
-from drivetrain_launcher.submit.pairs import read_variables
+from drivetrain_launcher.submit.named_values import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 from drivetrain_messages import say, suggest
 

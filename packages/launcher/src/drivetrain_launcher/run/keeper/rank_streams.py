@@ -10,7 +10,7 @@ from contextlib import suppress
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.keeper import Keeper
 from drivetrain_launcher.run.keeper.keeper_messages import Stream
-from drivetrain_launcher.run.output.palette import prefix_of
+from drivetrain_launcher.run.output.terminals import prefix_of
 
 _PIPE_BYTES = 1 << 18
 # Where a launcher without a terminal of its own would take a pseudo-terminal that it opens for one.

@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.submit.pairs import read_options, read_variables
+from drivetrain_launcher.submit.named_values import read_options, read_variables
 
 HERE = {"TOKEN": "secret", "EMPTY": ""}.get
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from drivetrain_launcher.run.output.palette import COLOURS, is_coloured, prefix_of
+from drivetrain_launcher.run.output.terminals import COLOURS, is_coloured, prefix_of
 
 
 def luminance(colour: int) -> float:
