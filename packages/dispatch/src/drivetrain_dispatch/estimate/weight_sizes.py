@@ -59,7 +59,11 @@ def sizes_of_files(path: Path) -> WeightSizes:
     num_parameters = 0
     for name, file in open_weights(path).items():
         count = prod(file.tensor_shape(name))
-        blocks[_block_of(name)] += count
+        parts = name.split(
+            "."
+        )  # a block's name ends with the first number, "model.layers.3"; else the module's
+        at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+        blocks[".".join(parts[: at + 1])] += count
         num_parameters += count
     largest = max(blocks, key=lambda name: blocks[name], default="")
     return WeightSizes(
@@ -68,10 +72,3 @@ def sizes_of_files(path: Path) -> WeightSizes:
         largest_block=largest,
         largest_block_parameters=blocks.get(largest, 0),
     )
-
-
-def _block_of(name: str) -> str:
-    """Return the part of a tensor's name up to its first number, "model.layers.3", else its module's name."""
-    parts = name.split(".")
-    at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
-    return ".".join(parts[: at + 1])

@@ -257,25 +257,24 @@ class _Load:
         def read(targets: Mapping[str, Tensor]) -> None:
             self.reader.read(self.checkpoint, targets, boxes, progress.add)
 
+        def packed(
+            planned: PlannedTensor, packer: WeightPacker
+        ) -> nn.Parameter:  # one weight is held in full
+            memory = self.reader.together(lambda: packer.allocate(planned))
+            read(memory)
+            return self.reader.together(lambda: packer.pack(planned, memory))
+
         if mapped:
             progress.add(mapped)
         read(self.values)
         for index, planned in enumerate(plan.tensors):
-            if planned.is_quantized:
+            if planned.is_quantized and self.packer is not None:
                 try:
-                    self.values[planned.stored] = self._packed(planned, read)
+                    self.values[planned.stored] = packed(planned, self.packer)
                 except (torch.OutOfMemoryError, MemoryError) as error:
                     raise no_room(planned, plan.tensors[:index], plan.tensors) from error
         self.checkpoint.check_unchanged()
         return [change for planned in plan.tensors for change in self._changes(planned)]
-
-    def _packed(self, planned: PlannedTensor, read: Callable[[Mapping[str, Tensor]], None]) -> nn.Parameter:
-        """Read and pack a weight; what was read of it is dropped, so that only one weight is held in full."""
-        packer = self.packer
-        assert packer is not None
-        memory = self.reader.together(lambda: packer.allocate(planned))
-        read(memory)
-        return self.reader.together(lambda: packer.pack(planned, memory))
 
     def _changes(self, planned: PlannedTensor) -> list[Assignment]:
         """Return the changes for one tensor: its value, or the layer that a packed weight brings with it."""

@@ -93,7 +93,7 @@ class OptimizerOffload:
         @wraps(step)
         def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             groups = cast("list[dict[str, list[Tensor]]]", optimizer.param_groups)
-            state = cast("Mapping[Tensor, object]", optimizer.state)
+            state = cast("dict[Tensor, object]", optimizer.state)
             if all(parameter in state for group in groups for parameter in group["params"]):
                 return step(*args, **kwargs)
             before = len(state)
@@ -101,20 +101,15 @@ class OptimizerOffload:
                 with _Making(self):
                     output = step(*args, **kwargs)
             except WeightFilesError:
-                self._drop_unfinished(optimizer, before)
+                new = list(state)[before:]
+                for parameter in new:  # what was not created in full is created by the next step
+                    if not state[parameter] or parameter is new[-1]:
+                        del state[parameter]
                 raise
             self._keep_all(optimizer)
             return output
 
         return stepped
-
-    def _drop_unfinished(self, optimizer: Optimizer, before: int) -> None:
-        """Drop the state that a step could not create in full; the next step creates it."""
-        state = cast("dict[Tensor, dict[str, object]]", optimizer.state)
-        new = list(state)[before:]
-        for parameter in new:
-            if not state[parameter] or parameter is new[-1]:
-                del state[parameter]
 
 
 class _Making(TorchFunctionMode):

@@ -97,19 +97,16 @@ class OpRecorder(TorchDispatchMode):
             owners = (self._owners.get(tensor.untyped_storage()) for tensor in inputs)
             self._last = next((owner for owner in owners if owner is not None), self._last)
         for tensor in chain(inputs, outputs):
-            self._see(tensor)
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta or storage in self._owners or storage in self._memories:
+                continue
+            number, new_bytes = self._num_memories, storage.nbytes()
+            self._memories[storage] = number
+            self._num_memories += 1
+            self.changes.append(MemoryChange(self._last, number, new_bytes))
+            weakref.finalize(storage, self._forget, number, new_bytes).atexit = False
         if flops or size_bytes:
             self.operations.append(MeasuredOperation(self._last, flops, size_bytes))
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if not tensor.is_meta or storage in self._owners or storage in self._memories:
-            return
-        number, size_bytes = self._num_memories, storage.nbytes()
-        self._memories[storage] = number
-        self._num_memories += 1
-        self.changes.append(MemoryChange(self._last, number, size_bytes))
-        weakref.finalize(storage, self._forget, number, size_bytes).atexit = False
 
     def _forget(self, number: int, size_bytes: int) -> None:
         self.changes.append(MemoryChange(self._last, number, -size_bytes))
@@ -122,7 +119,9 @@ class OpRecorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation and record it."""
-        given = _on_meta(args)
+        given = args
+        if any(tensor.is_meta for tensor in tensors_in(args)):  # a small table may hold data, for example
+            given = map_tensors(args, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)
         before = self._flops.get_total_flops()
         result = func(*given, **(kwargs or {}))
         inputs, outputs = list(tensors_in((given, kwargs or {}))), list(tensors_in(result))
@@ -207,10 +206,3 @@ def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
 def _size_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor; for an expanded tensor, at most those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with all tensors on the meta device if any is: a small table may hold data, for example."""
-    if not any(tensor.is_meta for tensor in tensors_in(args)):
-        return args
-    return map_tensors(args, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)
