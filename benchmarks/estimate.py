@@ -22,8 +22,7 @@ from rounds import Table, parse_arguments, report, take_turns
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from drivetrain_dispatch.cli.huggingface import whole_classes
-from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs
+from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, memory_of_rank
 from drivetrain_dispatch.estimate.step_memory import (

@@ -23,7 +23,7 @@ def truth(value: object, *, of: str) -> bool:
     """Return the truth value that a bool, a number or a word in any case means.
 
     Args:
-        value: What to read.
+        value: The value to read.
         of: The name of the field or variable, for the message.
 
     Raises:

@@ -19,7 +19,7 @@ _MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "mps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCapability:
-    """Whether a device trains in float16, bfloat16 and, in matrix products, the 8-bit float formats.
+    """The formats that a device trains in: float16, bfloat16 and, in matrix products, 8-bit floats.
 
     A dtype counts if dedicated units, or kernels that save time or memory, support it.
     """

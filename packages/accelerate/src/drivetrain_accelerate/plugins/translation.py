@@ -1,4 +1,4 @@
-"""What becomes of each field of Accelerate's options: a setting of drivetrain's, an error, or nothing."""
+"""The translation of each field of Accelerate's options: a setting of drivetrain's, an error, or nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,10 +11,10 @@ class TranslationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What becomes of each field of a class of options.
+    """The translation of each field of a class of options.
 
     Attributes:
-        owner: The class.
+        owner: The name of the class.
         translated: The fields that become settings, with the settings' names; some of their values are refused.
         refused: The fields of which any value but the default is refused, with the part of drivetrain that it would
             concern, and what to do instead.
@@ -34,7 +34,7 @@ class Fields:
         """Return the error for a value that cannot be honoured.
 
         Args:
-            name: The field.
+            name: The name of the field.
             value: The value that was given.
             instead: The reason and the way out; by default those of the table.
             ours: The part of drivetrain that it would concern; by default the table's.

@@ -85,7 +85,7 @@ def meet(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Host:
-    """This host's part in the meeting."""
+    """The part of this host in the meeting."""
 
     checked: CheckedRun
     meeting: HostMeeting

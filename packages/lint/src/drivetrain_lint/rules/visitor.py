@@ -38,12 +38,12 @@ class VisitedCall:
 
     @property
     def is_backward(self) -> bool:
-        """Whether this is a `backward`, the Accelerator's or a loss's."""
+        """True for a `backward`, the Accelerator's or a loss's."""
         return self.method == "backward" and not self.name.startswith("torch.autograd")
 
     @property
     def is_optimizer_step(self) -> bool:
-        """Whether this is the step of an optimizer."""
+        """True for the step of an optimizer."""
         return self.method == "step" and is_optimizer(self.program, self.owner)
 
     @property
