@@ -44,6 +44,11 @@ def test_a_function_may_have_60_lines_and_no_more(prefix: str) -> None:
     assert "long() has 61 lines" in finding.message
 
 
+def test_a_functions_docstring_is_no_part_of_its_length() -> None:
+    described = function_of(60).replace("():\n", '():\n    """Say.\n\n    More.\n    """\n')
+    assert room(described) == []
+
+
 @pytest.mark.parametrize("name", ["utils.py", "_helpers.py", "core/loop.py", "common/__init__.py", "misc.py"])
 def test_a_name_that_says_nothing_is_found(name: str) -> None:
     [finding] = room("", f"packages/a/src/a/{name}")
