@@ -10,19 +10,12 @@ from drivetrain.accelerator.foreign_names import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """The counterpart of one or more Accelerate names.
-
-    Attributes:
-        arguments: Arguments of Accelerate's `Accelerator`.
-        attributes: Attributes and methods of Accelerate's `Accelerator`.
-        names: Names that Accelerate's modules export.
-        here: The spelling in drivetrain, in one line.
-    """
+    """The counterpart of arguments and attributes of Accelerate's Accelerator, and of names of its modules."""
 
     arguments: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
-    here: str
+    here: str  # the spelling in drivetrain, in one line
 
     def of(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of one kind."""

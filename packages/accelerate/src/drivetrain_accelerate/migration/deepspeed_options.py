@@ -1,7 +1,6 @@
 """The DeepSpeed options of Accelerate's files and command line, mapped to the `deepspeed` section."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.migration.option_meanings import (
@@ -53,30 +52,25 @@ def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
 
 
 DEEPSPEED = Family(
-    backend="deepspeed",
-    words=MappingProxyType(
-        {
-            "deepspeed_config_file": pass_through("deepspeed", "config"),
-            "zero_stage": one_of({str(stage): set_field("deepspeed", "stage", stage) for stage in range(4)}),
-            "offload_optimizer_device": _device("offload_optimizer"),
-            "offload_param_device": _device("offload_param"),
-            "offload_optimizer_nvme_path": pass_through("deepspeed", "nvme_path"),
-            "offload_param_nvme_path": pass_through("deepspeed", "nvme_path"),
-            "gradient_accumulation_steps": pass_through("run", "gradient_accumulation_steps"),
-            "gradient_clipping": _gradient_clipping,
-            "zero3_init_flag": switch(on=notice(_BUILDING)),
-            "zero3_save_16bit_model": switch(on=notice(_SAVING)),
-            "deepspeed_hostfile": unless_off(_NODES),
-            "deepspeed_exclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
-            "deepspeed_inclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
-            "deepspeed_multinode_launcher": one_of(
-                {"standard none null": NO_CHANGE}, otherwise=refused(_NODES)
-            ),
-            "deepspeed_moe_layer_cls_names": unless_off(
-                "no setting here says which layers hold experts; leave it out, and in stage 3 let all ranks use the "
-                "same experts in a step"
-            ),
-        }
-    ),
+    words={
+        "deepspeed_config_file": pass_through("deepspeed", "config"),
+        "zero_stage": one_of({str(stage): set_field("deepspeed", "stage", stage) for stage in range(4)}),
+        "offload_optimizer_device": _device("offload_optimizer"),
+        "offload_param_device": _device("offload_param"),
+        "offload_optimizer_nvme_path": pass_through("deepspeed", "nvme_path"),
+        "offload_param_nvme_path": pass_through("deepspeed", "nvme_path"),
+        "gradient_accumulation_steps": pass_through("run", "gradient_accumulation_steps"),
+        "gradient_clipping": _gradient_clipping,
+        "zero3_init_flag": switch(on=notice(_BUILDING)),
+        "zero3_save_16bit_model": switch(on=notice(_SAVING)),
+        "deepspeed_hostfile": unless_off(_NODES),
+        "deepspeed_exclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
+        "deepspeed_inclusion_filter": unless_off(f"{_NODES}; --devices 0,1 takes some of its devices"),
+        "deepspeed_multinode_launcher": one_of({"standard none null": NO_CHANGE}, otherwise=refused(_NODES)),
+        "deepspeed_moe_layer_cls_names": unless_off(
+            "no setting here says which layers hold experts; leave it out, and in stage 3 let all ranks use the "
+            "same experts in a step"
+        ),
+    },
     together=_together,
 )

@@ -27,9 +27,8 @@ def read(given: Mapping[str, str]) -> CombinedMeaning:
     for family in FAMILIES:
         words = {word: given[flag] for word, flag in written.items() if word in family.words}
         reading = read_words(family, words)
-        found.settings.update(
-            {field: (written[word], value) for field, (word, value) in reading.settings.items()}
-        )
+        for setting, (word, value) in reading.settings.items():
+            found.settings[setting] = (written[word], value)
         found.notices.update({written[word]: text for word, text in reading.notices.items()})
         found.refused.update({written[word]: text for word, text in reading.refused.items()})
     return found

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.migration.option_meanings import (
@@ -13,6 +12,7 @@ from drivetrain_accelerate.migration.option_meanings import (
     is_set,
     notice,
     one_of,
+    only,
     refused,
     set_field,
     spelled,
@@ -73,12 +73,10 @@ _READERS: Mapping[str, Reader] = {
         }
     ),
     "margin": _option("margin", "0"),
-    "interval": one_of(
-        {"1": NO_CHANGE},
-        otherwise=refused(
-            "scales are computed in every step, as Transformer Engine does by now; leave it out, and "
-            "--precision-fp8-recipe names the recipe"
-        ),
+    "interval": only(
+        "1",
+        "scales are computed in every step, as Transformer Engine does by now; leave it out, and "
+        "--precision-fp8-recipe names the recipe",
     ),
     "format": _option("fp8_format", "hybrid"),
     "amax_history_len": _option("amax_history_len", "1024"),
@@ -103,18 +101,10 @@ _IN_FILES: Mapping[str, Reader] = {
 }
 
 
-def _together(_given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    return {}
-
-
 def _prefixed(readers: Mapping[str, Reader]) -> dict[str, Reader]:
     return {f"fp8_{word}": reader for word, reader in readers.items()}
 
 
-FP8 = Family(backend="", words=MappingProxyType(_prefixed(_READERS)), together=_together)
+FP8 = Family(words=_prefixed(_READERS))
 # Accelerate reads the keys of `fp8_config` with and without the prefix of the flags.
-FP8_CONFIG = Family(
-    backend="",
-    words=MappingProxyType({**_READERS, **_IN_FILES, **_prefixed({**_READERS, **_IN_FILES})}),
-    together=_together,
-)
+FP8_CONFIG = Family(words={**_READERS, **_IN_FILES, **_prefixed({**_READERS, **_IN_FILES})})

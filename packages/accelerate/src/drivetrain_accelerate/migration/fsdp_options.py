@@ -1,7 +1,6 @@
 """The FSDP options of Accelerate's files and command line, mapped to the `fsdp` section."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.migration.option_meanings import (
@@ -71,64 +70,59 @@ def _together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
 
 
 FSDP = Family(
-    backend="fsdp",
-    words=MappingProxyType(
-        {
-            "fsdp_version": one_of({"2": NO_CHANGE, "1": notice("FSDP2 is what runs; it trains the same")}),
-            "fsdp_sharding_strategy": one_of(
-                {
-                    "FULL_SHARD 1": _FULL_SHARD,
-                    "SHARD_GRAD_OP 2": _SHARD_GRAD_OP,
-                    "NO_SHARD 3": set_field("fsdp", "strategy", "no_shard"),
-                    "HYBRID_SHARD 4": set_field("fsdp", "strategy", "hybrid_shard"),
-                    "HYBRID_SHARD_ZERO2 5": refused(_NO_HYBRID),
-                }
-            ),
-            "fsdp_reshard_after_forward": one_of(
-                {
-                    "true FULL_SHARD": _FULL_SHARD,
-                    "false SHARD_GRAD_OP": _SHARD_GRAD_OP,
-                    "NO_RESHARD": refused(_NO_RESHARD),
-                }
-            ),
-            "fsdp_offload_params": _OFFLOAD,
-            "fsdp_cpu_offload": _OFFLOAD,
-            "fsdp_auto_wrap_policy": one_of(
-                {
-                    # Without classes, both libraries wrap the model's own _no_split_modules.
-                    "TRANSFORMER_BASED_WRAP 1": NO_CHANGE,
-                    "SIZE_BASED_WRAP 2": NO_CHANGE,
-                    "NO_WRAP 3": set_field("fsdp", "wrap", ()),
-                }
-            ),
-            "fsdp_transformer_layer_cls_to_wrap": pass_through("fsdp", "wrap"),
-            "fsdp_min_num_params": pass_through("fsdp", "min_num_params"),
-            "fsdp_activation_checkpointing": _activation_checkpointing,
-            "fsdp_activation_checkpointing_offload": switch(
-                on=refused(
-                    "activations are not offloaded here; --fsdp-activation-checkpointing full saves most"
-                )
-            ),
-            "fsdp_cpu_ram_efficient_loading": switch(on=notice(_LOADING)),
-            # Checkpoints hold whole tensors by name, which load on any number of ranks.
-            "fsdp_state_dict_type": one_of(
-                {
-                    "FULL_STATE_DICT 1": NO_CHANGE,
-                    "SHARDED_STATE_DICT 3": NO_CHANGE,
-                    "LOCAL_STATE_DICT 2": refused(
-                        "checkpoints hold whole tensors by name, never a rank's own layout; leave it out"
-                    ),
-                }
-            ),
-            "fsdp_backward_prefetch": _BACKWARD_PREFETCH,
-            "fsdp_backward_prefetch_policy": _BACKWARD_PREFETCH,
-            "fsdp_forward_prefetch": switch(on=set_field("fsdp", "prefetch", 1)),
-            # FSDP2 always keeps the model's own parameters, which support all that flat ones do.
-            "fsdp_use_orig_params": switch(on=NO_CHANGE),
-            "fsdp_sync_module_states": switch(
-                on=NO_CHANGE, off=notice("all ranks start from rank 0's values, whatever theirs are")
-            ),
-        }
-    ),
+    words={
+        "fsdp_version": one_of({"2": NO_CHANGE, "1": notice("FSDP2 is what runs; it trains the same")}),
+        "fsdp_sharding_strategy": one_of(
+            {
+                "FULL_SHARD 1": _FULL_SHARD,
+                "SHARD_GRAD_OP 2": _SHARD_GRAD_OP,
+                "NO_SHARD 3": set_field("fsdp", "strategy", "no_shard"),
+                "HYBRID_SHARD 4": set_field("fsdp", "strategy", "hybrid_shard"),
+                "HYBRID_SHARD_ZERO2 5": refused(_NO_HYBRID),
+            }
+        ),
+        "fsdp_reshard_after_forward": one_of(
+            {
+                "true FULL_SHARD": _FULL_SHARD,
+                "false SHARD_GRAD_OP": _SHARD_GRAD_OP,
+                "NO_RESHARD": refused(_NO_RESHARD),
+            }
+        ),
+        "fsdp_offload_params": _OFFLOAD,
+        "fsdp_cpu_offload": _OFFLOAD,
+        "fsdp_auto_wrap_policy": one_of(
+            {
+                # Without classes, both libraries wrap the model's own _no_split_modules.
+                "TRANSFORMER_BASED_WRAP 1": NO_CHANGE,
+                "SIZE_BASED_WRAP 2": NO_CHANGE,
+                "NO_WRAP 3": set_field("fsdp", "wrap", ()),
+            }
+        ),
+        "fsdp_transformer_layer_cls_to_wrap": pass_through("fsdp", "wrap"),
+        "fsdp_min_num_params": pass_through("fsdp", "min_num_params"),
+        "fsdp_activation_checkpointing": _activation_checkpointing,
+        "fsdp_activation_checkpointing_offload": switch(
+            on=refused("activations are not offloaded here; --fsdp-activation-checkpointing full saves most")
+        ),
+        "fsdp_cpu_ram_efficient_loading": switch(on=notice(_LOADING)),
+        # Checkpoints hold whole tensors by name, which load on any number of ranks.
+        "fsdp_state_dict_type": one_of(
+            {
+                "FULL_STATE_DICT 1": NO_CHANGE,
+                "SHARDED_STATE_DICT 3": NO_CHANGE,
+                "LOCAL_STATE_DICT 2": refused(
+                    "checkpoints hold whole tensors by name, never a rank's own layout; leave it out"
+                ),
+            }
+        ),
+        "fsdp_backward_prefetch": _BACKWARD_PREFETCH,
+        "fsdp_backward_prefetch_policy": _BACKWARD_PREFETCH,
+        "fsdp_forward_prefetch": switch(on=set_field("fsdp", "prefetch", 1)),
+        # FSDP2 always keeps the model's own parameters, which support all that flat ones do.
+        "fsdp_use_orig_params": switch(on=NO_CHANGE),
+        "fsdp_sync_module_states": switch(
+            on=NO_CHANGE, off=notice("all ranks start from rank 0's values, whatever theirs are")
+        ),
+    },
     together=_together,
 )

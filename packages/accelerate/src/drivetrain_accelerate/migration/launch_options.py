@@ -1,17 +1,15 @@
 """Accelerate's and torchrun's options of the launch itself, whose value decides whether they have a meaning here."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from drivetrain_accelerate.migration.option_meanings import (
     NO_CHANGE,
     Family,
     Meaning,
-    Reader,
     is_set,
     notice,
     one_of,
+    only,
     refused,
     set_field,
 )
@@ -31,11 +29,6 @@ _COMPILE = (
 )
 
 
-def _sizes(reason: str) -> Reader:
-    """Return the reader of the size of a parallel dimension, of which 1 asks for nothing."""
-    return one_of({"1": NO_CHANGE}, otherwise=refused(reason))
-
-
 def _rendezvous(value: Any) -> Meaning:
     """Read torch's options of a rendezvous, of which drivetrain has the timeout."""
     if not is_set(value):
@@ -50,41 +43,25 @@ def _rendezvous(value: Any) -> Meaning:
     return set_field("launch", "rdzv_timeout_seconds", seconds[0])
 
 
-def _together(_given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    return {}
-
-
 LAUNCH = Family(
-    backend="",
-    words=MappingProxyType(
-        {
-            "tee": one_of(
-                {
-                    "0": NO_CHANGE,
-                    "3": notice("every rank's output is shown; --log-dir FOLDER writes it to files too"),
-                },
-                otherwise=refused(_LOGS),
-            ),
-            "redirects": one_of({"0": NO_CHANGE}, otherwise=refused(_LOGS)),
-            "role": one_of(
-                {"default": NO_CHANGE}, otherwise=refused("all ranks have one role here; leave it out")
-            ),
-            "rdzv_conf": _rendezvous,
-            "start_method": one_of(
-                {"spawn": NO_CHANGE},
-                otherwise=refused("ranks are processes of their own here; leave it out"),
-            ),
-            "dynamo_backend": one_of({"no": NO_CHANGE}, otherwise=refused(_COMPILE)),
-            "main_training_function": one_of(
-                {"main": NO_CHANGE},
-                otherwise=refused("it is for notebooks; use notebook_launcher(function)"),
-            ),
-            "parallelism_config_dp_replicate_size": _sizes(_REPLICATE),
-            "parallelism_config_dp_shard_size": _sizes(_SHARD),
-            "parallelism_config_tp_size": _sizes(_DIMENSIONS),
-            "parallelism_config_cp_size": _sizes(_DIMENSIONS),
-            "parallelism_config_sp_size": _sizes(_DIMENSIONS),
-        }
-    ),
-    together=_together,
+    words={
+        "tee": one_of(
+            {
+                "0": NO_CHANGE,
+                "3": notice("every rank's output is shown; --log-dir FOLDER writes it to files too"),
+            },
+            otherwise=refused(_LOGS),
+        ),
+        "redirects": only("0", _LOGS),
+        "role": only("default", "all ranks have one role here; leave it out"),
+        "rdzv_conf": _rendezvous,
+        "start_method": only("spawn", "ranks are processes of their own here; leave it out"),
+        "dynamo_backend": only("no", _COMPILE),
+        "main_training_function": only("main", "it is for notebooks; use notebook_launcher(function)"),
+        "parallelism_config_dp_replicate_size": only("1", _REPLICATE),
+        "parallelism_config_dp_shard_size": only("1", _SHARD),
+        "parallelism_config_tp_size": only("1", _DIMENSIONS),
+        "parallelism_config_cp_size": only("1", _DIMENSIONS),
+        "parallelism_config_sp_size": only("1", _DIMENSIONS),
+    },
 )

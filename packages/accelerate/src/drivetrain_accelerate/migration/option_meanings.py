@@ -6,7 +6,6 @@ the training, or that drivetrain cannot honour, is refused.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 _UNSAID = ("", "none", "null", "auto")
@@ -16,11 +15,7 @@ _UNSAID = ("", "none", "null", "auto")
 class Meaning:
     """The meaning of one option with its value; empty where drivetrain behaves as requested anyway.
 
-    Attributes:
-        setting: The section and field that the option sets.
-        value: The value of that field.
-        notice: A notice of how drivetrain meets the option in another way, and what a script must do for it.
-        refused: The reason why the option cannot be honoured, and the way out.
+    It sets a field of a section, tells how drivetrain meets the option in another way, or why it cannot.
     """
 
     setting: tuple[str, str] | None = None
@@ -37,29 +32,15 @@ NO_CHANGE = Meaning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The options of one Accelerate backend.
+    """The options of one Accelerate backend: readers by option, and the meanings of options that depend on others."""
 
-    Attributes:
-        backend: The backend's name in drivetrain.
-        words: The reader of each option's value, by option name.
-        together: A function from all given options to the meanings of those that depend on another option; these
-            replace the meanings from `words`.
-    """
-
-    backend: str
     words: Mapping[str, Reader]
-    together: Together
+    together: Together = lambda _given: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombinedMeaning:
-    """The combined meaning of several options.
-
-    Attributes:
-        settings: The option and its value, by section and field.
-        notices: The notices, by option.
-        refused: The reasons for refusals, by option.
-    """
+    """The combined meaning of several options: their settings with option and value; notices, refusals by option."""
 
     settings: dict[tuple[str, str], tuple[str, Any]] = field(
         default_factory=dict[tuple[str, str], tuple[str, Any]]
@@ -111,15 +92,11 @@ def refused(text: str) -> Meaning:
 
 
 def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) -> Reader:
-    """Return the reader of an option with a closed list of values.
+    """Return the reader of an option with a closed list of values; `otherwise` None refuses others and lists these.
 
-    Args:
-        meanings: The meanings by value; spaces separate the spellings of one value, case is ignored.
-        otherwise: The meaning of any other value; None refuses it and lists the allowed ones.
+    Spaces separate the spellings of one value, in any case.
     """
-    known = MappingProxyType(
-        {one.lower(): meaning for spellings, meaning in meanings.items() for one in spellings.split()}
-    )
+    known = {one.lower(): meaning for spellings, meaning in meanings.items() for one in spellings.split()}
     unknown = otherwise or refused(f"say one of {', '.join(each.split()[0] for each in meanings)}")
     return lambda value: known.get(spelled(value), unknown)
 
@@ -127,6 +104,11 @@ def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) ->
 def switch(*, on: Meaning, off: Meaning = NO_CHANGE) -> Reader:
     """Return the reader of a boolean option."""
     return one_of({"true": on, "false": off})
+
+
+def only(usual: str, reason: str) -> Reader:
+    """Return the reader of an option of which drivetrain has one value, and refuses others."""
+    return one_of({usual: NO_CHANGE}, otherwise=refused(reason))
 
 
 def pass_through(section: str, field: str) -> Reader:

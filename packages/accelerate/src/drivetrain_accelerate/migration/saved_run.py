@@ -39,9 +39,7 @@ class _Registered(NamedTuple):
     evaluated: dict[int, nn.Module]
 
 
-def find(place: Path) -> Path | None:
-    """Return Accelerate's folder at a place: itself or the latest in it; None if the place holds none."""
-    return find_accelerate_state(place)
+find = find_accelerate_state  # the other half of a run format's module
 
 
 def load(run: RunState, folder: Path) -> tuple[int, str]:
@@ -99,11 +97,7 @@ def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Mat
 
 
 def _check_numbers(run: RunState, saved: AccelerateState) -> None:
-    """Check that the state holds as many models, optimizers, schedulers and registered objects as the run.
-
-    Raises:
-        ValueError: A number differs; the message names the kind of objects.
-    """
+    """Refuse a state of more or fewer models, optimizers, schedulers or registered objects than the run's."""
     registered, schedulers, _ = _registered(run)
     for what, there, here in (
         ("models", saved.models, _models_in(run, saved)),

@@ -23,14 +23,6 @@ def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Modu
     """Return a model's saved tensors under this model's names; tensors read on demand remain so.
 
     A tied weight may be saved under any of its names. Module state other than tensors that was not saved is kept.
-
-    Args:
-        saved: The saved tensors by name.
-        own: The model's own state.
-        model: The module as the user built it.
-
-    Raises:
-        ValueError: Names or shapes differ from the model's.
     """
     kind = type(model).__name__
     ties = find_ties(model, rename=strip_wrapper_prefix)
@@ -79,9 +71,6 @@ def match_optimizer(
         shapes: The full shapes of the parameters, by name.
         kind: The optimizer's name in messages.
         clone: Whether to copy all tensors; otherwise those of a parameter's shape stay in the file's memory.
-
-    Raises:
-        ValueError: The state is of other groups, other parameters, or another kind of optimizer.
     """
     if not {"state", "param_groups"} <= saved.keys():  # a format of the optimizer's own
         return name_state(saved, [group["params"] for group in own])
@@ -93,7 +82,13 @@ def match_optimizer(
     named: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
     for number, (group, own_group) in enumerate(zip(groups, own, strict=True)):
-        _check_options(group, own_group, kind)
+        there = group.keys() - own_group.keys() - _OF_SCHEDULERS
+        here = own_group.keys() - group.keys() - _OF_SCHEDULERS
+        if there and here:  # extra options on one side alone are those of a later torch
+            raise ValueError(
+                f"the checkpoint's optimizer has {sorted(there)}, and {kind} {sorted(here)}: build the one that "
+                "was saved"
+            )
         names = _names(group["params"], own_group["params"], f"{kind}, group {number}")
         named.append({**own_group, **group, "params": list(own_group["params"])})
         for key, name in names.items():
@@ -101,8 +96,11 @@ def match_optimizer(
             for what, value in kept.items():
                 _check_shape(kind, name, what, value, shapes[name])
             if kept:
+                # Backends load values of another shape than the parameter's, such as step counts, unchanged.
                 state[name] = {
-                    what: _own(value, is_copied=clone or not _is_of(value, shapes[name]))
+                    what: value.clone()
+                    if isinstance(value, Tensor) and (clone or tuple(value.shape) != shapes[name])
+                    else value
                     for what, value in kept.items()
                 }
     whole = name_state(saved, [group["params"] for group in own])
@@ -114,15 +112,6 @@ def steps_of(state: Mapping[str, Any]) -> int | None:
     """Return the number of steps in an optimizer's per-parameter state; None if it keeps no count."""
     counts = [int(kept["step"]) for kept in state["state"].values() if "step" in kept]
     return max(counts, default=None)
-
-
-def _own(value: Any, *, is_copied: bool) -> Any:
-    return value.clone() if is_copied and isinstance(value, Tensor) else value
-
-
-def _is_of(value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor has a parameter's shape; backends load others, such as step counts, unchanged."""
-    return isinstance(value, Tensor) and tuple(value.shape) == shape
 
 
 def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, str]:
@@ -138,18 +127,6 @@ def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, st
             f"{where} differs from the checkpoint's by {odd[:5]}: build it over the same parameters"
         )
     return {key: strip_wrapper_prefix(key) for key in saved}
-
-
-def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
-    """Refuse another kind of optimizer, i.e. one where each side has options that the other lacks.
-
-    Extra options on one side only are those of a later torch, and are accepted.
-    """
-    there, here = saved.keys() - own.keys() - _OF_SCHEDULERS, own.keys() - saved.keys() - _OF_SCHEDULERS
-    if there and here:
-        raise ValueError(
-            f"the checkpoint's optimizer has {sorted(there)}, and {kind} {sorted(here)}: build the one that was saved"
-        )
 
 
 def _check_shape(kind: str, name: str, what: str, value: Any, shape: tuple[int, ...]) -> None:

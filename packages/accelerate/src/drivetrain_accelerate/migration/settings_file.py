@@ -3,9 +3,8 @@
 A key without a counterpart is refused by name, unless the file switches it off.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
@@ -82,17 +81,33 @@ _OFF_ONLY = (
 )
 _OFF = (None, False, "", "no", "NO", "LOCAL_MACHINE", [])
 
-Lines = Mapping[tuple[str, ...], int]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Translation:
     """The contents so far of a translated file, and the keys without a counterpart, each with its place."""
 
+    file: Contents
     sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     lines: dict[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
     notices: list[str] = field(default_factory=list[str])
     refused: list[str] = field(default_factory=list[str])
+
+    def place(self, *keys: str) -> str:
+        """Return a key with its line, for messages."""
+        name, line = ".".join(keys), self.file.lines.get(keys)
+        return name if line is None else f"{self.file.path.name}:{line} {name}"
+
+    def set(self, section: str, name: str, meant: Any, *keys: str) -> None:
+        """Set a field, as a key of the file says; refuse the key if another one says otherwise."""
+        fields = self.sections.setdefault(section, {})
+        if fields.setdefault(name, meant) != meant:
+            self.refuse(meant, f"another key has {section}.{name}={fields[name]}", *keys)
+        elif keys in self.file.lines:
+            self.lines[section, name] = self.file.lines[keys]
+
+    def refuse(self, value: Any, reason: str, *keys: str) -> None:
+        """Refuse a key's value."""
+        self.refused.append(f"{self.place(*keys)}: {value}" + (f" ({reason})" if reason else ""))
 
 
 def translate(file: Contents) -> Contents | None:
@@ -101,102 +116,75 @@ def translate(file: Contents) -> Contents | None:
     Raises:
         ConfigError: The file requests something without a counterpart; the message lists every such key.
     """
-    data, path, lines = file.data, file.path, file.lines
+    data = file.data
     if not any(isinstance(data.get(mark), str) or data.get(mark) is False for mark in _MARKS):
         return None
-    found = _Translation()
+    found = _Translation(file)
     for key, value in data.items():
         if key in _FAMILIES and value and (_goes_with_type(key, data) or not _is_off(value)):
-            _read_family(found, key, data, path, lines)
+            _read_family(found, key)
             continue
-        for section, name, meant in _meaning(key, value, data):
-            _set(found, (section, name), meant, _Place(path, (key,), lines))
-        if not _is_honoured(key, value):
-            found.refused.append(_refusal(key, value, _Place(path, (key,), lines)))
+        settings, refusal = _meaning(key, value, data)
+        for section, name, meant in settings:
+            found.set(section, name, meant, key)
+        if refusal is not None:
+            found.refuse(value, refusal, key)
     if found.refused:
         raise ConfigError(
-            f"{path} is an Accelerate file, and asks for what has no counterpart here: "
+            f"{file.path} is an Accelerate file, and asks for what has no counterpart here: "
             f"{'; '.join(found.refused)}. Take these lines out, or switch them off"
         )
-    return Contents(path=path, data=found.sections, lines=found.lines, notices=tuple(found.notices))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of a key in a file."""
-
-    path: Path
-    keys: tuple[str, ...]
-    lines: Lines
-
-    @property
-    def line(self) -> int | None:
-        return self.lines.get(self.keys)
-
-    def __str__(self) -> str:
-        name = ".".join(self.keys)
-        return name if self.line is None else f"{self.path.name}:{self.line} {name}"
-
-
-def _set(found: _Translation, setting: tuple[str, str], meant: Any, place: _Place) -> None:
-    section, name = setting
-    fields = found.sections.setdefault(section, {})
-    if fields.setdefault(name, meant) != meant:
-        found.refused.append(f"{place}: {meant} (another key has {section}.{name}={fields[name]})")
-    elif place.line is not None:
-        found.lines[setting] = place.line
+    return Contents(path=file.path, data=found.sections, lines=found.lines, notices=tuple(found.notices))
 
 
 def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
     return _FAMILIES[key][1] in (None, data.get("distributed_type"))
 
 
-def _read_family(found: _Translation, key: str, data: Mapping[str, Any], path: Path, lines: Lines) -> None:
+def _read_family(found: _Translation, key: str) -> None:
     """Read the options of one kind; refuse those of FSDP and DeepSpeed under a type that applies neither."""
     family, kind = _FAMILIES[key]
-    given = data[key]
-    if not _goes_with_type(key, data) or not isinstance(given, Mapping):
+    given = found.file.data[key]
+    if not _goes_with_type(key, found.file.data) or not isinstance(given, Mapping):
         beside = "" if kind is None else f" beside distributed_type: {kind}"
-        found.refused.append(f"{_Place(path, (key,), lines)}: {given} (a mapping{beside})")
+        found.refuse(given, f"a mapping{beside}", key)
         return
     words: dict[str, Any] = {str(word): value for word, value in given.items()}
-    places = {word: _Place(path, (key, word), lines) for word in words}
     reading = read_words(family, {word: value for word, value in words.items() if word in family.words})
-    for setting, (word, value) in reading.settings.items():
-        _set(found, setting, value, places[word])
-    found.notices.extend(f"{places[word]}: {words[word]}: {text}" for word, text in reading.notices.items())
-    for word, place in places.items():
+    for (section, name), (word, value) in reading.settings.items():
+        found.set(section, name, value, key, word)
+    found.notices.extend(
+        f"{found.place(key, word)}: {words[word]}: {text}" for word, text in reading.notices.items()
+    )
+    for word, value in words.items():
         if word not in family.words:
-            found.refused.append(f"{place}: {words[word]} ({_unknown(word, family.words)})")
+            found.refuse(value, f"an unknown key{suggest(word, family.words)}", key, word)
         elif word in reading.refused:
-            found.refused.append(f"{place}: {words[word]} ({reading.refused[word]})")
+            found.refuse(value, reading.refused[word], key, word)
 
 
-def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return what one key sets, as (section, field, value)."""
+def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> tuple[list[tuple[str, str, Any]], str | None]:
+    """Return what one key sets, as (section, field, value), and the reason why it is refused, if it is."""
     if key == "distributed_type":
-        backend = _BACKENDS.get(_type_name(value))
-        found = [] if backend is None else [("run", "backend", backend)]
-        return [*found, ("run", "cpu", True)] if value == "MULTI_CPU" else found
-    if key in _SWITCHES:
-        return [_SWITCHES[key]] if value is True else []
-    if key not in _SAME_MEANING or value is None:
-        return []
-    if key == "gpu_ids":
-        return [] if value == "all" else [(*_SAME_MEANING[key], str(value))]  # "0,1", or a single 0
-    if key == "use_cpu" and data.get("distributed_type") == "MULTI_CPU":
-        return []  # MULTI_CPU sets it
-    return [(*_SAME_MEANING[key], value)]
-
-
-def _is_honoured(key: str, value: Any) -> bool:
-    if key == "distributed_type":
-        return _type_name(value) in _BACKENDS
-    if key in _SAME_MEANING or key in _WITHOUT_EFFECT:
-        return True
+        kind = "NO" if value is False else str(value)  # YAML 1.1 reads a bare NO as false
+        if kind not in _BACKENDS:
+            return [], f"here: {', '.join(_BACKENDS)}"
+        found = [("run", "backend", _BACKENDS[kind])] if _BACKENDS[kind] is not None else []
+        return [*found, ("run", "cpu", True)] if kind == "MULTI_CPU" else found, None
+    if key in _SAME_MEANING:
+        is_set_by_type = key == "use_cpu" and data.get("distributed_type") == "MULTI_CPU"
+        if value is None or is_set_by_type or (key == "gpu_ids" and value == "all"):
+            return [], None
+        meant = str(value) if key == "gpu_ids" else value  # "0,1", or a single 0
+        return [(*_SAME_MEANING[key], meant)], None
     if key in _SWITCHES and value is True:
-        return True
-    return (key in _OFF_ONLY or key in _FAMILIES or key in _SWITCHES) and _is_off(value)
+        return [_SWITCHES[key]], None
+    known = [*_SAME_MEANING, *_SWITCHES, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES]
+    if key in _WITHOUT_EFFECT or (key in known and _is_off(value)):
+        return [], None
+    if key in _OFF_ONLY:
+        return [], ""
+    return [], "true or false" if key in _SWITCHES else f"an unknown key{suggest(key, known)}"
 
 
 def _is_off(value: Any) -> bool:
@@ -207,22 +195,3 @@ def _is_off(value: Any) -> bool:
     return (
         _is_off(value["dynamo_backend"]) if "dynamo_backend" in value else all(map(_is_off, value.values()))
     )
-
-
-def _refusal(key: str, value: Any, place: _Place) -> str:
-    if key == "distributed_type":
-        return f"{place}: {value} (here: {', '.join(_BACKENDS)})"
-    if key in _OFF_ONLY:
-        return f"{place}: {value}"
-    if key in _SWITCHES:
-        return f"{place}: {value} (true or false)"
-    known = [*_SAME_MEANING, *_SWITCHES, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES]
-    return f"{place}: {value} ({_unknown(key, known)})"
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    return f"an unknown key{suggest(key, known)}"
-
-
-def _type_name(value: Any) -> str:
-    return "NO" if value is False else str(value)  # YAML 1.1 reads a bare NO as false
