@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from drivetrain_accelerate.accelerator.checkpoint_methods import CheckpointMethods
+from drivetrain_accelerate.accelerator.composed_run import shown
 from drivetrain_accelerate.accelerator.handler_properties import HandlerProperties
 from drivetrain_accelerate.accelerator.rank_methods import RankMethods
 from drivetrain_accelerate.accelerator.result_methods import ResultMethods
@@ -126,10 +127,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._idle_scaler: Any = None
 
-    @property
-    def mixed_precision(self) -> str:
-        """The precision of forward and backward."""
-        return self.state.mixed_precision
+    mixed_precision: str = shown("state.mixed_precision", "The precision of forward and backward.")
 
     @property
     def scaler(self) -> Any:
@@ -149,25 +147,14 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             return None
         return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The plugin of DeepSpeed that is selected; None without one."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """True if models are sharded: drivetrain shards by FSDP2 alone."""
-        return self.state.is_fsdp2
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The parallel dimensions; None without."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The mesh of the parallel dimensions of more than one process; None without."""
-        return self.state.device_mesh
+    deepspeed_plugin: Any = shown(
+        "state.deepspeed_plugin", "The plugin of DeepSpeed that is selected; None without one."
+    )
+    is_fsdp2: bool = shown("state.is_fsdp2", "True if models are sharded: drivetrain shards by FSDP2 alone.")
+    parallelism_config: Any = shown("state.parallelism_config", "The parallel dimensions; None without.")
+    torch_device_mesh: Any = shown(
+        "state.device_mesh", "The mesh of the parallel dimensions of more than one process; None without."
+    )
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -176,58 +163,33 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank among the replicas of the model.
-
-        Raises:
-            RuntimeError: The run has no parallel dimensions.
-        """
+        """The rank among the replicas of the model."""
         sizes = self._dimensions("data_parallel_rank")
         return self.process_index // (sizes.total_size // sizes.dp_replicate_size)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The rank among those that divide a replica.
-
-        Raises:
-            RuntimeError: The run has no parallel dimensions.
-        """
+        """The rank among those that divide a replica."""
         sizes = self._dimensions("data_parallel_shard_rank")
         return self.process_index // sizes.non_data_parallel_size % sizes.dp_shard_size
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The rank among those that split a matrix: 0, since no backend splits any yet.
-
-        Raises:
-            RuntimeError: The run has no parallel dimensions.
-        """
+        """The rank among those that split a matrix: 0, since no backend splits any yet."""
         self._dimensions("tensor_parallel_rank")
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Refuse, as Accelerate does: there is no pipeline parallel dimension.
-
-        Raises:
-            NotImplementedError: Raised by every call.
-        """
+        """Refuse, as Accelerate does: there is no pipeline parallel dimension."""
         raise NotImplementedError("pipeline_parallel_rank: drivetrain has no pipeline parallel dimension yet")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Refuse, as Accelerate does: the ranks that split a sequence have no number.
-
-        Raises:
-            NotImplementedError: Raised by every call.
-        """
+        """Refuse, as Accelerate does: the ranks that split a sequence have no number."""
         raise NotImplementedError("context_parallel_rank: drivetrain has no context parallel dimension yet")
 
     def _dimensions(self, asked: str) -> Any:
-        """Return the sizes of the parallel dimensions.
-
-        Raises:
-            RuntimeError: The run has none.
-        """
         if self.parallelism_config is None:
             raise RuntimeError(
                 f"{asked}: this run has no parallel dimensions; say Accelerator(parallelism_config=...), or ask "
@@ -252,15 +214,13 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
         self.options.data = value
 
-    @property
-    def split_batches(self) -> bool:
-        """True if a loader's batch size is the sum over processes."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """True if the main process reads for all; None: for iterable datasets."""
-        return self.dataloader_config.dispatch_batches
+    split_batches: bool = shown(
+        "options.data.split_batches", "True if a loader's batch size is the sum over processes."
+    )
+    dispatch_batches: bool | None = shown(
+        "options.data.dispatch_batches",
+        "True if the main process reads for all; None: for iterable datasets.",
+    )
 
     @property
     def even_batches(self) -> bool:
@@ -271,35 +231,19 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def even_batches(self, value: bool) -> None:
         self.dataloader_config.even_batches = value
 
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """True if the order follows from a seed and the epoch alone; in drivetrain it always does."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """True if pinned batches are copied without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """True if loaders have `state_dict`; drivetrain's always have."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder of the run."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of logs."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next checkpoint."""
-        return self.project_configuration.iteration
+    use_seedable_sampler: bool = shown(
+        "options.data.use_seedable_sampler",
+        "True if the order follows from a seed and the epoch alone; in drivetrain it always does.",
+    )
+    non_blocking: bool = shown(
+        "options.data.non_blocking", "True if pinned batches are copied without waiting."
+    )
+    use_stateful_dataloader: bool = shown(
+        "options.data.use_stateful_dataloader", "True if loaders have `state_dict`; drivetrain's always have."
+    )
+    project_dir: str | None = shown("project_configuration.project_dir", "The folder of the run.")
+    logging_dir: str | None = shown("project_configuration.logging_dir", "The folder of logs.")
+    save_iteration: int = shown("project_configuration.iteration", "The number of the next checkpoint.")
 
 
 def _state_of(options: RunOptions) -> AcceleratorState:
@@ -317,11 +261,7 @@ def _state_of(options: RunOptions) -> AcceleratorState:
 
 
 def _group_arguments(options: RunOptions) -> dict[str, Any]:
-    """Return what the program says of the process group, for `PartialState`.
-
-    Raises:
-        TranslationError: The group would be another one than drivetrain's.
-    """
+    """Return what the program says of the process group, for `PartialState`."""
     init = options.handlers.init
     if init is None or is_initialized() or dist.is_initialized():
         return {}  # the group is there
@@ -330,7 +270,6 @@ def _group_arguments(options: RunOptions) -> dict[str, Any]:
 
 
 def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin | None:
-    """Return the options of compilation that the two arguments say; None if neither does."""
     if plugin is not None and backend is not None:
         raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
     return plugin if backend is None else TorchDynamoPlugin(backend=backend)

@@ -1,6 +1,8 @@
 """The run that an Accelerator's methods act on: the shared states, and drivetrain's Accelerator."""
 
 from logging import getLogger
+from operator import attrgetter
+from typing import Any
 
 from drivetrain import Accelerator as DrivetrainAccelerator
 from drivetrain_accelerate.accelerator.composition import compose
@@ -13,12 +15,13 @@ from drivetrain_accelerate.strictness import is_strict
 logger = getLogger(__name__)
 
 
+def shown(path: str, meaning: str) -> Any:
+    """Return a read-only property of an Accelerator, whose value stands at a path of dots from it."""
+    return property(attrgetter(path), doc=meaning)
+
+
 class ComposedRun:
     """The run of an Accelerator, whose methods the classes below it add: composed when it is first needed.
-
-    Args:
-        options: The arguments of the program.
-        state: The state that all Accelerators share.
 
     Attributes:
         options: The arguments of the program; plugins among them may be changed until the first `prepare`.
@@ -34,6 +37,11 @@ class ComposedRun:
         self.is_strict = is_strict()
         self._inner: DrivetrainAccelerator | None = None
         self._told_num_steps = 1
+
+    @property
+    def is_composed(self) -> bool:
+        """True once the run is composed, and its options apply."""
+        return self._inner is not None
 
     @property
     def inner(self) -> DrivetrainAccelerator:

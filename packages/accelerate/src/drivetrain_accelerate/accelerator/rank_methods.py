@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain_accelerate.accelerator.composed_run import ComposedRun
+from drivetrain_accelerate.accelerator.composed_run import ComposedRun, shown
 from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
@@ -25,55 +25,25 @@ class RankMethods(ComposedRun):
         super().__init__(*given)
         self.flag_tensor: torch.Tensor | None = None
 
-    @property
-    def use_distributed(self) -> bool:
-        """True if there are several ranks."""
-        return self.state.use_distributed
+    use_distributed: bool = shown("state.use_distributed", "True if there are several ranks.")
 
     @property
     def multi_device(self) -> bool:
         """True if there are several ranks on accelerators."""
         return self.use_distributed and self.device.type != "cpu"
 
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The way in which processes train together."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process."""
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank of this process on its node."""
-        return self.state.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self.state.device
-
-    @property
-    def is_main_process(self) -> bool:
-        """True if this process is rank 0."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True if this process is rank 0 of its node."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """True if this process has the highest rank."""
-        return self.state.is_last_process
+    distributed_type: DistributedType = shown(
+        "state.distributed_type", "The way in which processes train together."
+    )
+    num_processes: int = shown("state.num_processes", "The number of ranks.")
+    process_index: int = shown("state.process_index", "The rank of this process.")
+    local_process_index: int = shown("state.local_process_index", "The rank of this process on its node.")
+    device: torch.device = shown("state.device", "The device of this process.")
+    is_main_process: bool = shown("state.is_main_process", "True if this process is rank 0.")
+    is_local_main_process: bool = shown(
+        "state.is_local_main_process", "True if this process is rank 0 of its node."
+    )
+    is_last_process: bool = shown("state.is_last_process", "True if this process has the highest rank.")
 
     def split_between_processes(
         self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
