@@ -16,12 +16,7 @@ _STRICT = {"--strict": True, "--no-strict": False}
 
 
 def main() -> None:
-    """Install the interface and run the program that the command line names.
-
-    Raises:
-        SystemExit: The command line names no program or another flag, or a setting is wrong (code 2); or the program
-            exits.
-    """
+    """Install the interface and run the program that the command line names."""
     arguments = sys.argv[1:]
     strict: bool | None = None
     while arguments[:1] and arguments[0] in _STRICT:

@@ -20,15 +20,7 @@ Value = TypeVar("Value", bound=str | bool | int | float)
 
 
 def truth(value: object, *, of: str) -> bool:
-    """Return the truth value that a bool, a number or a word in any case means.
-
-    Args:
-        value: The value to read.
-        of: The name of the field or variable, for the message.
-
-    Raises:
-        ValueError: The word means neither.
-    """
+    """Return the truth value that a bool, a number or a word in any case means; `of` names it in the error."""
     word = str(value).lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(
@@ -38,11 +30,7 @@ def truth(value: object, *, of: str) -> bool:
 
 
 def value_from(name: str, default: Value) -> Value:
-    """Return a variable's value, of the type of the default; without the variable, the default.
-
-    Raises:
-        ValueError: The text is none of this type.
-    """
+    """Return a variable's value, of the type of the default; without the variable, the default."""
     text = environ.read(name)
     if text is None:
         return default
@@ -56,22 +44,14 @@ def value_from(name: str, default: Value) -> Value:
 
 
 def fill_unsaid(options: object, prefix: str, **defaults: str | bool | int | float) -> None:
-    """Set each field that is None to the variable of its name behind a prefix, or else to its default.
-
-    Raises:
-        ValueError: A variable's text is none of the default's type.
-    """
+    """Set each field that is None to the variable of its name behind a prefix, or else to its default."""
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value_from(f"{prefix}{name.upper()}", default))
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return whether a word means yes, as 1 or 0, or as a bool with `to_bool`.
-
-    Raises:
-        ValueError: The word means neither.
-    """
+    """Return whether a word means yes, as 1 or 0, or as a bool with `to_bool`."""
     found = truth(value, of="value")
     return found if to_bool else int(found)
 
@@ -83,11 +63,7 @@ def is_same_word(one: str, other: str) -> bool:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first variable that is an integer of 0 or more.
-
-    Raises:
-        ValueError: A variable before it is no integer.
-    """
+    """Return the first variable that is an integer of 0 or more."""
     for key in env_keys:
         text = environ.read(key)
         if text is not None and (number := int(text)) >= 0:
@@ -96,11 +72,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return whether a variable's word means yes.
-
-    Raises:
-        ValueError: The word means neither yes nor no.
-    """
+    """Return whether a variable's word means yes."""
     return value_from(key, default)
 
 

@@ -32,14 +32,7 @@ _OLDEST_KERNEL = "5.5.0"
 
 @dataclass
 class CPUInformation:
-    """The place of a process among those that train on CPUs.
-
-    Attributes:
-        rank: The rank among all.
-        world_size: The number of ranks.
-        local_rank: The rank on this host.
-        local_world_size: The number of ranks on this host.
-    """
+    """The place of a process among those that train on CPUs."""
 
     rank: int = 0
     world_size: int = 1
@@ -75,21 +68,13 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names and the number of NVIDIA GPUs, asked of nvidia-smi, so that CUDA is not initialised.
-
-    Raises:
-        FileNotFoundError: There is no nvidia-smi.
-    """
+    """Return the names and the number of NVIDIA GPUs, asked of nvidia-smi, so that CUDA is not initialised."""
     names = _asked_of_driver("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver.
-
-    Raises:
-        FileNotFoundError: There is no nvidia-smi.
-    """
+    """Return the version of NVIDIA's driver."""
     return _asked_of_driver("driver_version")[0]
 
 
@@ -115,11 +100,9 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to cores of the NUMA node of its GPU; where there is none, do nothing.
+    """Bind this process to cores of the NUMA node of its GPU, and log them; where there is none, do nothing.
 
-    Args:
-        local_process_index: The rank of this process on its host.
-        verbose: Whether to log the cores; None asks ACCELERATE_DEBUG_MODE.
+    `verbose=None` leaves the logging to ACCELERATE_DEBUG_MODE.
     """
     if not torch.cuda.is_available() or not hasattr(os, "sched_setaffinity"):
         return
@@ -132,12 +115,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to cores of the NUMA node of its GPU, once: a launcher that did it is not overridden.
-
-    Args:
-        local_process_index: The rank of this process on its host.
-        verbose: Whether to log the cores; None asks ACCELERATE_DEBUG_MODE.
-    """
+    """Bind this process to cores of the NUMA node of its GPU, once: a launcher that did it is not overridden."""
     if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
         return
     override_numa_affinity(local_process_index, verbose)

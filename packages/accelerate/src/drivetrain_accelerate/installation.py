@@ -74,11 +74,7 @@ def is_installed() -> bool:
 
 
 def _provided(wanted: str | None) -> str:
-    """Return the newest provided version that fulfils a wish.
-
-    Raises:
-        UnknownVersionError: None does, or the wish is no version and no requirement.
-    """
+    """Return the newest provided version that fulfils a wish."""
     if wanted is None:
         return PROVIDED_VERSIONS[-1]
     try:

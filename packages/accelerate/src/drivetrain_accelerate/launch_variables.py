@@ -29,20 +29,12 @@ class _Told:
 
 
 def launch_variables(layers: Layers) -> dict[str, str]:
-    """Return Accelerate's variables for the settings that somebody said.
-
-    Args:
-        layers: The settings of the process.
-    """
+    """Return Accelerate's variables for the settings that somebody said."""
     return {name: told.text for name, told in _translated(_said(layers)[0]).items()}
 
 
 def told_variables(layers: Layers) -> dict[str, str]:
-    """Return the same, and warn of each variable of the environment that says something else and gives way.
-
-    Args:
-        layers: The settings of the process.
-    """
+    """Return the same, and warn of each variable of the environment that says something else and gives way."""
     said, sources = _said(layers)
     found = _translated(said)
     for name, told in found.items():

@@ -18,16 +18,8 @@ _UNFINISHED = ".tmp"
 def write_pickled_weights(weights: Mapping[str, Any], folder: Path, *, max_shard_size: int | str) -> None:
     """Write weights as `pytorch_model.bin`, or as `pytorch_model-00001-of-00002.bin` and so on with an index.
 
-    An earlier export in this format is replaced once all files are written.
-
-    Args:
-        weights: The weights by name.
-        folder: The folder, created if missing.
-        max_shard_size: The largest total size of the tensors in one file, in bytes or as "10GB".
-
-    Raises:
-        ValueError: The size is invalid.
-        FileExistsError: The folder is a file.
+    Replace an earlier export in this format once all files are written. The tensors of one file have at most
+    `max_shard_size` in all, in bytes or as "10GB".
     """
     shards = plan_shards(weights, parse_shard_size(max_shard_size))
     folder.mkdir(parents=True, exist_ok=True)

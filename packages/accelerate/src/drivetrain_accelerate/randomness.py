@@ -35,15 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give one kind of generator the state of rank 0's. Called on all ranks.
-
-    Args:
-        rng_type: The kind; None does nothing.
-        generator: The generator, for `RNGType.GENERATOR`.
-
-    Raises:
-        ValueError: The generator is not given, or this process has no generator of the kind.
-    """
+    """Give a kind of generator, or the generator of `RNGType.GENERATOR`, rank 0's state. Called on all ranks."""
     if rng_type is None:
         return
     kind = RNGType(rng_type)
@@ -79,14 +71,6 @@ def _of_main(context: Context, state: Any) -> Any:
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Give kinds of generators the states of rank 0's. Called on all ranks.
-
-    Args:
-        rng_types: The kinds, such as `["torch", "generator"]`.
-        generator: The generator, for "generator".
-
-    Raises:
-        ValueError: A kind is unknown, the generator is not given, or this process has no generator of a kind.
-    """
+    """Give kinds of generators, such as `["torch", "generator"]`, rank 0's states. Called on all ranks."""
     for rng_type in [RNGType(each) for each in ([rng_types] if isinstance(rng_types, str) else rng_types)]:
         synchronize_rng_state(rng_type, generator=generator)

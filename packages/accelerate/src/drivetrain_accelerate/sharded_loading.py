@@ -35,13 +35,7 @@ def _set(**variables: str) -> None:
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return an initialisation of modules that keeps tied weights one tensor.
-
-    Args:
-        param_init_fn: The initialisation of one module, which gives it other tensors.
-        model: The model; `_tied_weights_keys` names its tied weights.
-        device: Not used: the first of the tied tensors is kept where the initialisation put it.
-    """
+    """Return an initialisation of modules that keeps tied weights one tensor, where the first of them was put."""
     del device
     if not tied_weights_keys(model):
         return param_init_fn
@@ -77,14 +71,7 @@ def _several(model: nn.Module) -> set[int]:
 def fsdp2_load_full_state_dict(
     accelerator: "Accelerator", model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Load a prepared model from full weights that only the main process reads. Called on all ranks.
-
-    Args:
-        accelerator: The Accelerator that prepared the model.
-        model: The prepared model.
-        full_sd: The full weights by name, on the main process.
-        cpu_offload: Not used: parts are kept where the model holds them.
-    """
+    """Load a prepared model from full weights that only the main process reads. Called on all ranks."""
     del cpu_offload
     prepared = accelerator.inner.prepared_of(model)
     load_full_state_dict(
@@ -101,24 +88,14 @@ def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
-    """Return a loss scale for fp16; one of drivetrain's own belongs to a prepared model.
-
-    Args:
-        **kwargs: The arguments of `torch.amp.GradScaler`.
-    """
+    """Return a loss scale for fp16; one of drivetrain's own belongs to a prepared model."""
     return GradScaler(**kwargs)
 
 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Return the parameters of modules, which go to a device.
-
-    Args:
-        modules: The modules, or a pattern that their names in the model match as a whole.
-        model: The model that holds them.
-        device: The device to move to.
-    """
+    """Return the parameters of modules, or of those whose full name matches a pattern, and move them to a device."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
         chosen = [module for name, module in model.named_modules() if pattern.fullmatch(name)]

@@ -8,11 +8,7 @@ Prepare = Callable[[str], dict[str, Any]]
 
 
 class CarriedInstallation:
-    """The installation of the interface in the process that unpickles it.
-
-    Args:
-        install: The function that installs it.
-    """
+    """The installation of the interface in the process that unpickles it."""
 
     def __init__(self, install: Callable[[], None]) -> None:
         self._install = install
@@ -38,11 +34,7 @@ class _PreparationWithInterface:
 
 
 def carry_to_spawned(install: Callable[[], None]) -> None:
-    """Install the interface in the processes that are spawned from now on, before they import the main module.
-
-    Args:
-        install: The function that installs it, which processes can be sent.
-    """
+    """Install the interface in the processes that are spawned from now on, before they import the main module."""
     stop_carrying()
     carried = CarriedInstallation(install)
     spawn.get_preparation_data = _PreparationWithInterface(spawn.get_preparation_data, carried)

@@ -10,12 +10,7 @@ _PREFIX = "checkpoint_"
 
 
 def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
-    """Return the folder of the next checkpoint; its number is the highest of all automatic ones.
-
-    Raises:
-        ValueError: No folder is said; there is a checkpoint with this number or a higher one, which a load would
-            take for the newest; or the folder holds files of another program.
-    """
+    """Return the folder of the next checkpoint; its number is the highest of all automatic ones."""
     if not project.automatic_checkpoint_naming:
         return _said(said, "save_state(output_dir=None)")
     parent = _automatic(project)
@@ -42,11 +37,7 @@ def count_on(project: ProjectConfiguration) -> None:
 
 
 def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
-    """Return the folder to load from.
-
-    Raises:
-        ValueError: No folder is said, it does not exist, or there is no automatic one.
-    """
+    """Return the folder to load from."""
     if said is not None or not project.automatic_checkpoint_naming:
         folder = _said(said, "load_state(input_dir=None)")
         if not folder.is_dir():

@@ -10,13 +10,7 @@ _PLACES = (None, "cpu", "on_device")
 
 
 def check_save_options(*, safe_serialization: bool, others: Mapping[str, Any], is_main: bool) -> None:
-    """Warn on the main process of options of a save that change nothing.
-
-    Args:
-        safe_serialization: Whether the program wants safetensors.
-        others: Further options, by name.
-        is_main: Whether this is the main process.
-    """
+    """Warn on the main process of options of a save that change nothing."""
     if not is_main:
         return
     if not safe_serialization:
@@ -31,17 +25,7 @@ def check_save_options(*, safe_serialization: bool, others: Mapping[str, Any], i
 def check_load_options(
     load_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any], *, is_main: bool
 ) -> None:
-    """Refuse options of a load that would change its result, and warn on the main process of those that do not.
-
-    Args:
-        load_kwargs: The arguments of `torch.load`.
-        others: Further options, by name.
-        is_main: Whether this is the main process.
-
-    Raises:
-        ValueError: A part of the weights is to be loaded, or `map_location` is another word.
-        TypeError: There is no such option.
-    """
+    """Refuse options of a load that would change its result, and warn on the main process of those that do not."""
     if unknown := sorted(set(others) - {"strict", "map_location"}):
         raise TypeError(f"load_state(): unknown arguments {', '.join(unknown)}: say strict or map_location")
     if not others.get("strict", True):

@@ -38,12 +38,7 @@ from drivetrain_state import best_device_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompositionPlan:
-    """The arguments of drivetrain's Accelerator for a run.
-
-    Attributes:
-        fp8_recipe: The recipe of fp8; None for the default one, or in other precisions.
-        settings: The settings, with their sources.
-    """
+    """The arguments of drivetrain's Accelerator for a run; without a recipe, fp8 takes the default one."""
 
     fp8_recipe: Fp8Recipe | None
     settings: SourcedSettings
@@ -58,12 +53,6 @@ def compose(
     options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True
 ) -> Accelerator:
     """Return the Accelerator that carries a run out. Called on all ranks.
-
-    Args:
-        options: The arguments of the program.
-        state: The state that all Accelerators share, which says precision, device and plugins for all of them.
-        num_micro_batches: The number of micro-batches in one optimizer step.
-        is_strict: Whether what Accelerate does wrong without a word is put right.
 
     Raises:
         TranslationError: An option cannot be honoured; the message says what to do instead.
@@ -104,15 +93,12 @@ def plan_composition(
     """Return the arguments of drivetrain's Accelerator.
 
     Args:
-        options: The arguments of the program, with what all Accelerators share.
+        options: The program's arguments, with what all Accelerators share.
         deepspeed_plugin: The selected plugin of DeepSpeed; None without.
         num_processes: The number of ranks.
-        is_sharding_in_settings: Whether drivetrain's settings say how models are sharded, of which a plugin of FSDP
-            is then a view for programs.
+        is_sharding_in_settings: Whether drivetrain's settings say how to shard models; a plugin of FSDP then only
+            shows them to programs.
         is_strict: Whether what Accelerate does wrong without a word is put right.
-
-    Raises:
-        TranslationError: An option cannot be honoured; the message says what to do instead.
     """
     check_project(options.project)
     settings = SourcedSettings()

@@ -68,9 +68,6 @@ class HeldObjects(ComposedRun):
         """Return objects, those that another Accelerator has prepared in the form in which they are prepared anew.
 
         The other one releases them: it may be gone, as where a notebook's cell runs twice. Called on all ranks.
-
-        Raises:
-            ValueError: Their parameters are divided among ranks, for good.
         """
         taken = [self._as_built(each) if isinstance(each, nn.Module) else each for each in given]
         models = [*self._models, *(each for each in taken if isinstance(each, nn.Module))]

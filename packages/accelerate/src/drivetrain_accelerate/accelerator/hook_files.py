@@ -26,10 +26,9 @@ _BEFORE = "before"
 
 
 def stage(folder: Path) -> Path:
-    """Return an empty folder for what hooks write before a save. Called on the main process.
+    """Return an empty folder, of the checkpoint folder's name, for what hooks write before a save.
 
-    Args:
-        folder: The folder of the checkpoint; the one that is returned has the same name.
+    Called on the main process.
     """
     settle(folder)
     staged = staged_folder(folder)
@@ -47,9 +46,6 @@ def settle(folder: Path) -> None:
     """Move staged files into a folder whose save was committed; delete those of one that was given up.
 
     Called on the main process. What a kill has left half moved is moved to the end by the next call.
-
-    Args:
-        folder: The folder of the checkpoint.
     """
     parent = folder / _STAGED
     if not parent.is_dir():
@@ -64,11 +60,7 @@ def settle(folder: Path) -> None:
 
 
 class SettleHookFiles(CheckpointHook):
-    """A hook of drivetrain's that settles what a program's hooks have written, when their save is committed.
-
-    Args:
-        is_main: Whether this is the main process, which moves the files.
-    """
+    """A hook of drivetrain's that settles what a program's hooks have written, when their save is committed."""
 
     def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main

@@ -203,11 +203,7 @@ class PrepareMethods(HeldObjects):
         return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches of its epochs, without reading them.
-
-        Raises:
-            ValueError: The number is negative.
-        """
+        """Return a loader that leaves out the first batches of its epochs, without reading them."""
         return skip_first_batches(dataloader, num_batches)
 
     def _replace_stand_ins(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -315,11 +311,7 @@ class PrepareMethods(HeldObjects):
 
 
 def _refuse_partitioned(given: Sequence[Any], unpaired: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer whose parameters are partitions of an engine that has ended.
-
-    Raises:
-        ValueError: There is one; nothing was prepared.
-    """
+    """Refuse an optimizer that holds partitions of an engine that has ended."""
     ended = (each for each in given if isinstance(each, AcceleratedOptimizer) and each.is_released)
     for each in ended:
         if any(each.optimizer is one for one in unpaired):

@@ -17,14 +17,7 @@ from drivetrain_state.collectives import operations as collectives
 
 
 def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
-    """Gather results, and keep the rows of real samples: the first rows of each rank. Called on all ranks.
-
-    Args:
-        context: The context of this process.
-        active: The loader that is being read; None outside all loops.
-        data: Nested tensors and NumPy arrays with samples in dimension 0; or a list of any objects, one per sample.
-        as_objects: Whether to gather objects.
-    """
+    """Gather results, and keep the rows of real samples: the first rows of each rank. Called on all ranks."""
     sharded = getattr(active, "sharded", None)
     plan: BatchPlan | None = getattr(sharded, "current", None)
     size: int | None = getattr(active, "full_batch_size", None)
@@ -45,12 +38,7 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
 def _with_real_arrays(
     context: Context, plan: BatchPlan | None, data: Any, arrays: Sequence[Any], *, batch_size: int | None
 ) -> Any:
-    """Gather nested data of which some leaves are arrays, in the structure given. Called on all ranks.
-
-    Raises:
-        LeafError: Another leaf is neither a tensor nor an array.
-        TrimError: The arrays of the ranks differ in more than their first size.
-    """
+    """Gather nested data of which some leaves are arrays, in the structure given. Called on all ranks."""
     gathered, rows = collectives.gather_rows(context, without_arrays(data))
     by_rank = [list(map(np.atleast_1d, given)) for given in collectives.gather_object(context, arrays)]
     if plan is not None and (real := counts_to_keep(plan)) is not None:
@@ -90,13 +78,9 @@ def counts_to_keep(plan: BatchPlan | None) -> Sequence[int] | None:
 
 
 def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: int | None) -> Any:
-    """Keep of each rank's rows those that belong to real samples.
+    """Keep of each rank's rows those that belong to real samples; without a plan, all.
 
-    Args:
-        plan: The plan of the batch; None keeps everything.
-        gathered: Nested tensors, concatenated in rank order.
-        rows: The number of rows of each tensor on each rank: the same structure, of tensors of shape (world_size,).
-        batch_size: The number of samples of a full batch on one rank; None if unknown.
+    `rows` holds a tensor of shape (world_size,) for each tensor gathered: the number of its rows on each rank.
     """
     real = counts_to_keep(plan)
     if plan is None or real is None:

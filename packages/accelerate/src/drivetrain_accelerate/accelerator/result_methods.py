@@ -133,11 +133,7 @@ class ResultMethods(ComposedRun):
         return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Refuse: drivetrain has no sequence parallel dimension yet.
-
-        Raises:
-            NotImplementedError: Raised by every call.
-        """
+        """Refuse: drivetrain has no sequence parallel dimension yet."""
         del dl
         raise NotImplementedError(
             f"deepspeed_ulysses_dl_adapter({type(model).__name__}): drivetrain has no sequence parallel dimension; "

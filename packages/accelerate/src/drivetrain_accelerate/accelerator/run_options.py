@@ -37,30 +37,15 @@ class Handlers:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """The arguments of a program, which it may still change on the plugins until it prepares its model.
+    """The arguments of a program, which it may still change on the plugins until it prepares its model."""
 
-    Attributes:
-        mixed_precision: The precision that was said; None if neither the program nor the launch says one.
-        cpu: Whether to compute on the CPU.
-        data: The division of loaders.
-        project: The folders of results.
-        accumulation: The options of accumulation.
-        handlers: The handlers, by kind.
-        deepspeed_plugin: A plugin of DeepSpeed, or several by name.
-        fsdp_plugin: The options of sharding.
-        dynamo_plugin: The options of compilation.
-        parallelism_config: The parallel dimensions.
-        log_with: The trackers to log to.
-        step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.
-    """
-
-    mixed_precision: str | None = None
+    mixed_precision: str | None = None  # None if neither the program nor the launch says one
     cpu: bool = False
     data: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     handlers: Handlers = field(default_factory=Handlers)
-    deepspeed_plugin: Any = None
+    deepspeed_plugin: Any = None  # one, or several by name
     fsdp_plugin: Any = None
     dynamo_plugin: Any = None
     parallelism_config: Any = None
@@ -69,11 +54,7 @@ class RunOptions:
 
 
 def sort_handlers(given: Sequence[KwargsHandler] | None) -> Handlers:
-    """Return handlers by kind.
-
-    Raises:
-        ValueError: An object is no handler, or a kind comes twice.
-    """
+    """Return handlers by kind."""
     found = Handlers()
     places: dict[type[Any], str] = {
         AutocastKwargs: "autocast",
@@ -95,11 +76,7 @@ def sort_handlers(given: Sequence[KwargsHandler] | None) -> Handlers:
 
 
 def chosen_precision(mixed_precision: PrecisionType | str | None) -> str | None:
-    """Return the precision that a program or the launch says, as a plain word.
-
-    Raises:
-        ValueError: It is none of those that there are.
-    """
+    """Return the precision that a program or the launch says, as a plain word."""
     said = environ.read("ACCELERATE_MIXED_PRECISION") if mixed_precision is None else str(mixed_precision)
     if said is not None and said not in _PRECISIONS:
         raise ValueError(f"mixed_precision={said!r}: must be one of {', '.join(_PRECISIONS)}")
@@ -107,11 +84,7 @@ def chosen_precision(mixed_precision: PrecisionType | str | None) -> str | None:
 
 
 def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Return the options of accumulation that the arguments say.
-
-    Raises:
-        ValueError: Both arguments say a number, or the number is no integer of at least 1.
-    """
+    """Return the options of accumulation that the arguments say."""
     if plugin is None:
         launched = environ.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
         if launched is not None and num_steps == 1:
@@ -128,15 +101,7 @@ def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -
 
 
 def checked_num_steps(given: object, *, said: str = "gradient_accumulation_steps") -> int:
-    """Return the number of micro-batches in one optimizer step.
-
-    Args:
-        given: The number, or its text.
-        said: The argument or variable that said it, for the error.
-
-    Raises:
-        ValueError: It is no integer of at least 1.
-    """
+    """Return a number of micro-batches, given as a number or text by the argument or variable that `said` names."""
     try:
         number = int(str(given))
     except ValueError:

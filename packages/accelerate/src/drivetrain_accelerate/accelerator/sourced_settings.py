@@ -21,12 +21,7 @@ DEEPSPEED_PLUGIN = Source("code", "the DeepSpeed plugin")
 
 @dataclass(frozen=True, slots=True)
 class SourcedSettings:
-    """Settings by section, with the source of each.
-
-    Attributes:
-        sections: The settings by section and field.
-        sources: The source of each, by "section.field".
-    """
+    """Settings by section and field, with the source of each by "section.field"."""
 
     sections: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
@@ -39,14 +34,7 @@ class SourcedSettings:
         *,
         unsaid: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Add settings of a section, or replace them.
-
-        Args:
-            section: The section's name.
-            given: The settings by field.
-            source: The source of all of them.
-            unsaid: The settings of options that the program has left alone: what equals them is Accelerate's default.
-        """
+        """Add settings of a section, or replace them; what equals those of `unsaid` is Accelerate's default."""
         for name, value in given.items():
             is_unsaid = name in unsaid and unsaid[name] == value
             self.sections.setdefault(section, {})[name] = value

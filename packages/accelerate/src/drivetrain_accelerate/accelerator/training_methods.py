@@ -84,11 +84,7 @@ class TrainingMethods(PrepareMethods):
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> None:
-        """Refuse: which backward reduces gradients is decided before its forward.
-
-        Raises:
-            RuntimeError: Raised by every call.
-        """
+        """Refuse: which backward reduces gradients is decided before its forward."""
         raise RuntimeError(
             f"trigger_sync_in_backward({type(model).__name__}): a backward cannot be told to reduce gradients after "
             "its forward ran in no_sync(); run forward and backward of the last micro-batch outside no_sync()"
@@ -182,11 +178,7 @@ class TrainingMethods(PrepareMethods):
             self.inner.backward(loss, count=count, model=model, **graph)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Refuse: gradients are unscaled by the clip or step of a closed window, once.
-
-        Raises:
-            RuntimeError: The run scales its loss.
-        """
+        """Refuse: gradients are unscaled by the clip or step of a closed window, once."""
         del optimizer
         if self.state.scales_loss:
             raise RuntimeError(
@@ -252,11 +244,7 @@ class TrainingMethods(PrepareMethods):
         yield
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refuse: LOMO's optimizers step inside their backward, which no backend of drivetrain supports.
-
-        Raises:
-            NotImplementedError: Raised by every call.
-        """
+        """Refuse: LOMO's optimizers step inside their backward, which no backend of drivetrain supports."""
         del loss
         raise NotImplementedError(
             f"lomo_backward(learning_rate={learning_rate}): use an optimizer that steps after backward; to save the "
@@ -265,11 +253,7 @@ class TrainingMethods(PrepareMethods):
 
 
 def _graph_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of torch's `backward` that Accelerate's may have.
-
-    Raises:
-        ValueError: There are others.
-    """
+    """Return the arguments of torch's `backward` among those given; refuse others."""
     if unknown := sorted(set(given) - {"retain_graph", "create_graph", "inputs"}):
         raise ValueError(
             f"backward({', '.join(unknown)}=): say the loss, of shape (), model= if there are several, and torch's "

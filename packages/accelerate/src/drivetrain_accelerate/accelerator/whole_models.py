@@ -14,12 +14,7 @@ from drivetrain_weights.tensor_box import is_dtensor
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's weights and buffers on the CPU by plain names, those of offloaded modules with their values.
-
-    Raises:
-        TypeError: The argument is not a module.
-        ValueError: Parameters are divided among ranks.
-    """
+    """Return a model's weights and buffers on the CPU by plain names, with the values of offloaded modules."""
     from drivetrain_accelerate.models.align_devices import (
         get_state_dict_offloaded_model,  # few runs ask for it
     )
@@ -29,18 +24,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_whole(context: Context, model: nn.Module, folder: Path, *, max_shard_size: int | str) -> None:
-    """Write a model's weights and buffers as safetensors, from the main process. Called on all ranks.
-
-    Args:
-        context: The context of this process.
-        model: The model, in wrappers or as it was built.
-        folder: The folder to write to.
-        max_shard_size: The most bytes of a file, as a number or as "10GB".
-
-    Raises:
-        TypeError: The argument is not a module.
-        ValueError: Parameters are divided among ranks, or the size is invalid.
-    """
+    """Write a model's weights and buffers as safetensors, from the main process. Called on all ranks."""
     inner = _checked(model)
 
     def write() -> None:

@@ -15,18 +15,6 @@ _FORGET = "call AcceleratorState._reset_state(reset_partial_state=True) between 
 class AcceleratorState(PartialState):
     """The ranks, precision and plugins of a run. The first Accelerator sets them.
 
-    Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None for that of the launch, or "no".
-        cpu: Whether to compute on the CPU even where there is an accelerator.
-        dynamo_plugin: The options of compilation.
-        deepspeed_plugin: A plugin, or several by name.
-        fsdp_plugin: The options of sharding.
-        torch_tp_plugin: Tensor parallelism by torch.
-        megatron_lm_plugin: The options of Megatron.
-        parallelism_config: The parallel dimensions.
-        _from_accelerator: Whether an Accelerator asks, which alone may set them.
-        **kwargs: Further arguments of `PartialState`.
-
     Attributes:
         deepspeed_plugins: The plugins of DeepSpeed by name; None without.
         device_mesh: The mesh of the parallel dimensions of more than one process; None without.
@@ -144,11 +132,7 @@ class AcceleratorState(PartialState):
         return next((each for each in plugins.values() if getattr(each, "selected", True)), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return a plugin of DeepSpeed by its name.
-
-        Raises:
-            KeyError: There is none of this name.
-        """
+        """Return a plugin of DeepSpeed by its name."""
         plugins = self.deepspeed_plugins or {}
         if name not in plugins:
             raise KeyError(f"{name!r}: the plugins of DeepSpeed are {', '.join(plugins) or 'none'}")
@@ -163,11 +147,7 @@ class AcceleratorState(PartialState):
         chosen.select(_from_accelerator_state=True)
 
     def _check_same(self, mixed_precision: str | None, cpu: bool, plugins: Mapping[str, Any]) -> None:
-        """Refuse what the first Accelerator does not have.
-
-        Raises:
-            ValueError: The precision, the device or a plugin differs from that of the first one.
-        """
+        """Refuse what the first Accelerator does not have."""
         for name, given, kept in (
             ("mixed_precision", mixed_precision, self.mixed_precision),
             ("cpu", cpu or None, self._cpu),

@@ -26,11 +26,7 @@ _BY_DEVICE = {
 
 
 class SharedState:
-    """A view of attributes that all instances of a class share, until they are reset.
-
-    Attributes:
-        _shared_state: The attributes; a subclass defines its own dict.
-    """
+    """A view of attributes that all instances of a class share until they are reset, in a dict of each subclass."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -58,7 +54,6 @@ class SharedState:
 
 
 def _view_of(kind: type[SharedState]) -> SharedState:
-    """Return a view of the state of this process, for copy and pickle."""
     return kind.__new__(kind)
 
 
@@ -199,9 +194,6 @@ class PartialState(SharedState):
         """Decorate a function so that it runs on one rank only; without a function, return the decorator.
 
         On one process it runs whatever the rank, so that a program for several can be tried.
-
-        Raises:
-            ValueError: No rank is said, or there is none such, where there are several.
         """
         if self.num_processes == 1:
             decorate: Callable[..., Any] = _as_it_is
@@ -217,9 +209,6 @@ class PartialState(SharedState):
         """Decorate a function so that it runs on one rank of each node; without a function, return the decorator.
 
         On one process it runs whatever the rank.
-
-        Raises:
-            ValueError: No rank is said, where there are several.
         """
         is_alone = self.num_processes == 1
         if local_process_index is None and not is_alone:
@@ -258,11 +247,7 @@ def is_initialized() -> bool:
 
 
 def distributed_type_on(device_kind: str) -> DistributedType:
-    """Return the way in which several processes train on a kind of device.
-
-    Raises:
-        NotImplementedError: Accelerate's interface has no such way here.
-    """
+    """Return the way in which several processes train on a kind of device."""
     if device_kind not in _BY_DEVICE:
         raise NotImplementedError(
             f"several processes on {device_kind}: programs for Accelerate train here on several of "
@@ -287,11 +272,7 @@ def _given(function: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _settings(kwargs: dict[str, Any]) -> StateSettings:
-    """Return the section of connecting, with what a program says by its arguments.
-
-    Raises:
-        TypeError: An argument is unknown.
-    """
+    """Return the section of connecting, with what a program says by its arguments."""
     known = {"timeout", "backend", "init_method", "use_deepspeed"}
     if unknown := sorted(name for name in kwargs if name not in known and not name.startswith("_")):
         raise TypeError(f"PartialState() got {unknown[0]}=; it takes cpu, {', '.join(sorted(known))}")
