@@ -47,11 +47,7 @@ class RankEnvironment:
     restart_count: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the numbers are consistent.
-
-        Raises:
-            ConfigError: A rank is not below its count, or the port is out of range.
-        """
+        """Check that the numbers are consistent."""
         for low, rank_name, rank, size_name, size in (
             (0, "RANK", self.rank, "WORLD_SIZE", self.world_size),
             (0, "LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size),

@@ -89,11 +89,7 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A value is outside its range; the message begins with the field's name.
-        """
+        """Check every field."""
         modes = ("no", "fp16", "bf16", "fp8", "auto")
         if self.mixed_precision not in modes:
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: must be one of {', '.join(modes)}")

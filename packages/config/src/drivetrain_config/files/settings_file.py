@@ -121,11 +121,7 @@ def _read_json(path: Path, text: str) -> Any:
 
 
 def check_json_object(path: Path) -> None:
-    """Check that a file holds a JSON object; what it says is another's matter.
-
-    Raises:
-        ConfigError: There is no such file, or it holds something else.
-    """
+    """Check that a file holds a JSON object; what it says is another's matter."""
     found = _parsed(path, _text(path))
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: must hold a JSON object; it holds {_kind(found)}")

@@ -86,11 +86,7 @@ def _scalars(root: Any) -> Iterator[Any]:
 
 
 def _check_scalar(path: Path, node: Any, loader: Any) -> None:
-    """Refuse a number that other versions of YAML read differently, and turn a date into text.
-
-    Raises:
-        ConfigError: The node is such a number; the message gives the number and its line.
-    """
+    """Refuse a number that other versions of YAML read differently, and turn a date into text."""
     kind = node.tag.removeprefix(_TAG)
     if kind == "timestamp":
         node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates

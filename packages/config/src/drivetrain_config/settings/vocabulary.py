@@ -49,12 +49,7 @@ class Vocabulary:
 
 
 def check_field(section: str, field: str, known: Iterable[str], source: Source) -> None:
-    """Check that a section has a field.
-
-    Raises:
-        ConfigError: The field is unknown; the message suggests the nearest and lists all. It omits the value, which
-            may be a secret under a misspelled name.
-    """
+    """Check that a section has a field."""
     names = list(known)
     if field not in names:
         raise ConfigError(

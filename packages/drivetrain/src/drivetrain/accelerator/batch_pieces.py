@@ -74,11 +74,7 @@ class BatchPieces:
         return ends
 
     def check_end(self, loader: Planned) -> None:
-        """Refuse that a loader ends where the window still waits for micro-batches of its last batch.
-
-        Raises:
-            AccumulationError: The last batch had fewer micro-batches than the one before it.
-        """
+        """Refuse that a loader ends where the window still waits for micro-batches of its last batch."""
         pieces = self._of.get(loader)
         if pieces is None or pieces.batch != loader.num_received or pieces.is_told:
             return

@@ -173,11 +173,7 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
 
 
 def _check_guard(backend: Backend, run: RunSettings) -> None:
-    """Refuse to check gradients for infinities and NaNs under a backend that does not support it.
-
-    Raises:
-        ConfigError: The settings request the check, and the backend does not support it.
-    """
+    """Refuse to check gradients for infinities and NaNs under a backend that does not support it."""
     if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
         raise ConfigError(
             f"run.nonfinite_gradients={run.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
@@ -186,11 +182,7 @@ def _check_guard(backend: Backend, run: RunSettings) -> None:
 
 
 def _check_dtypes(backend: Backend, policy: Policy) -> None:
-    """Refuse dtypes under a backend that does not apply them, as one of a third party.
-
-    Raises:
-        ConfigError: The settings say a dtype that the backend does not report as applied.
-    """
+    """Refuse dtypes under a backend that does not apply them, as one of a third party."""
     applied = backend.applied()
     said = policy.dtypes.said()
     if missing := [name for name in said if name not in applied]:
@@ -203,11 +195,7 @@ def _check_dtypes(backend: Backend, policy: Policy) -> None:
 def _check_recipe(
     recipe: Fp8Recipe, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
 ) -> None:
-    """Refuse a recipe of fp8 under a backend that it may not train under, and warn of one that nobody has tried.
-
-    Raises:
-        PrecisionError: The recipe names the backends that it may train under, and this is none of them.
-    """
+    """Refuse a recipe of fp8 under a backend that it may not train under, and warn of one that nobody has tried."""
     needed = recipe.requirements
     if needed.backends is not None and not _is_one_of(backend, needed.backends, registry):
         raise PrecisionError(

@@ -13,21 +13,13 @@ Counterparts = Callable[[Kind, str], str | None]
 
 
 def refuse_attribute(name: str) -> None:
-    """Refuse another library's attribute of an Accelerator.
-
-    Raises:
-        AttributeError: The name has a counterpart; the message names it.
-    """
+    """Refuse another library's attribute of an Accelerator."""
     if (here := _counterpart("attribute", name)) is not None:
         raise AttributeError(f"'Accelerator' object has no attribute {name!r}, which is {here}")
 
 
 def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
-    """Refuse arguments that an Accelerator does not take.
-
-    Raises:
-        TypeError: There is such an argument; the message names the counterpart, or the nearest argument.
-    """
+    """Refuse arguments that an Accelerator does not take."""
     for name in given:
         if (here := _counterpart("argument", name)) is not None:
             raise TypeError(f"Accelerator() takes no {name}=, which is {here}")
@@ -36,11 +28,7 @@ def refuse_arguments(given: Iterable[str], construct: type[object]) -> None:
 
 
 def refuse_import(name: str) -> None:
-    """Refuse an import of another library's name.
-
-    Raises:
-        ImportError: The name has a counterpart; the message names it.
-    """
+    """Refuse an import of another library's name."""
     # An AttributeError would lose its message: `from drivetrain import X` replaces it with its own ImportError.
     if (here := _counterpart("name", name)) is not None:
         raise ImportError(f"cannot import {name!r} from 'drivetrain': it is {here}")

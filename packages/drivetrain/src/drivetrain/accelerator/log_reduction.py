@@ -180,11 +180,7 @@ class LogReducer:
 
 
 def _check_same_names(names: Sequence[str], difference: object) -> None:
-    """Check that the marks of all ranks' names do not differ.
-
-    Raises:
-        CollectiveMismatchError: A rank logged other names than the rest.
-    """
+    """Check that the marks of all ranks' names do not differ."""
     if difference != 0:
         raise CollectiveMismatchError(
             f"log({', '.join(names)}, reduce=...): another rank logged other names in the same call: log "

@@ -89,11 +89,7 @@ def gather_for_metrics(
 
 
 def check_prepared(sites: CallSites, data: Any) -> None:
-    """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank.
-
-    Raises:
-        UnpreparedLoaderError: The loop's loader was not prepared.
-    """
+    """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank."""
     loop = sites.unprepared_loop() if holds_rows(data) else None
     if loop is not None:
         raise UnpreparedLoaderError(

@@ -137,11 +137,7 @@ def _say_cpu(state: dict[str, object], source: Source) -> None:
 
 
 def _check_strategy(strategy: object) -> None:
-    """Refuse a function as strategy, which no file or command line could hold.
-
-    Raises:
-        ValueError: The strategy is a function; the message says where to pass it.
-    """
+    """Refuse a function as strategy, which no file or command line could hold."""
     if callable(strategy):
         name = getattr(strategy, "__name__", type(strategy).__name__)
         raise ValueError(

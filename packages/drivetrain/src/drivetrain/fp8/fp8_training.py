@@ -131,11 +131,7 @@ class Fp8Training:
         return {LAYERS: f"{converted} of {linear} linear layers in {self._recipe.name}"}
 
     def check(self) -> None:
-        """Check that weights are gathered in fp8 if the recipe says so, once a backend has prepared the models.
-
-        Raises:
-            PrecisionError: The backend does not gather weights.
-        """
+        """Check that weights are gathered in fp8 if the recipe says so, once a backend has prepared the models."""
         check_gathers(self._models, said=f"fp8_recipe={self._recipe!r}")
 
     def undo(self) -> None:

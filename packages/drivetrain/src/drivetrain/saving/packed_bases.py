@@ -17,11 +17,7 @@ def without_scales(one: Prepared) -> dict[str, Any]:
 
 
 def check_packed(one: Prepared) -> None:
-    """Check that a checkpoint of all weights could be loaded.
-
-    Raises:
-        ValueError: The model holds packed weights, whose scales nothing loads back.
-    """
+    """Check that a checkpoint of all weights could be loaded."""
     packed = {name: each for name, each in one.unwrap().named_parameters() if is_packed(each)}
     if packed:
         name, weight = next(iter(packed.items()))

@@ -339,11 +339,7 @@ class Saving(HasParts):
         self._is_told = True
 
     def _check_prepared(self, name: str) -> None:
-        """Check that the run has something to save or load.
-
-        Raises:
-            RuntimeError: Nothing was prepared or registered.
-        """
+        """Check that the run has something to save or load."""
         prepared = self._parts.prepared
         if not (prepared.models or prepared.loaders or self._registered):
             raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
