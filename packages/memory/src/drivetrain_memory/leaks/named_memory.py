@@ -74,7 +74,15 @@ class _Walk:
             if id(value) in self.seen or issubclass(kind, _SKIPPED) or str(kind.__module__).startswith(_OWN):
                 continue
             self.seen.add(id(value))
-            self._count(value, name)
+            holding = self.found.setdefault((name, kind.__name__), Holding())
+            holding.count += 1
+            holding.samples.append(value)
+            if issubclass(kind, Tensor):
+                holding.bytes += self._storage_bytes(value) + _TENSOR_BYTES
+                if value.grad_fn is not None:
+                    self._count_graph(value, name)
+            elif not issubclass(kind, type):
+                holding.bytes += sys.getsizeof(value, 0)
             if issubclass(kind, _LEAVES):
                 continue
             for step, held in self._held(value):
@@ -82,18 +90,6 @@ class _Walk:
                     queue.append((held, name + step, depth + (step != "")))
                 else:
                     queue.append((held, name, depth))
-
-    def _count(self, value: Any, name: str) -> None:
-        kind = type(value)
-        holding = self.found.setdefault((name, kind.__name__), Holding())
-        holding.count += 1
-        holding.samples.append(value)
-        if issubclass(kind, Tensor):
-            holding.bytes += self._storage_bytes(value) + _TENSOR_BYTES
-            if value.grad_fn is not None:
-                self._count_graph(value, name)
-        elif not issubclass(kind, type):
-            holding.bytes += sys.getsizeof(value, 0)
 
     def _storage_bytes(self, tensor: Tensor) -> int:
         if tensor.is_meta or tensor.layout is not torch.strided or is_lazy(tensor):
@@ -131,7 +127,13 @@ class _Walk:
         elif issubclass(kind, _SEQUENCES):
             yield from (("[*]", held) for held in list(value))
         elif issubclass(kind, FunctionType):
-            yield from _of_function(value)
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+                try:
+                    yield f" (closure: {name})", cell.cell_contents
+                except ValueError:  # not yet assigned
+                    continue
+            yield from ((".__defaults__[*]", held) for held in value.__defaults__ or ())
+            yield from ((f".{name}", held) for name, held in list(vars(value).items()))
         elif issubclass(kind, MethodType):
             yield ".__self__", value.__self__
             yield "", value.__func__
@@ -163,16 +165,6 @@ class _Walk:
                 yield "", held.cell_contents
             elif not isinstance(held, type):
                 yield "", held
-
-
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f" (closure: {name})", cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
-    yield from ((".__defaults__[*]", held) for held in function.__defaults__ or ())
-    yield from ((f".{name}", held) for name, held in list(vars(function).items()))
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

@@ -79,12 +79,27 @@ class HostPeakMeter:
                     self._children[key] = ProcessPeak(key.pid, born_within=True, proc=self._proc)
                 self._children[key].update()
         peak_bytes = self._own.peak_bytes
+        ended_child_bytes: int | None = None
+        if self._counts_children:
+            # The system keeps the largest peak of all children ever, and a started program inherits the mark of the
+            # process that starts it: a number up to this process's own peak may be that mark.
+            largest = largest_ended_child_bytes()
+            ended_child_bytes = largest if largest > max(self._ended_before, peak_bytes) else None
         return HostPeak(
             peak_bytes=peak_bytes,
             before_bytes=self._own.before_bytes,
             source=source,
-            children=tuple(self._child(key, peak) for key, peak in sorted(self._children.items())),
-            ended_child_bytes=self._ended_child(peak_bytes),
+            children=tuple(
+                ChildPeak(
+                    pid=key.pid,
+                    peak_bytes=peak.peak_bytes,
+                    before_bytes=peak.before_bytes,
+                    source="kernel" if peak.is_exact else "sampled",
+                    has_ended=key not in self._living,
+                )
+                for key, peak in sorted(self._children.items())
+            ),
+            ended_child_bytes=ended_child_bytes,
         )
 
     def include(self, inner: "HostPeakMeter") -> None:
@@ -97,23 +112,3 @@ class HostPeakMeter:
         """End what runs beside the block."""
         if isinstance(self._own, PortablePeak):
             self._own.stop()
-
-    def _child(self, key: ProcessKey, peak: ProcessPeak) -> ChildPeak:
-        return ChildPeak(
-            pid=key.pid,
-            peak_bytes=peak.peak_bytes,
-            before_bytes=peak.before_bytes,
-            source="kernel" if peak.is_exact else "sampled",
-            has_ended=key not in self._living,
-        )
-
-    def _ended_child(self, own_peak_bytes: int) -> int | None:
-        """Return the peak of an ended child, where the system's number can be nothing else.
-
-        The system keeps the largest of all children ever. And a program that is started inherits the mark of the
-        process that starts it, so that a number up to this process's own peak may be that.
-        """
-        if not self._counts_children:
-            return None
-        largest = largest_ended_child_bytes()
-        return largest if largest > max(self._ended_before, own_peak_bytes) else None

@@ -90,6 +90,7 @@ def write_page(file: str | Path, run: RunMemory, *, title: str = "Memory of a ru
 
 
 def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
+    labels = {"allocated_bytes": "tensors", "reserved_bytes": "reserved", "used_bytes": "all processes"}
     by_peak = sorted(run.ranks, key=lambda rank: -rank.host_peak_bytes)[:_MOST_CHARTS]
     for rank in run.ranks:
         if rank not in by_peak:
@@ -100,7 +101,13 @@ def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
         for device in dict.fromkeys(name.rpartition("/")[0] for name in columns):
             model = f" ({escape(rank.models[device])})" if device in rank.models else ""
             yield f"<h3>Rank {rank.rank}: {escape(device)}{model}</h3>"
-            yield _chart(rank, _device_lines(rank, device), phases)
+            values = {label: rank.timeline.values.get(f"{device}/{name}") for name, label in labels.items()}
+            lines = [
+                Line(label=label, values=of_label)
+                for label, of_label in values.items()
+                if of_label is not None
+            ]
+            yield _chart(rank, lines, phases)
     if len(run.ranks) > _MOST_CHARTS:
         yield f'<p class="note">The {_MOST_CHARTS} ranks with the highest peaks are drawn; the tables hold all.</p>'
 
@@ -125,16 +132,6 @@ def _host_lines(rank: RankSummary) -> list[Line]:
     if limit < 4 * most:
         lines.append(Line(label="limit of the control group", values=values[_LIMIT], is_limit=True))
     return lines
-
-
-def _device_lines(rank: RankSummary, device: str) -> list[Line]:
-    labels = {"allocated_bytes": "tensors", "reserved_bytes": "reserved", "used_bytes": "all processes"}
-    values = rank.timeline.values
-    return [
-        Line(label=label, values=values[f"{device}/{name}"])
-        for name, label in labels.items()
-        if f"{device}/{name}" in values
-    ]
 
 
 def _peaks(run: RunMemory) -> str:

@@ -75,8 +75,11 @@ class TimelineBuilder:
     def add(self, seconds: float, row: Sequence[float], phase: str) -> None:
         """Add a sample that was taken some seconds after the beginning."""
         while int(seconds / self._bucket_seconds) >= self._num_buckets:
-            pairs = [self._buckets[at : at + 2] for at in range(0, len(self._buckets), 2)]
-            self._buckets = [_merge(pair) for pair in pairs]
+            merged = self._buckets[::2]
+            for first, second in zip(merged, self._buckets[1::2], strict=False):  # an odd last one stays
+                first.most = _most(first.most, second.most)
+                first.phases.update(second.phases)
+            self._buckets = merged
             self._bucket_seconds *= 2
         index = int(seconds / self._bucket_seconds)
         while len(self._buckets) <= index:
@@ -101,14 +104,6 @@ class TimelineBuilder:
                 for bucket in self._buckets
             ),
         )
-
-
-def _merge(pair: Sequence[Bucket]) -> Bucket:
-    first, *others = pair
-    for other in others:
-        first.most = _most(first.most, other.most)
-        first.phases.update(other.phases)
-    return first
 
 
 def _most(left: Sequence[float], right: Sequence[float]) -> list[float]:

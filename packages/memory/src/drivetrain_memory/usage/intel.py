@@ -19,22 +19,24 @@ class IntelDriver:
 
     def read(self) -> tuple[DeviceReading, ...]:
         """Return the numbers of every device."""
-        return tuple(self._read(index, model) for index, model in enumerate(self._models))
+        readings: list[DeviceReading] = []
+        for index, model in enumerate(self._models):
+            memory = self._ask("mem_get_info", index)
+            readings.append(
+                DeviceReading(
+                    device=f"intel:{index}",
+                    model=model,
+                    used_bytes=None if memory is None else int(memory[1] - memory[0]),
+                    total_bytes=None if memory is None else int(memory[1]),
+                    power_watts=self._ask("power_draw", index),  # over 100 ms, for which the call sleeps
+                    temperature_celsius=self._ask("temperature", index),
+                    utilization_percent=self._ask("utilization", index),
+                )
+            )
+        return tuple(readings)
 
     def close(self) -> None:
         """Do nothing: the library is torch's."""
-
-    def _read(self, index: int, model: str) -> DeviceReading:
-        memory = self._ask("mem_get_info", index)
-        return DeviceReading(
-            device=f"intel:{index}",
-            model=model,
-            used_bytes=None if memory is None else int(memory[1] - memory[0]),
-            total_bytes=None if memory is None else int(memory[1]),
-            power_watts=self._ask("power_draw", index),  # over 100 ms, for which the call sleeps
-            temperature_celsius=self._ask("temperature", index),
-            utilization_percent=self._ask("utilization", index),
-        )
 
     def _ask(self, name: str, index: int) -> Any:
         question: Callable[[int], Any] | None = getattr(self._xpu, name, None)
