@@ -5,7 +5,7 @@ one to what is relied on, and docs/platforms.md lists them.
 """
 
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,22 +194,17 @@ def record_operations() -> Generator[list[OperationEvent] | None]:
     try:
         yield found
     finally:
-        for records in _profiler._disable_profiler_legacy():
-            found.extend(_as_events(records))
-
-
-def _as_events(records: Iterable[Any]) -> Iterator[OperationEvent]:
-    """Yield the operations among the records of one thread."""
-    running: dict[int, OperationEvent] = {}
-    for record in records:
-        if record.kind() == "push":
-            event = OperationEvent(record.name(), caller=next(reversed(running.values()), None))
-            if event.caller is not None:
-                event.caller.called.append(event)
-            running[record.handle()] = event
-            yield event
-        elif record.kind() == "pop":
-            running.pop(record.handle(), None)  # none of what began before the recording
+        for records in _profiler._disable_profiler_legacy():  # those of one thread
+            running: dict[int, OperationEvent] = {}
+            for record in records:
+                if record.kind() == "push":
+                    event = OperationEvent(record.name(), caller=next(reversed(running.values()), None))
+                    if event.caller is not None:
+                        event.caller.called.append(event)
+                    running[record.handle()] = event
+                    found.append(event)
+                elif record.kind() == "pop":
+                    running.pop(record.handle(), None)  # none of what began before the recording
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -45,7 +45,14 @@ def supported_modes(device: torch.device) -> dict[str, Support]:
     if device.type == "cuda" and not torch.cuda.is_available():
         low = _modes(*["torch finds no CUDA device here"] * 2, levels=("none", "none"))
     elif device.type == "cuda":
-        low = _cuda(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None:
+            low = _modes(*[f"{name} computes in it (ROCm)"] * 2)
+        else:
+            shown = f"{name} has compute capability {capability[0]}.{capability[1]}"
+            fp16: Level = "native" if capability >= _VOLTA else "none"
+            bf16: Level = "native" if capability >= _AMPERE else "none"
+            low = _modes(f"{shown}; fp16 wants 7.0", f"{shown}; bf16 wants 8.0", levels=(fp16, bf16))
     elif device.type == "cpu":
         slow = "this processor has no {} units: correct, but slower than fp32"
         low = _modes(slow.format("fp16"), slow.format("bf16"), levels=("emulated", "emulated"))
@@ -58,12 +65,3 @@ def supported_modes(device: torch.device) -> dict[str, Support]:
             *[f"nothing is known of devices of the kind {device.type!r}"] * 2, levels=("none", "none")
         )
     return {"no": fp32, **low}
-
-
-def _cuda(capability: tuple[int, int], name: str) -> dict[str, Support]:
-    if torch.version.hip is not None:
-        return _modes(*[f"{name} computes in it (ROCm)"] * 2)
-    shown = f"{name} has compute capability {capability[0]}.{capability[1]}"
-    fp16: Level = "native" if capability >= _VOLTA else "none"
-    bf16: Level = "native" if capability >= _AMPERE else "none"
-    return _modes(f"{shown}; fp16 wants 7.0", f"{shown}; bf16 wants 8.0", levels=(fp16, bf16))

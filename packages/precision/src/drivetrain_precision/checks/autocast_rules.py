@@ -29,7 +29,15 @@ def autocast_rules(device_type: str) -> dict[str, Rule]:
     Raises:
         ValueError: torch has no autocast for the kind of device.
     """
-    names = _names(device_type)
+    try:
+        names = autocast_names(device_type) if torch.amp.is_autocast_available(device_type) else []
+    except RuntimeError:  # a word that is no device's
+        names = []
+    if not names:
+        raise ValueError(
+            f"device_type={device_type!r}: torch has no rules of autocast for it; pass 'cuda', 'cpu', 'xpu', "
+            "'mps', or the kind of a device whose package is imported"
+        )
     rules: dict[str, Rule] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations that torch has deprecated
@@ -50,19 +58,6 @@ def fp32_operations(device_type: str) -> tuple[str, ...]:
         ValueError: torch has no autocast for the kind of device.
     """
     return tuple(sorted(name for name, rule in autocast_rules(device_type).items() if rule == "fp32"))
-
-
-def _names(device_type: str) -> list[str]:
-    try:
-        names = autocast_names(device_type) if torch.amp.is_autocast_available(device_type) else []
-    except RuntimeError:  # a word that is no device's
-        names = []
-    if not names:
-        raise ValueError(
-            f"device_type={device_type!r}: torch has no rules of autocast for it; pass 'cuda', 'cpu', 'xpu', "
-            "'mps', or the kind of a device whose package is imported"
-        )
-    return names
 
 
 def _rule(operation: Any, device_type: str) -> Rule:

@@ -59,7 +59,11 @@ def call_site(names: Mapping[int, str]) -> CallSite | None:
             if not file.startswith(_TORCH) and not _module_name(frame).startswith("drivetrain_precision."):
                 place = frame
         if module is None:
-            module = _called_module(frame, names)
+            # The first argument of a method is its module.
+            variables = frame.f_code.co_varnames
+            owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount and variables else None
+            if isinstance(owner, nn.Module):
+                module = names.get(id(owner)) if names else type(owner).__name__
         frame = frame.f_back
     if place is None:
         return None
@@ -75,12 +79,3 @@ def call_site(names: Mapping[int, str]) -> CallSite | None:
 
 def _module_name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _called_module(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """Return the name of the module whose method a frame runs."""
-    variables = frame.f_code.co_varnames
-    owner = frame.f_locals.get(variables[0]) if frame.f_code.co_argcount and variables else None
-    if not isinstance(owner, nn.Module):
-        return None
-    return names.get(id(owner)) if names else type(owner).__name__

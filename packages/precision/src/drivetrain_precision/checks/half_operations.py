@@ -89,7 +89,15 @@ class Judge:
         if first is None or first.dtype not in HALF or not isinstance(made, Tensor) or made.dtype not in HALF:
             return None
         name = name.removeprefix("_").removesuffix("_")
-        self._remember(name, args, made)
+        is_square = (
+            name == "square"
+            or (name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2)
+            or (name == "mul" and len(args) > 1 and args[0] is args[1])
+        )
+        if is_square:
+            self._squares[id(made)] = ref(made)
+        elif name == "exp":
+            self._exponentials[id(made)] = ref(made)
         if name in _LOSSES:
             found = _verdict(name, "loss", "computed")
             return replace(found, mend=_MENDS[name]) if name in _MENDS else found
@@ -116,17 +124,6 @@ class Judge:
             return _verdict(name, "loss", "rounded")
         many = added.numel() >= _MANY * max(1, made.numel())
         return _verdict(name, "sum", "rounded") if name == "sum" and many and added.dtype is fp16 else None
-
-    def _remember(self, name: str, args: Sequence[Any], made: Tensor) -> None:
-        is_square = (
-            name == "square"
-            or (name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2)
-            or (name == "mul" and len(args) > 1 and args[0] is args[1])
-        )
-        if is_square:
-            self._squares[id(made)] = ref(made)
-        elif name == "exp":
-            self._exponentials[id(made)] = ref(made)
 
 
 def _holds(seen: dict[int, ref[Tensor]], tensor: Tensor) -> bool:

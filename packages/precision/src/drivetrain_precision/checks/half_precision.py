@@ -163,18 +163,9 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         verdict = self._judge.verdict(func.__name__.partition(".")[0], args, result)
-        if verdict is not None:
-            self._report(verdict, args[0].dtype)
+        if verdict is not None and (site := call_site(self._names)) is not None:
+            verdict = inside_function(verdict, site.function)
+            is_chosen = not (self._autocast.is_enabled or site.is_library)
+            if verdict.damage == "computed" or self._libraries or is_chosen:
+                self._found.add(verdict, args[0].dtype, site)
         return result
-
-    def _report(self, verdict: HalfVerdict, dtype: torch.dtype) -> None:
-        site = call_site(self._names)
-        if site is None:
-            return
-        verdict = inside_function(verdict, site.function)
-        if (
-            verdict.damage == "computed"
-            or self._libraries
-            or not (self._autocast.is_enabled or site.is_library)
-        ):
-            self._found.add(verdict, dtype, site)

@@ -58,7 +58,9 @@ def plan_conversion(
         LayerDecision(
             name=name,
             kind=type(module).__name__,
-            shape=_shape(module),
+            shape=tuple(weight.shape)
+            if isinstance(weight := getattr(module, "weight", None), Tensor)
+            else (),
             is_linear=isinstance(module, nn.Linear),
             reason=_reason(name, recipe, layers, facts),
         )
@@ -121,17 +123,21 @@ def _ends(names: Sequence[str], modules: Mapping[str, nn.Module], layers: LayerF
     """Return the reasons of the first and the last of a model's linear layers."""
     # A layer and the copy that `peft` trains of it are in one place.
     places = {
-        name: next((outer for outer in _lineage(name) if _has_copies(outer, modules)), name) for name in names
+        name: next(
+            (
+                outer
+                for outer in _lineage(name)
+                if all(f"{outer}.{each}".lstrip(".") in modules for each in _COPIES)
+            ),
+            name,
+        )
+        for name in names
     }
     order = list(places.values())
     first = order[0] if layers.skip_first and order else None
     last = order[-1] if layers.skip_last and order else None
     reasons = {last: "is the last linear layer (skip_last)", first: "is the first linear layer (skip_first)"}
     return {name: reasons[place] for name, place in places.items() if place in reasons}
-
-
-def _has_copies(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    return all(f"{name}.{each}".lstrip(".") in modules for each in _COPIES)
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -162,11 +168,6 @@ def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
         if len(names) > 1
         for one in names
     }
-
-
-def _shape(module: nn.Module) -> tuple[int, ...]:
-    weight = getattr(module, "weight", None)
-    return tuple(weight.shape) if isinstance(weight, Tensor) else ()
 
 
 def _plan_fusions(

@@ -64,15 +64,13 @@ class LayerReport:
             f"{each.name or type(model).__name__} {each.reason}" for each in self.layers if each.is_linear
         ]
         more = f"; and {len(linear) - _MOST_SHOWN} more" if len(linear) > _MOST_SHOWN else ""
-        return "; ".join([*self._alike(), *(linear[:_MOST_SHOWN] or ["it has no nn.Linear"])]) + more
-
-    def _alike(self) -> list[str]:
-        """Return which modules with matrices would be linear layers, were they nn.Linear: GPT-2's Conv1D."""
+        # Modules with matrices would be linear layers, were they nn.Linear, as GPT-2's Conv1D.
         matrices = [each for each in self.layers if not each.is_linear and len(each.shape) == 2]
         kinds = Counter(each.kind for each in matrices if "Embedding" not in each.kind)
-        return [
+        alike = [
             f"{count} modules of class {kind} are not nn.Linear"
             if count > 1
             else f"1 module of class {kind} is not nn.Linear"
             for kind, count in kinds.items()
         ]
+        return "; ".join([*alike, *(linear[:_MOST_SHOWN] or ["it has no nn.Linear"])]) + more

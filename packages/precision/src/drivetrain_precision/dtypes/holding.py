@@ -28,17 +28,13 @@ def hold(model: nn.Module, dtypes: DtypePolicy, islands: Collection[nn.Module]) 
     for module in model.modules():
         is_island = module in islands
         for parameter in module.parameters(recurse=False):
-            _cast_parameter(parameter, held_dtype(parameter, dtypes, is_island=is_island))
+            dtype = held_dtype(parameter, dtypes, is_island=is_island)
+            if dtype is not parameter.dtype:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = parameter.data.to(dtype)
+                if gradient is not None:
+                    parameter.grad = gradient.to(dtype)
         for name, buffer in module.named_buffers(recurse=False):
             dtype = held_dtype(buffer, dtypes, is_island=is_island)
             if dtype is not buffer.dtype:
                 setattr(module, name, cast.setdefault(buffer, buffer.to(dtype)))
-
-
-def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    if parameter.dtype is dtype:
-        return
-    gradient, parameter.grad = parameter.grad, None
-    parameter.data = parameter.data.to(dtype)
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)

@@ -68,7 +68,14 @@ def te_recipe(name: str, **options: object) -> Any:
     known = [field.name for field in fields(made)]
     if unknown := sorted(options.keys() - set(known)):
         raise PrecisionError(f"recipe {name!r} has no option {unknown[0]!r}: there are {', '.join(known)}")
-    given = {key: _format(library, key, value) for key, value in options.items()}
+    given = dict(options)
+    formats = library.Format.__members__
+    for option, value in options.items():
+        if option.endswith("_format") and isinstance(value, str):
+            if value.upper() not in formats:
+                allowed = ", ".join(name.lower() for name in formats)
+                raise PrecisionError(f"{option}={value!r}: must be one of {allowed}")
+            given[option] = formats[value.upper()]
     try:
         recipe = made(**given)
     except ValueError as error:  # pydantic's, which also carries the library's own assertions
@@ -98,17 +105,6 @@ def te_recipe_kind(name: str) -> TERecipeKind:
         allowed = ", ".join(map(repr, TE_RECIPES))
         raise PrecisionError(f"{name!r} is no recipe of Transformer Engine: must be one of {allowed}")
     return TE_RECIPES[name]
-
-
-def _format(library: Any, option: str, value: object) -> object:
-    """Return the library's format for its name."""
-    if not option.endswith("_format") or not isinstance(value, str):
-        return value
-    formats = library.Format.__members__
-    if value.upper() not in formats:
-        allowed = ", ".join(name.lower() for name in formats)
-        raise PrecisionError(f"{option}={value!r}: must be one of {allowed}")
-    return formats[value.upper()]
 
 
 def _apply_power_of_2_scales(recipe: Any, options: Mapping[str, object]) -> None:

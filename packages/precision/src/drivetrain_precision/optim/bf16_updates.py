@@ -123,8 +123,12 @@ class Bf16Updates:
     ) -> dict[str, Any]:
         """Round a stepped value and its state into a parameter, in place, and return the parameter's state."""
         number: int = before.get(COUNT, 0)
-        generator = self._generator(f"{place} {number} {_shard_of(parameter)}", _local(parameter).device)
         held, value = _local(parameter), _local(wide)
+        if held.device not in self._generators:
+            self._generators[held.device] = torch.Generator(held.device)
+        # Each step of each shard has random numbers of its own, which a resumed run draws again.
+        seed = crc32(f"{place} {number} {_shard_of(parameter)}".encode())
+        generator = self._generators[held.device].manual_seed(seed)
         state: dict[str, Any] = {COUNT: number + 1}
         if self.rounding == "kahan":
             held.copy_(value)
@@ -140,12 +144,6 @@ class Bf16Updates:
             state[key] = old if _is_held(old, parameter) else torch.empty_like(parameter).detach()
             round_stochastically(_local(result), generator, out=_local(state[key]))
         return state
-
-    def _generator(self, what: str, device: torch.device) -> torch.Generator:
-        """Return the generator of a device, at the start of the numbers that belong to some text."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(crc32(what.encode()))
 
 
 def forget_updates(optimizer: Optimizer, rounding: str | None) -> int:

@@ -20,18 +20,14 @@ def round_stochastically(values: Tensor, generator: torch.Generator, *, out: Ten
         return result.copy_(round_stochastically(values.contiguous(), generator))
     size = _PIECE if values.device.type == "cpu" else max(1, values.numel())
     for piece, rounded in zip(values.view(-1).split(size), result.view(-1).split(size), strict=True):
-        _round_piece(piece, generator, rounded)
+        drawn = torch.empty(-(-piece.numel() // _LANES), dtype=torch.int64, device=piece.device)
+        drawn.random_(-(2**63), None, generator=generator)
+        # As int16 the numbers lie between -2**15 and 2**15 - 1. What a sum carries into the upper bits rounds away
+        # from zero, with the probability that the lower bits are of the distance; the lower bits are then cleared.
+        # In int32 before the sum: on the CPU a sum of two dtypes takes 30 times as long.
+        bits = drawn.view(torch.int16)[: piece.numel()].to(torch.int32)
+        bits.add_(_HALF_LANE).add_(piece.view(torch.int32)).bitwise_and_(_UPPER)
+        rounded.copy_(bits.view(torch.float32))
+        # A NaN's bits may carry into the sign, and so become a zero.
+        rounded.masked_fill_(piece.ne(piece), torch.nan)
     return result
-
-
-def _round_piece(values: Tensor, generator: torch.Generator, out: Tensor) -> None:
-    drawn = torch.empty(-(-values.numel() // _LANES), dtype=torch.int64, device=values.device)
-    drawn.random_(-(2**63), None, generator=generator)
-    # As int16 the numbers lie between -2**15 and 2**15 - 1. What a sum carries into the upper bits rounds away from
-    # zero, with the probability that the lower bits are of the distance; the lower bits are then cleared.
-    # In int32 before the sum: on the CPU a sum of two dtypes takes 30 times as long.
-    bits = drawn.view(torch.int16)[: values.numel()].to(torch.int32)
-    bits.add_(_HALF_LANE).add_(values.view(torch.int32)).bitwise_and_(_UPPER)
-    out.copy_(bits.view(torch.float32))
-    # A NaN's bits may carry into the sign, and so become a zero.
-    out.masked_fill_(values.ne(values), torch.nan)

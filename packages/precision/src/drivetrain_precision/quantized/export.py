@@ -1,7 +1,6 @@
 """Write a model that was trained by `prepare_qat` as quantised inference loads it, and load it."""
 
 import json
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -86,7 +85,14 @@ def load_quantized(model: nn.Module, folder: Path | str) -> None:
     _check_plain(model)
     state = _read(Path(folder, _FILE))
     held = model.state_dict(keep_vars=True)
-    _check_shapes(held, state)
+    unlike = [name for name in held if name in state and held[name].shape != state[name].shape]
+    if unlike:
+        first = unlike[0]
+        more = f", as are {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        raise PrecisionError(
+            f"{first} has the shape {tuple(state[first].shape)} in the export and {tuple(held[first].shape)} in the "
+            f"model{more}: build the model with the sizes that it was trained with"
+        )
     parameters: dict[int, nn.Parameter] = {}
     for name, value in held.items():
         if isinstance(value, nn.Parameter) and name in state:
@@ -110,17 +116,6 @@ def _check_plain(model: nn.Module) -> None:
                 f"({owner}), which cannot multiply quantised weights: build a new one, or call "
                 "restore_model(model, recipe) first"
             )
-
-
-def _check_shapes(held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    unlike = [name for name in held if name in state and held[name].shape != state[name].shape]
-    if unlike:
-        first = unlike[0]
-        more = f", as are {len(unlike) - 1} more" if len(unlike) > 1 else ""
-        raise PrecisionError(
-            f"{first} has the shape {tuple(state[first].shape)} in the export and {tuple(held[first].shape)} in the "
-            f"model{more}: build the model with the sizes that it was trained with"
-        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -156,6 +156,12 @@ class GradientWatch:
         call = self._open.pop(index, None)
         if self._is_closed or call is None:
             return
+
+        @unserializable_hook
+        def reached(gradient: Tensor) -> None:
+            call.is_reached = True
+            self._look(call, "output gradient", gradient, counts=True)
+
         for tensor in tensors_in(output):
             self._dtypes[index] = tensor.dtype
             if call.is_counted:
@@ -164,7 +170,7 @@ class GradientWatch:
                 )
             if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
                 call.is_reached = False
-                tensor.register_hook(self._of_output(call))
+                tensor.register_hook(reached)
 
     def _begin(self, index: int) -> _Call:
         if is_in_backward():  # a checkpointed forward, whose activations were counted when it first ran
@@ -183,6 +189,12 @@ class GradientWatch:
         # module may be to change a list or a dict. Equal arguments stay equal, as attention compares them.
         aliases: dict[int, Tensor] = {}
 
+        @unserializable_hook
+        def left(gradient: Tensor) -> None:
+            # A module that returns its input has one tensor for both, whose gradient comes from outside.
+            where = "input gradient" if call.is_reached else "output gradient"
+            self._look(call, where, gradient, counts=False)
+
         def alias(value: Any) -> Any:
             if type(value) is tuple:
                 return tuple(alias(one) for one in cast("tuple[Any, ...]", value))
@@ -190,27 +202,10 @@ class GradientWatch:
                 return value
             if id(value) not in aliases:
                 aliases[id(value)] = seen = value[...]
-                seen.register_hook(self._of_input(call))
+                seen.register_hook(left)
             return aliases[id(value)]
 
         return alias(args), {name: alias(value) for name, value in kwargs.items()}
-
-    def _of_output(self, call: _Call) -> Callable[[Tensor], None]:
-        @unserializable_hook
-        def reached(gradient: Tensor) -> None:
-            call.is_reached = True
-            self._look(call, "output gradient", gradient, counts=True)
-
-        return reached
-
-    def _of_input(self, call: _Call) -> Callable[[Tensor], None]:
-        @unserializable_hook
-        def left(gradient: Tensor) -> None:
-            # A module that returns its input has one tensor for both, whose gradient comes from outside.
-            where = "input gradient" if call.is_reached else "output gradient"
-            self._look(call, where, gradient, counts=False)
-
-        return left
 
     def _of_parameter(self, index: int, name: str) -> Callable[[Tensor], None]:
         @unserializable_hook

@@ -23,7 +23,13 @@ def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], 
     layers: dict[nn.Module, Layer] = {}
     compiled: list[str] = []
     for prefix, model in models.items():
-        _add(_inner(model), prefix, None, layers, compiled)
+        inner = model  # the user's module is inside the wrappers of backends, which call it `module`
+        while isinstance(inner, DistributedDataParallel) or (
+            [name for name, _ in inner.named_children()] == ["module"]
+            and next(inner.parameters(recurse=False), None) is None
+        ):
+            inner = cast("nn.Module", inner.module)
+        _add(inner, prefix, None, layers, compiled)
     return tuple(layers.values()), tuple(compiled)
 
 
@@ -40,16 +46,6 @@ def _add(
     if part is None:
         for child, inner in module.named_children():
             _add(inner, f"{name}.{child}" if name else child, name, layers, compiled)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the user's module inside the wrappers of backends, which call it `module`."""
-    while isinstance(model, DistributedDataParallel) or (
-        [name for name, _ in model.named_children()] == ["module"]
-        and next(model.parameters(recurse=False), None) is None
-    ):
-        model = cast("nn.Module", model.module)
-    return model
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
