@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
 from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table, time_text
@@ -31,28 +30,26 @@ def run(arguments: ListArguments) -> int:
     found = find_checkpoints(directory_of(arguments.directory))
     newest = next((one for one in found if one.is_valid), None)
     if arguments.json:
-        listed = [_as_json(one, is_newest=one is newest) for one in found]
+        listed = [
+            {
+                "folder": str(one.folder),
+                "step": step_of(one.folder),
+                "saved_at": one.manifest and one.manifest.saved_at,
+                "size_bytes": _size_bytes(one),
+                "ranks": one.manifest and one.manifest.world_size,
+                "models": one.manifest and list(one.manifest.models),
+                "metrics": one.manifest and metrics_as_json(one.manifest.metrics),
+                "committed": one.committed,
+                "valid": one.is_valid,
+                "problem": one.problem,
+                "newest": one is newest,
+            }
+            for one in found
+        ]
         sys.stdout.write(f"{json.dumps(listed, indent=2, allow_nan=False)}\n")
     else:
         sys.stdout.write(_as_text(found, newest, datetime.now(UTC)))
     return 0
-
-
-def _as_json(one: CheckpointInfo, *, is_newest: bool) -> dict[str, Any]:
-    manifest = one.manifest
-    return {
-        "folder": str(one.folder),
-        "step": step_of(one.folder),
-        "saved_at": manifest and manifest.saved_at,
-        "size_bytes": _size_bytes(one),
-        "ranks": manifest and manifest.world_size,
-        "models": manifest and list(manifest.models),
-        "metrics": manifest and metrics_as_json(manifest.metrics),
-        "committed": one.committed,
-        "valid": one.is_valid,
-        "problem": one.problem,
-        "newest": is_newest,
-    }
 
 
 def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now: datetime) -> str:

@@ -14,7 +14,6 @@ from drivetrain_checkpoint.cli.printing import (
     table,
     time_text,
 )
-from drivetrain_checkpoint.format.division import Division
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
@@ -47,8 +46,17 @@ def run(arguments: ShowArguments) -> int:
     files = [(record.name, format_size(record.size_bytes)) for record in manifest.files.values()]
     sys.stdout.write("\n" + table(("file", "size"), files))
     for part, tensors in manifest.tensors.items():
-        if tensors:
-            sys.stdout.write("\n" + _tensors(part, tensors, None if arguments.tensors else _NUM_SHOWN))
+        if not tensors:
+            continue
+        shown = list(tensors.items())[: None if arguments.tensors else _NUM_SHOWN]
+        size = format_size(sum(tensor.size_bytes for tensor in tensors.values()))
+        rows = [
+            (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_pieces)) for name, tensor in shown
+        ]
+        sys.stdout.write(f"\n{part}: {format_count(len(tensors), 'tensor')}, {size}\n")
+        sys.stdout.write(table(("name", "dtype", "shape", "pieces"), rows))
+        if left := len(tensors) - len(shown):
+            sys.stdout.write(f"... and {left} more; --tensors lists all\n")
     if manifest.plan is not None:
         sys.stdout.write("\n" + table(("plan", "value"), list(_flattened(manifest.plan))))
     return 0
@@ -103,18 +111,6 @@ def _summary(folder: Place, manifest: Manifest, problem: str | None) -> str:
 
 def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _tensors(part: str, tensors: Mapping[str, Division], most: int | None) -> str:
-    shown = list(tensors.items())[:most]
-    size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
-    rows = [(name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_pieces)) for name, tensor in shown]
-    left = len(tensors) - len(shown)
-    return (
-        f"{part}: {format_count(len(tensors), 'tensor')}, {format_size(size_bytes)}\n"
-        + table(("name", "dtype", "shape", "pieces"), rows)
-        + (f"... and {left} more; --tensors lists all\n" if left else "")
-    )
 
 
 def _flattened(plan: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

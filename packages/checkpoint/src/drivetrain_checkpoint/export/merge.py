@@ -110,24 +110,24 @@ def plan_names(
 ) -> ExportPlan:
     """Plan the export of a model; names that share a stored tensor are tied to the first of them. Pure."""
     first: dict[str, str] = {}
+    described: dict[str, TensorInfo] = {}
     for name, stored in names.stored.items():
         first.setdefault(stored, name)
+        if stored not in tensors:
+            raise CorruptCheckpointError(
+                f"the model's state names {stored!r}, which the manifest does not list"
+            )
+        tensor = tensors[stored]
+        if (dtype := DTYPES.get(tensor.dtype)) is None:
+            raise CorruptCheckpointError(
+                f"{stored!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
+            )
+        described[name] = TensorInfo(shape=tensor.shape, dtype=dtype)
     return plan_export(
-        {name: _describe(stored, tensors) for name, stored in names.stored.items()},
+        described,
         max_shard_size=max_shard_size,
         ties={name: first[stored] for name, stored in names.stored.items() if first[stored] != name},
     )
-
-
-def _describe(stored: str, tensors: Mapping[str, Division]) -> TensorInfo:
-    if stored not in tensors:
-        raise CorruptCheckpointError(f"the model's state names {stored!r}, which the manifest does not list")
-    tensor = tensors[stored]
-    if (dtype := DTYPES.get(tensor.dtype)) is None:
-        raise CorruptCheckpointError(
-            f"{stored!r} has the dtype {tensor.dtype}, which this torch does not have: use a newer torch"
-        )
-    return TensorInfo(shape=tensor.shape, dtype=dtype)
 
 
 def _read(

@@ -160,21 +160,16 @@ def _write_files(
         shard: dict[str, Tensor] = {}
         memory: set[int] = set()
         for expected in names:
-            shard[expected] = _staged(expected, _take(stored, expected), plan, memory)
+            name, tensor = next(stored, (None, None))
+            if name != expected or tensor is None:
+                raise ValueError(
+                    f"{'the tensors end' if name is None else f'{name!r} comes'} where the plan has {expected!r}: "
+                    "give the tensors of the plan, each once, in its order"
+                )
+            shard[expected] = _staged(expected, tensor, plan, memory)
         _write_file(folder / f"{file}{_UNFINISHED}", shard, header)
     if (more := next(stored, None)) is not None:
         raise ValueError(f"{more[0]!r} comes after the last tensor of the plan: plan it too, or leave it out")
-
-
-def _take(stored: Iterator[tuple[str, Tensor]], expected: str) -> Tensor:
-    """Return the next tensor, which must have the expected name."""
-    name, tensor = next(stored, (None, None))
-    if name != expected or tensor is None:
-        raise ValueError(
-            f"{'the tensors end' if name is None else f'{name!r} comes'} where the plan has {expected!r}: give the "
-            "tensors of the plan, each once, in its order"
-        )
-    return tensor
 
 
 def _staged(name: str, tensor: Tensor, plan: ExportPlan, memory: set[int]) -> Tensor:

@@ -188,25 +188,20 @@ def _to_json(manifest: Manifest) -> dict[str, Json]:
     }
 
 
-def _division_from_json(content: dict[str, Any]) -> Division:
-    boxes: dict[int, list[Box]] = {}
-    for rank, offsets, sizes in content["pieces"]:
-        boxes.setdefault(rank, []).append(Box(tuple(offsets), tuple(sizes)))
-    return Division(
-        content["dtype"],
-        content["item_bytes"],
-        tuple(content["shape"]),
-        {rank: tuple(found) for rank, found in boxes.items()},
-    )
-
-
 def _from_json(content: dict[str, Any]) -> Manifest:
     same = ("step", "sequence", "save_id", "saved_at", "world_size", "mesh", "attempt", "libraries")
     starts: Mapping[str, Mapping[str, int]] = {}
     if content["format_version"] == 2:
         tensors, starts = from_format_2(content)
     else:
-        divisions = dict(enumerate(map(_division_from_json, content["divisions"])))
+        divisions: dict[int, Division] = {}
+        for number, described in enumerate(cast("list[dict[str, Any]]", content["divisions"])):
+            boxes: dict[int, list[Box]] = {}
+            for rank, offsets, sizes in described["pieces"]:
+                boxes.setdefault(rank, []).append(Box(tuple(offsets), tuple(sizes)))
+            by_rank = {rank: tuple(found) for rank, found in boxes.items()}
+            shape = tuple(described["shape"])
+            divisions[number] = Division(described["dtype"], described["item_bytes"], shape, by_rank)
         tensors = {
             part: {name: divisions[number] for name, number in numbers.items()}
             for part, numbers in cast("dict[str, dict[str, int]]", content["tensors"]).items()

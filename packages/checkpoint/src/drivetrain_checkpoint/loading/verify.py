@@ -92,27 +92,20 @@ def _in_blocks(
         if stop > size_bytes:  # a truncated block cannot be verified: its checksum covers all of it
             return start, stop, f"the file ends at byte {size_bytes}, and had {record.size_bytes}"
         buffer = buffers.get()
+        view = memoryview(buffer)[: stop - start]
+        fault = None
         try:
-            return (
-                start,
-                stop,
-                _fault(reader, start, memoryview(buffer)[: stop - start], record.checksums[index]),
-            )
+            if reader.read_at(start, [view]) != len(view):
+                fault = "the file ended while it was read"
+            elif xxhash.xxh3_64_hexdigest(view) != record.checksums[index]:
+                fault = "the checksum differs from the manifest's"
+        except OSError as error:
+            fault = f"cannot be read: {error}"
         finally:
             buffers.put(buffer)
+        return start, stop, fault
 
     for start, stop, why in in_threads(look, range(len(record.checksums)), most=reader.num_readers):
         on_bytes(stop - start)
         if why is not None:
             yield CorruptRange(file=path, start=start, stop=stop, why=why)
-
-
-def _fault(reader: Reader, start: int, view: memoryview, checksum: str) -> str | None:
-    """Return the fault of a block, or None."""
-    try:
-        size_bytes = reader.read_at(start, [view])
-    except OSError as error:
-        return f"cannot be read: {error}"
-    if size_bytes != len(view):
-        return "the file ended while it was read"
-    return None if xxhash.xxh3_64_hexdigest(view) == checksum else "the checksum differs from the manifest's"

@@ -55,7 +55,15 @@ class TensorFiles:
 def _file(part: str, rank: int, tensors: Sequence[tuple[str, Division]]) -> PlannedFile:
     """Return a file; the key of a box is the tensor's name, with the box in brackets unless it is the whole."""
     taken = {name for name, _ in tensors}
-    suffixes = {division: _suffixes(division, rank) for division in {division for _, division in tensors}}
+    suffixes = {
+        division: [
+            ""
+            if box == whole(division.shape)
+            else f"[{', '.join(f'{s.start}:{s.stop}' for s in box.slices())}]"
+            for box in division.boxes[rank]
+        ]
+        for division in {division for _, division in tensors}
+    }
     entries: list[WrittenBox] = []
     described: list[TensorEntry] = []
     for name, division in tensors:
@@ -68,10 +76,3 @@ def _file(part: str, rank: int, tensors: Sequence[tuple[str, Division]]) -> Plan
             taken.add(key)
             described.append(TensorEntry(key, division.dtype, box.sizes))
     return PlannedFile(part, rank, tuple(entries), plan_file(described))
-
-
-def _suffixes(division: Division, rank: int) -> list[str]:
-    return [
-        "" if box == whole(division.shape) else f"[{', '.join(f'{s.start}:{s.stop}' for s in box.slices())}]"
-        for box in division.boxes[rank]
-    ]

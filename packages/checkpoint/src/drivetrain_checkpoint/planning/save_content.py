@@ -56,7 +56,15 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
     Raises:
         StateError: Something in them cannot be stored; the message names its path and type.
     """
-    _check_kinds(content)
+    given: dict[str, Any] = {
+        "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
+    }  # fmt: skip
+    for name, state in given.items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"{name} is a {type(state).__name__}: give a mapping from names to states")
+    for name, state in given["models"].items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"models[{name!r}] is a {type(state).__name__}: give its state_dict()")
     check_model_names(content.models)
     own = OwnContent()
     kinds: dict[AvailableBoxes, AvailableBoxes] = {}
@@ -76,19 +84,6 @@ def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnConten
     for name, leaf in encoded.tensors.items():
         _add(own, TensorName(rank_part(rank), name), leaf, own.holdings.own, kinds, is_main=True)
     return own
-
-
-def _check_kinds(content: Content) -> None:
-    """Check that the states are mappings."""
-    states: dict[str, Any] = {
-        "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
-    }  # fmt: skip
-    for name, state in states.items():
-        if not isinstance(state, Mapping):
-            raise StateError(f"{name} is a {type(state).__name__}: give a mapping from names to states")
-    for name, state in states["models"].items():
-        if not isinstance(state, Mapping):
-            raise StateError(f"models[{name!r}] is a {type(state).__name__}: give its state_dict()")
 
 
 def _add(

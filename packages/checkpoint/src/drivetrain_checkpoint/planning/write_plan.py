@@ -157,10 +157,19 @@ def _assigned(
     for unit in units:
         if len(unit.holders) == 1:
             load[unit.holders[0]] += unit.size_bytes * unit.count
+    pieces: list[_Unit] = []
+    for unit in units:
+        if len(unit.holders) == 1 or unit.size_bytes <= most:
+            pieces.append(unit)
+            continue
+        # Several ranks hold the unit: they share the work.
+        item_bytes = unit.size_bytes // unit.box.num_elements
+        pieces.extend(
+            _Unit(box, box.num_elements * item_bytes, unit.holders, unit.count, unit.tensors)
+            for box in unit.box.cut(most // item_bytes)
+        )
     runs: dict[int, list[tuple[Box, list[tuple[int, int]]]]] = {}
-    for unit in sorted(
-        (piece for unit in units for piece in _pieces(unit, most)), key=lambda unit: -unit.size_bytes
-    ):
+    for unit in sorted(pieces, key=lambda piece: -piece.size_bytes):
         writers = [(unit.holders[0], unit.count)] if len(unit.holders) == 1 else _shares(unit, load)
         runs.setdefault(unit.tensors, []).append((unit.box, writers))
     return runs
@@ -177,17 +186,6 @@ def _shares(unit: _Unit, load: list[int]) -> list[tuple[int, int]]:
         load[rank] += unit.size_bytes
         heapreplace(least, (load[rank], rank))
     return [(rank, count) for rank, count in counts.items() if count]
-
-
-def _pieces(unit: _Unit, most_bytes: int) -> list[_Unit]:
-    """Split a unit that several ranks hold into pieces, so that the ranks can share the work."""
-    if len(unit.holders) == 1 or unit.size_bytes <= most_bytes:
-        return [unit]
-    item_bytes = unit.size_bytes // unit.box.num_elements
-    return [
-        _Unit(piece, piece.num_elements * item_bytes, unit.holders, unit.count, unit.tensors)
-        for piece in unit.box.cut(most_bytes // item_bytes)
-    ]
 
 
 def _divide(

@@ -93,7 +93,19 @@ class SaveCoordinator:
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r}: an integer from 0 on is allowed")
         encode_plan(content.plan)
-        _check_metrics(content.metrics, self._settings.best_metric)
+        metrics: Any = content.metrics
+        best = self._settings.best_metric
+        if not isinstance(metrics, Mapping):
+            raise StateError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
+        if metrics and best is not None and best not in metrics:
+            raise ValueError(
+                f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best"
+            )
+        for name, value in metrics.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise StateError(
+                    f"metrics[{name!r}]={value!r}: must be a number; give tensor.item() of a tensor"
+                )
         if self._context.topology.is_main and has_manifest(self._directory):
             raise ValueError(
                 f"{self._directory} is a checkpoint itself: name the folder that holds the checkpoints"
@@ -182,13 +194,3 @@ class SaveCoordinator:
         """Release the directory, so that another run may write into it."""
         if self._lock is not None:
             self._lock.release()
-
-
-def _check_metrics(metrics: Any, best: str | None) -> None:
-    if not isinstance(metrics, Mapping):
-        raise StateError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
-    if metrics and best is not None and best not in metrics:
-        raise ValueError(f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best")
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise StateError(f"metrics[{name!r}]={value!r}: must be a number; give tensor.item() of a tensor")

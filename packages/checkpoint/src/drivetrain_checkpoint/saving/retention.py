@@ -26,15 +26,6 @@ def plan_retention(found: Sequence[CheckpointInfo], settings: CheckpointSettings
     if settings.keep_last is None or not valid:
         return ()
     newest = valid[: settings.keep_last]
-    stay = {one.folder for one in (*newest, *_best(valid, settings))}
-    if settings.keep_every is not None:
-        stay |= {one.folder for one in valid if one.manifest and one.manifest.step % settings.keep_every == 0}
-    old = [one for one in valid if one.folder not in stay]
-    return tuple(one.folder for one in (*old, *(one for one in found if not one.committed)))
-
-
-def _best(valid: Sequence[CheckpointInfo], settings: CheckpointSettings) -> list[CheckpointInfo]:
-    """Return the best checkpoints by the metric; of equal ones, the newest. One with a NaN is never among them."""
     measured = [
         (value, one)
         for one in valid
@@ -42,8 +33,14 @@ def _best(valid: Sequence[CheckpointInfo], settings: CheckpointSettings) -> list
         and (value := one.manifest.metrics.get(settings.best_metric or "")) is not None
         and not math.isnan(value)
     ]
+    # Of equal ones, the newest come first.
     ranked = sorted(measured, key=lambda pair: -pair[0] if settings.best_mode == "max" else pair[0])
-    return [one for _, one in ranked[: settings.keep_best]]
+    best = [one for _, one in ranked[: settings.keep_best]]
+    stay = {one.folder for one in (*newest, *best)}
+    if settings.keep_every is not None:
+        stay |= {one.folder for one in valid if one.manifest and one.manifest.step % settings.keep_every == 0}
+    old = [one for one in valid if one.folder not in stay]
+    return tuple(one.folder for one in (*old, *(one for one in found if not one.committed)))
 
 
 def delete(folders: Sequence[Place]) -> None:

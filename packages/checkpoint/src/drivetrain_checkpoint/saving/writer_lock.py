@@ -38,7 +38,15 @@ class WriterLock:
         self._token = uuid4().hex
         self._descriptor: int | None = None
         self._close: finalize[Any, Any] | None = None
-        _forget_in_children(self)
+        # Forked children close the lock file: an flock lasts until every process with the file open closes it.
+        parents = ref(self)
+
+        def forget() -> None:
+            if (own := parents()) is not None:
+                own.forget()
+
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=forget)
 
     def take(self) -> str:
         """Take the lock, if not yet held; writers in the same process count as one run and share it.
@@ -127,18 +135,6 @@ def _lock(descriptor: int, directory: Path) -> bool:
             "%s has no locks (%s): a second run that writes there is not noticed", directory, error
         )
     return True
-
-
-def _forget_in_children(lock: WriterLock) -> None:
-    """Close the lock file in forked children: an flock lasts until every process with the file open closes it."""
-    parents = ref(lock)
-
-    def forget() -> None:
-        if (own := parents()) is not None:
-            own.forget()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=forget)
 
 
 def _close(descriptor: int, opened_by: int) -> None:
