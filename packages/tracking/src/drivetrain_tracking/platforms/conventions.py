@@ -173,13 +173,10 @@ class PlatformNames:
         """Return nested values as one level with the platform's names; see `records.flat_values`."""
         leaves = flat_leaves(values)
         named = {self.of(self._separator.join(path)): value for path, value in leaves}
-        return named if len(named) == len(leaves) else self._apart(leaves)
-
-    def _apart(
-        self, leaves: list[tuple[tuple[str, ...], str | int | float | bool | None]]
-    ) -> dict[str, str | int | float | bool | None]:
-        """Return values of which several come to one name, as `{"a": {"b": 1}, "a/b": 2}` do, under several."""
-        named: dict[str, str | int | float | bool | None] = {}
+        if len(named) == len(leaves):
+            return named
+        # Several values come to one name, as `{"a": {"b": 1}, "a/b": 2}` do: each gets a name of its own.
+        named = {}
         for path, value in sorted(leaves, key=lambda leaf: (len(leaf[0]), leaf[0])):
             name = self.of(self._separator.join(path))
             if name in named:

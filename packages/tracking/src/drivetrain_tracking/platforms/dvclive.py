@@ -77,10 +77,12 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
             if record.step is not None:
                 self._live.step = record.step
             for name, value in record.values.items():
-                if value is not None:
-                    self._live.log_metric(
-                        self._name(record, name), int(value) if isinstance(value, bool) else value
-                    )
+                if value is None:
+                    continue
+                at = record.attempt_prefix + name
+                if at not in self._names:
+                    self._names[at] = free_name(at, frozenset(self._names.values()))
+                self._live.log_metric(self._names[at], int(value) if isinstance(value, bool) else value)
             for name, medium in record.media.items():
                 self._add_medium(record, name, medium)
         if records:
@@ -140,12 +142,6 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         if self._options.dvcyaml is None:
             Path(live.dvc_file).unlink(missing_ok=True)
         live.make_dvcyaml()
-
-    def _name(self, record: LoggedRecord, name: str) -> str:
-        at = record.attempt_prefix + name
-        if at not in self._names:
-            self._names[at] = free_name(at, frozenset(self._names.values()))
-        return self._names[at]
 
     def _state(self) -> dict[str, Any]:
         return read_json(Path(self._live.dir) / _STATE)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,18 +71,38 @@ class MLflowTracker(Platform[MLflowOptions]):
             self._client, self._run_id = mlflow.MlflowClient(), self._given.info.run_id
         else:
             self._open_own(mlflow, run_name)
-        self._log_config(config)
+        # The configuration is kept as `config.json`, and as parameters, which MLflow never lets change.
+        entities = load_library("mlflow.entities", extra=self.name)
+        self._client.log_dict(self._run_id, dict(config), "config.json")
+        known = self._client.get_run(self._run_id).data.params
+        new = [
+            entities.Param(name, str(value)[: _MOST_CHARACTERS["param"]])
+            for name, value in self.parameters(config).items()
+            if name not in known
+        ]
+        for begin in range(0, len(new), _MOST_TAGS):
+            self._client.log_batch(self._run_id, params=new[begin : begin + _MOST_TAGS])
         history = self._client.get_metric_history(self._run_id, _TIME)
         self._last_milliseconds = max((metric.timestamp for metric in history), default=0)
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write the records in batches of up to 1000 metrics; a record's time is committed with its last values."""
+        metric = load_library("mlflow.entities", extra=self.name).Metric
         batch: list[Any] = []
         tags: dict[str, str] = {}
         for record in records:
             for name, medium in record.media.items():
                 self._log_medium(name, medium, record)
-            metrics = list(self._metrics(record))
+            numbers = flat_numbers(record.values)
+            num_infinite = sum(math.isinf(number) for number in numbers.values())
+            more = {_INFINITE: num_infinite} if num_infinite else {}
+            more |= {_ATTEMPT: record.attempt} if record.attempt > 1 else {}
+            # MLflow keeps one of two equal values of the same name, step and millisecond: each record has its own.
+            self._last_milliseconds = max(self._last_milliseconds + 1, int(record.time * 1000))
+            metrics = [
+                metric(name, number, self._last_milliseconds, record.step or 0)
+                for name, number in {**numbers, **more, _TIME: record.time}.items()
+            ]
             texts = flat_texts(record.values)
             if len(batch) + len(metrics) + _MOST_TAGS > _MOST_METRICS or len(tags | texts) > _MOST_TAGS:
                 self._commit(batch, tags)
@@ -130,33 +150,6 @@ class MLflowTracker(Platform[MLflowOptions]):
         run = self._client.create_run(place, run_name=run_name, tags=dict(self._options.tags))
         self._run_id = run.info.run_id
         self.remember_run_id(run_name, self._run_id)
-
-    def _log_config(self, config: Mapping[str, Plain]) -> None:
-        """Keep the configuration as `config.json`, and as parameters, which MLflow never lets change."""
-        entities = load_library("mlflow.entities", extra=self.name)
-        self._client.log_dict(self._run_id, dict(config), "config.json")
-        known = self._client.get_run(self._run_id).data.params
-        new = [
-            entities.Param(name, str(value)[: _MOST_CHARACTERS["param"]])
-            for name, value in self.parameters(config).items()
-            if name not in known
-        ]
-        for begin in range(0, len(new), _MOST_TAGS):
-            self._client.log_batch(self._run_id, params=new[begin : begin + _MOST_TAGS])
-
-    def _metrics(self, record: LoggedRecord) -> Iterator[Any]:
-        """Yield the metrics of a record, its time last; each record has a millisecond of its own.
-
-        MLflow keeps one of two equal values of the same name, step and millisecond.
-        """
-        metric = load_library("mlflow.entities", extra=self.name).Metric
-        numbers = flat_numbers(record.values)
-        num_infinite = sum(math.isinf(number) for number in numbers.values())
-        more = {_INFINITE: num_infinite} if num_infinite else {}
-        more |= {_ATTEMPT: record.attempt} if record.attempt > 1 else {}
-        self._last_milliseconds = max(self._last_milliseconds + 1, int(record.time * 1000))
-        for name, number in {**numbers, **more, _TIME: record.time}.items():
-            yield metric(name, number, self._last_milliseconds, record.step or 0)
 
     def _commit(self, metrics: Sequence[Any], tags: Mapping[str, str]) -> None:
         entities = load_library("mlflow.entities", extra=self.name)

@@ -73,9 +73,11 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Write each record as one event."""
+        summary = _proto("summary").Summary
         for record in records:
             self._step = self._step if record.step is None else record.step
-            values = [_scalar(name, value) for name, value in flat_numbers(record.values).items()]
+            numbers = flat_numbers(record.values)  # of which TensorBoard stores 32 bits
+            values = [summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
             values += [_text(name, content) for name, content in flat_texts(record.values).items()]
             values += [_medium_value(name, medium) for name, medium in record.media.items()]
             self._add(record.attempt, wall_time=record.time, values=values)
@@ -134,11 +136,6 @@ class TensorBoardTracker(Platform[NoOptions]):
             writer.flush()
 
 
-def _scalar(name: str, number: float) -> Any:
-    """Return a value of a curve; TensorBoard stores 32 bits."""
-    return _proto("summary").Summary.Value(tag=name, simple_value=number)
-
-
 def _text(name: str, content: str) -> Any:
     """Return a value of the Text tab, which shows Markdown."""
     summary, tensor = _proto("summary"), _proto("tensor")
@@ -156,7 +153,13 @@ def _medium_value(name: str, medium: StoredMedium) -> Any:
     if medium.kind == "text":
         return _text(name, str(medium.data))
     assert medium.path is not None
-    return _audio(name, medium.path) if medium.kind == "audio" else _image(name, medium.path)
+    if medium.kind == "audio":
+        return _audio(name, medium.path)
+    content = medium.path.read_bytes()
+    width, height = struct.unpack(">II", content[_SIZE_IN_PNG]) if medium.path.suffix == ".png" else (0, 0)
+    summary = _proto("summary").Summary
+    image = summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=content)
+    return summary.Value(tag=name, image=image)
 
 
 def _hyperparameters(config: Mapping[str, Plain], *, start_time: float) -> Any:
@@ -177,14 +180,6 @@ def _hyperparameters(config: Mapping[str, Plain], *, start_time: float) -> Any:
 
 def _proto(name: str) -> Any:
     return load_library(f"{_FORMAT}.{name}_pb2", extra="tensorboard")
-
-
-def _image(name: str, path: Path) -> Any:
-    content = path.read_bytes()
-    width, height = struct.unpack(">II", content[_SIZE_IN_PNG]) if path.suffix == ".png" else (0, 0)
-    summary = _proto("summary").Summary
-    image = summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=content)
-    return summary.Value(tag=name, image=image)
 
 
 def _audio(name: str, path: Path) -> Any:

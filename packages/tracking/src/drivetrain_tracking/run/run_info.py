@@ -25,6 +25,15 @@ def collect_info() -> dict[str, Plain]:
     distributions = {  # such as PyYAML, whose module has another name
         name for module, names in packages_distributions().items() if module in imported for name in names
     }
+    hardware: dict[str, Plain] = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "accelerators": list[Plain](_accelerators()),
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        hardware["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     script = Path(sys.argv[0]).absolute().parent if sys.argv and sys.argv[0] else Path.cwd()
     return {
         "command": list[Plain](mask_command([sys.executable, *sys.argv])),
@@ -32,7 +41,7 @@ def collect_info() -> dict[str, Plain]:
         "git": git_info(script) if script.is_dir() else git_info(Path.cwd()),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in sorted(distributions, key=str.casefold)},
-        "hardware": _hardware(),
+        "hardware": hardware,
     }
 
 
@@ -73,19 +82,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace").strip()
-
-
-def _hardware() -> dict[str, Plain]:
-    found: dict[str, Plain] = {
-        "host": socket.gethostname(),
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "accelerators": list[Plain](_accelerators()),
-    }
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return found
 
 
 def _accelerators() -> list[str]:

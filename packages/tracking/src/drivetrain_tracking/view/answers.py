@@ -9,7 +9,7 @@ from typing import Any, Literal
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import flat_values
 from drivetrain_tracking.view.curve import Curve
-from drivetrain_tracking.view.downsampling import ReducedPoints, Window, marked_columns, reduce_points
+from drivetrain_tracking.view.downsampling import Window, marked_columns, reduce_points
 from drivetrain_tracking.view.run_index import RunIndex
 from drivetrain_tracking.view.sorted_points import Axis
 
@@ -141,33 +141,30 @@ def compare_values(first: Mapping[str, Plain], second: Mapping[str, Plain]) -> l
 
 
 def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, Any]:
-    pieces = [
-        {
-            "attempt": piece.branch.attempt,
-            "is_replaced": piece.is_replaced,
-            **_describe_points(reduce_points(piece.branch.points, window, piece.start, piece.stop), origin),
-        }
-        for piece in curve.pieces()
-    ]
+    pieces: list[dict[str, Any]] = []
+    for piece in curve.pieces():
+        reduced = reduce_points(piece.branch.points, window, piece.start, piece.stop)
+        is_all = reduced.mean_xs is reduced.xs
+        if reduced.xs:
+            pieces.append(
+                {
+                    "attempt": piece.branch.attempt,
+                    "is_replaced": piece.is_replaced,
+                    "x": [x - origin for x in reduced.xs],
+                    "y": list(reduced.ys),
+                    "mean_x": None if is_all else [x - origin for x in reduced.mean_xs],
+                    "mean_y": None if is_all else list(reduced.means),
+                    "num_points": reduced.num_points,
+                }
+            )
     marks = {
         kind: sorted({x - origin for branch in branches for x in marked_columns(branch.points, window)})
         for kind, branches in curve.marks.items()
     }
     return {
-        "pieces": [piece for piece in pieces if piece["x"]],
+        "pieces": pieces,
         "marks": marks,
         "num_points": curve.num_points,
-    }
-
-
-def _describe_points(reduced: ReducedPoints, origin: float) -> dict[str, Any]:
-    is_all = reduced.mean_xs is reduced.xs
-    return {
-        "x": [x - origin for x in reduced.xs],
-        "y": list(reduced.ys),
-        "mean_x": None if is_all else [x - origin for x in reduced.mean_xs],
-        "mean_y": None if is_all else list(reduced.means),
-        "num_points": reduced.num_points,
     }
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -42,27 +42,19 @@ def find_logs(folders: Sequence[Path]) -> tuple[LogPlace, ...]:
     found: dict[Path, str] = {}
     for folder in folders:
         root = folder.absolute()
-        for inside in _folders_of(root):
-            label = str(inside.relative_to(root)) if inside != root else root.name or str(root)
-            found.setdefault(inside / LOG_NAME, label)
+        for inside, below, files in os.walk(root):
+            path = Path(inside).relative_to(root)
+            if LOG_NAME in files:
+                found.setdefault(root / path / LOG_NAME, str(path) if path.parts else root.name or str(root))
+            # Assigning to the list tells os.walk where to go on.
+            is_deepest = len(path.parts) >= _MAX_DEPTH
+            below[:] = [] if is_deepest else sorted(name for name in below if not name.startswith("."))
     labels = list(found.values())
     places = [
         LogPlace(label=label if labels.count(label) == 1 else str(path.parent), path=path)
         for path, label in found.items()
     ]
     return tuple(sorted(places, key=lambda place: (place.label, place.path)))
-
-
-def _folders_of(root: Path) -> Iterator[Path]:
-    """Yield the folders that hold a log, from the root down."""
-    for inside, folders, files in os.walk(root):
-        if LOG_NAME in files:
-            yield Path(inside)
-        depth = len(Path(inside).relative_to(root).parts)
-        # Assigning to the list tells os.walk where to go on.
-        folders[:] = (
-            sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +98,13 @@ class LogReader:
             os.close(file)
         end = chunk.rfind(b"\n") + 1
         if not end:
-            return self._without_line(len(chunk))
+            if len(chunk) < self._chunk_bytes:
+                return LogChunk()
+            if self._chunk_bytes < _MOST_LINE_BYTES:  # a line is longer than the chunk: read more next time
+                self._chunk_bytes *= 4
+                return LogChunk(is_last=False)
+            self.offset += len(chunk)  # pass over a line that never ends
+            return LogChunk(num_damaged=1, is_last=False)
         self.offset += end
         self._chunk_bytes = _CHUNK_BYTES
         records, num_damaged = parse_lines(chunk[: end - 1].split(b"\n"))
@@ -122,16 +120,6 @@ class LogReader:
         if before != identity or status.st_size < self.offset:
             return True
         return os.pread(file, len(self._head), 0) != self._head
-
-    def _without_line(self, num_bytes: int) -> LogChunk:
-        """Read more at once next time if a line is longer than the chunk, and pass over one that never ends."""
-        if num_bytes < self._chunk_bytes:
-            return LogChunk()
-        if self._chunk_bytes < _MOST_LINE_BYTES:
-            self._chunk_bytes *= 4
-            return LogChunk(is_last=False)
-        self.offset += num_bytes
-        return LogChunk(num_damaged=1, is_last=False)
 
 
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
