@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -88,12 +88,20 @@ def run(arguments: EstimateArguments) -> int:
     except (ValueError, ImportError, OSError, CostError, WeightFilesError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
-    shown = (
-        json.dumps(_as_json(weights, estimates), indent=2)
-        if arguments.json
-        else _as_text(arguments, weights, estimates)
-    )
-    sys.stdout.write(f"{shown}\n")
+    if not arguments.json:
+        sys.stdout.write(f"{_as_text(arguments, weights, estimates)}\n")
+        return 0
+    described = {
+        "model": weights.model,
+        "parameters": weights.num_parameters,
+        "largest_block": {"name": weights.largest_block, "parameters": weights.largest_block_parameters},
+        "weight_bytes": dict(weights.bytes_by_dtype),
+        "modes": {
+            each.mode.name: {"error": each.why_not} if each.memory is None else asdict(each.memory)
+            for each in estimates
+        },
+    }
+    sys.stdout.write(f"{json.dumps(described, indent=2)}\n")
     return 0
 
 
@@ -144,19 +152,6 @@ def _measure(path: Path, mode: TrainingMode, arguments: EstimateArguments) -> St
             make_optimizer=OPTIMIZERS[arguments.optimizer],
             autocast=mode.autocast,
         )
-
-
-def _as_json(weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> dict[str, Any]:
-    return {
-        "model": weights.model,
-        "parameters": weights.num_parameters,
-        "largest_block": {"name": weights.largest_block, "parameters": weights.largest_block_parameters},
-        "weight_bytes": dict(weights.bytes_by_dtype),
-        "modes": {
-            each.mode.name: {"error": each.why_not} if each.memory is None else asdict(each.memory)
-            for each in estimates
-        },
-    }
 
 
 def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> str:

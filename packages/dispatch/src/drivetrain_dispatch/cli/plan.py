@@ -24,7 +24,7 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device, Tier, tier_of
-from drivetrain_dispatch.planning.hardware import Described, Hardware, described, hardware_of
+from drivetrain_dispatch.planning.hardware import Described, described, hardware_of
 from drivetrain_dispatch.planning.infer_device_map import rooms_of
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
@@ -123,7 +123,12 @@ def run(arguments: PlanArguments) -> int:
         usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
         link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
         rates = Bandwidths(to_device=link, from_disk=_speed("disk", arguments.disk))
-        rate = _compute_rate(arguments, usual)
+        tflops = usual.tflops if arguments.tflops is None else arguments.tflops
+        if not tflops > 0:
+            raise ValueError(f"--tflops {tflops}: must be above 0")
+        given = arguments.bandwidth
+        bandwidth = usual.memory_bytes_per_second if given is None else _speed("bandwidth", given)
+        rate = ComputeRate(flops_per_second=tflops * 1e12, bytes_per_second=bandwidth)
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
         seq = _tokens(model, arguments.seq)
@@ -151,18 +156,6 @@ def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device
         budgets = {device: size for device, size in here.items() if device != "cpu"}
     budgets["cpu"] = here["cpu"] if arguments.cpu is None else _parse("cpu", arguments.cpu, parse_size)
     return budgets
-
-
-def _compute_rate(arguments: PlanArguments, usual: Hardware) -> ComputeRate:
-    said = usual.tflops if arguments.tflops is None else arguments.tflops
-    if not said > 0:
-        raise ValueError(f"--tflops {said}: must be above 0")
-    return ComputeRate(
-        flops_per_second=said * 1e12,
-        bytes_per_second=usual.memory_bytes_per_second
-        if arguments.bandwidth is None
-        else _speed("bandwidth", arguments.bandwidth),
-    )
 
 
 def _parse(flag: str, text: str, parse: Callable[[str], Parsed]) -> Parsed:

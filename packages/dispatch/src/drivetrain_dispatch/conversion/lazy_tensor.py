@@ -109,7 +109,12 @@ class LazyTensor(Tensor):
         for lazy, part in parts:
             if isinstance(lazy.origin, TensorInFile) and part.is_contiguous():
                 buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8) if buffer is None else buffer
-                _read(lazy.origin, part.view(-1), buffer)
+                file, name = lazy.origin
+                flat, size = part.view(-1), part.numel()
+                is_divisible = file.divisible(name)
+                step = _PIECE_BYTES // file.tensor(name).element_size() if is_divisible else max(1, size)
+                for start in range(0, size, step):
+                    file.copy(name, flat[start : start + step], start=start, buffer=buffer)
             else:
                 part.copy_(lazy.values())
 
@@ -194,7 +199,16 @@ class LazyTensor(Tensor):
         if isinstance(self.origin, Operation) and self.origin.position is None:
             func, args, kwargs, _ = self.origin
             if func in _JOINS:
-                yield from _joined(func, args, kwargs, target)
+                tensors = args[0] if args else kwargs["tensors"]
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+                start = 0
+                for index, tensor in enumerate(cast("Iterable[LazyTensor]", tensors)):
+                    if func in _STACKS:
+                        part = target.select(dim, index)
+                    else:
+                        part = target.narrow(dim, start, tensor.shape[dim])
+                        start += tensor.shape[dim]
+                    yield from tensor.parts(part)
                 return
             inner = args[0] if args else None
             undone = None
@@ -215,22 +229,6 @@ class LazyTensor(Tensor):
         return isinstance(inner, LazyTensor) and inner._joins()
 
 
-def _joined(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Tensor
-) -> Iterator[tuple[LazyTensor, Tensor]]:
-    """Yield the lazy tensor that fills each part of the result of a stack or a concatenation, with that part."""
-    tensors = args[0] if args else kwargs["tensors"]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    start = 0
-    for index, tensor in enumerate(cast("Iterable[LazyTensor]", tensors)):
-        if func in _STACKS:
-            part = target.select(dim, index)
-        else:
-            part = target.narrow(dim, start, tensor.shape[dim])
-            start += tensor.shape[dim]
-        yield from tensor.parts(part)
-
-
 def _undone(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: Tensor, target: Tensor
 ) -> Tensor | None:
@@ -245,16 +243,6 @@ def _undone(
         except RuntimeError:  # the target's strides allow no such view
             return None
     return None
-
-
-def _read(source: TensorInFile, target: Tensor, buffer: Tensor) -> None:
-    """Read a stored tensor into contiguous memory, piece by piece."""
-    file, name = source
-    step = (
-        _PIECE_BYTES // file.tensor(name).element_size() if file.divisible(name) else max(1, target.numel())
-    )
-    for start in range(0, target.numel(), step):
-        file.copy(name, target[start : start + step], start=start, buffer=buffer)
 
 
 def _lazy(meta: Tensor, origin: Origin) -> LazyTensor:

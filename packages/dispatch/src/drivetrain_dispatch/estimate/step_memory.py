@@ -203,10 +203,9 @@ def give_fake_tensors(model: nn.Module) -> None:
         for entries in (vars(module)[PARAMETERS], vars(module)[BUFFERS], vars(module)):
             for name, tensor in entries.items():
                 if isinstance(tensor, Tensor):
-                    made.setdefault(id(tensor), (tensor, _fake(tensor)))
+                    if id(tensor) not in made:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        if isinstance(tensor, nn.Parameter):
+                            fake = nn.Parameter(fake, tensor.requires_grad)
+                        made[id(tensor)] = tensor, fake
                     entries[name] = made[id(tensor)][1]
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -45,7 +45,16 @@ class WeightLoadOptions:
             raise ValueError(
                 f"progress={self.progress!r} cannot be called: give a function of the bytes read and of all"
             )
-        _check_quantization(self.quantization)
+        quantization: object = self.quantization
+        absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
+        packs = not (absent or isinstance(quantization, type))
+        if not (quantization is None or packs or isinstance(quantization, StoredFP8)):
+            given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
+            hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
+            raise ValueError(
+                f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
+                f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
+            )
         if self.read_by not in get_args(ReadBy):
             raise ValueError(
                 f"read_by={self.read_by!r}: must be one of {', '.join(map(repr, get_args(ReadBy)))}"
@@ -67,19 +76,6 @@ def check_load_dtype(dtype: object) -> None:
         check_computed(
             "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
         )
-
-
-def _check_quantization(quantization: object) -> None:
-    absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
-    packs = not (absent or isinstance(quantization, type))
-    if quantization is None or packs or isinstance(quantization, StoredFP8):
-        return
-    given = quantization.__name__ if isinstance(quantization, type) else repr(quantization)
-    hint = f", called: {given}()" if isinstance(quantization, type) and not absent else ""
-    raise ValueError(
-        f"quantization={given}: give a BitsAndBytes4Bit, a BitsAndBytes8Bit, a StoredFP8 or a TorchAO (wrap "
-        f"torchao's configuration in TorchAO(...)), or an object with {', '.join(_QUANTIZATION)}{hint}"
-    )
 
 
 class TensorSpec(NamedTuple):

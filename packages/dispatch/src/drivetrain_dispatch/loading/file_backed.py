@@ -158,18 +158,17 @@ def with_mapped_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> 
     def mapped(planned: PlannedTensor) -> PlannedTensor:
         is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
         is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype
-        if not is_kept or not _fits(planned, sources[planned.stored]):
+        if not is_kept:
+            return planned
+        # The tensor must lie in its file as in memory.
+        source = sources[planned.stored]
+        file = source.mapped_file()
+        if file is None or any(file.start_of(each.name) is None for each in source.inputs()):
+            return planned
+        value = source.values()
+        is_aligned = value.data_ptr() % value.element_size() == 0
+        if value.dtype != planned.dtype or not value.is_contiguous() or not is_aligned:
             return planned
         return replace(planned, reads=(), maps=planned.reads)
 
     return replace(plan, tensors=tuple(map(mapped, plan.tensors)))
-
-
-def _fits(planned: PlannedTensor, source: LazyTensor) -> bool:
-    """Return whether a tensor lies in its file as in memory."""
-    file = source.mapped_file()
-    if file is None or any(file.start_of(each.name) is None for each in source.inputs()):
-        return False
-    value = source.values()
-    is_aligned = value.data_ptr() % value.element_size() == 0
-    return value.dtype == planned.dtype and value.is_contiguous() and is_aligned

@@ -215,7 +215,13 @@ class _Load:
             for planned in plan.tensors:
                 checkpoint.check_copies(planned.stored, planned.copies)
         if plan.quantized:
-            self.packer = self._packer_for(devices)
+            quantization = options.quantization
+            if quantization is None or isinstance(quantization, StoredFP8):
+                self.packer = KeepStoredFP8(self.checkpoint.specs, self.sources)
+            else:
+                placements = placements_of(layout, devices).items()
+                on = {name: placement.device for name, placement in placements}
+                self.packer = QuantizeOnLoad(quantization, on, options.offload_folder)
         allocate(plan.tensors, self.values)
         return plan
 
@@ -231,14 +237,6 @@ class _Load:
             self.checkpoint = replace(opened, specs=self.checkpoint.specs)
             self.sources.update(opened.sources)
         return self.checkpoint
-
-    def _packer_for(self, device_map: Mapping[str, Device]) -> WeightPacker:
-        quantization = self.options.quantization
-        if quantization is None or isinstance(quantization, StoredFP8):
-            return KeepStoredFP8(self.checkpoint.specs, self.sources)
-        placements = placements_of(self.layout, device_map)
-        devices = {name: placement.device for name, placement in placements.items()}
-        return QuantizeOnLoad(quantization, devices, self.options.offload_folder)
 
     def write_converted(self, plan: LoadPlan) -> LoadPlan:
         """Write the tensors that the disk keeps in another form than the checkpoint's."""
@@ -319,7 +317,13 @@ def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]
     """
     in_memory = [planned for planned in tensors if planned.in_memory]
     try:
-        _check_host(in_memory)
+        # The system overcommits memory, and would kill the process later.
+        free, taken = free_bytes(HOST), 0
+        on_host = [planned for planned in in_memory if planned.tier is Tier.HOST]
+        for index, planned in enumerate(on_host):
+            taken += planned.size_bytes
+            if free is not None and taken > free:
+                raise no_room(planned, on_host[:index], on_host, free=free - taken + planned.size_bytes)
         for index, planned in enumerate(in_memory):
             if planned.is_quantized or planned.maps:
                 continue
@@ -331,17 +335,6 @@ def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]
     except LoadError:
         into.clear()
         raise
-
-
-def _check_host(tensors: Sequence[PlannedTensor]) -> None:
-    """Check that the host has room for its tensors, as the system overcommits memory and kills the process later."""
-    free = free_bytes(HOST)
-    taken = 0
-    here = [planned for planned in tensors if planned.tier is Tier.HOST]
-    for index, planned in enumerate(here):
-        taken += planned.size_bytes
-        if free is not None and taken > free:
-            raise no_room(planned, here[:index], here, free=free - taken + planned.size_bytes)
 
 
 def no_room(

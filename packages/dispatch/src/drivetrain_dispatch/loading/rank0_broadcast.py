@@ -35,7 +35,14 @@ class Rank0Broadcast:
             )
         self._group = group
         self._is_reader = dist.get_rank(group) == 0
-        self._device = _device_of(group)
+        # Collectives take tensors on the CPU if the group has a backend for it.
+        capable = dist.Backend.backend_capability
+        kinds = [
+            kind
+            for part in str(dist.get_backend(group)).split(",")
+            for kind in capable.get(part.split(":")[-1], ["cpu"])
+        ]
+        self._device = torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def together(self, step: Callable[[], Result]) -> Result:
         """Run a step on each rank; if it fails on one of them, it fails on all."""
@@ -124,14 +131,3 @@ class Rank0Broadcast:
 def _read(piece: ReadRange, sources: Mapping[str, LazyTensor], buffer: Tensor) -> None:
     values = buffer[: piece.size_bytes].view(piece.dtype)
     sources[piece.name].read_piece(values, start=piece.start, buffer=buffer)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that a group's collectives take tensors on: the CPU if the group has a backend for it."""
-    capable = dist.Backend.backend_capability
-    kinds = [
-        kind
-        for part in str(dist.get_backend(group)).split(",")
-        for kind in capable.get(part.split(":")[-1], ["cpu"])
-    ]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])

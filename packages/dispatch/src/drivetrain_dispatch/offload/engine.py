@@ -128,9 +128,11 @@ class OffloadEngine:
 
     def leave(self, index: int) -> None:
         """Release a unit after its use, unless it is expected again."""
-        thread = self._threads.state
-        if self.trace is not None and thread.waits:
-            self._record_use(self.trace, index, thread.waits.pop())
+        thread, trace = self._threads.state, self.trace
+        if trace is not None and thread.waits:
+            waited, transfer = thread.waits.pop(), self._units[index][0].transfer
+            fetched = waited if transfer is None else transfer.span()
+            trace.uses.append(UnitUse(self._names[index], fetched, waited, (waited[1], perf_counter())))
         with self._lock:
             thread.num_units -= 1
             self._residency.release(self._units[index])
@@ -263,11 +265,6 @@ class OffloadEngine:
         if thread.viewed and not thread.is_computing():
             viewed, thread.viewed = thread.viewed, []
             self._residency.release(viewed)
-
-    def _record_use(self, trace: "OffloadTrace", index: int, waited: tuple[float, float]) -> None:
-        transfer = self._units[index][0].transfer
-        fetched = waited if transfer is None else transfer.span()
-        trace.uses.append(UnitUse(self._names[index], fetched, waited, (waited[1], perf_counter())))
 
 
 class _ThreadState:

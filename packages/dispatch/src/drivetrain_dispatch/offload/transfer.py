@@ -110,8 +110,18 @@ class PendingTransfer:
         except BaseException:
             del self  # the error's traceback holds this frame: a reference cycle, which would keep the model
             raise
-        if event is not None:
-            self._wait_on_stream(tensors, event)
+        if event is None:
+            return tensors
+        # This thread's stream waits for the copies, once.
+        stream = torch.accelerator.current_stream(tensors[0].device)
+        if self._waiting_streams is None:
+            self._waiting_streams = set()
+        if stream.stream_id not in self._waiting_streams:
+            self._waiting_streams.add(stream.stream_id)
+            stream.wait_event(event)
+            for tensor in (part for whole in tensors for part in parts_of(whole)):
+                # The memory is from the side stream's pool, and must not be reused before this stream is done.
+                tensor.record_stream(stream)
         return tensors
 
     def span(self) -> tuple[float, float]:
@@ -126,18 +136,6 @@ class PendingTransfer:
             del self
             raise
         return self._copies
-
-    def _wait_on_stream(self, tensors: Sequence[Tensor], event: torch.Event) -> None:
-        """Make this thread's stream wait for the copies, once."""
-        stream = torch.accelerator.current_stream(tensors[0].device)
-        if self._waiting_streams is None:
-            self._waiting_streams = set()
-        if stream.stream_id not in self._waiting_streams:
-            self._waiting_streams.add(stream.stream_id)
-            stream.wait_event(event)
-            for tensor in (part for whole in tensors for part in parts_of(whole)):
-                # The memory is from the side stream's pool, and must not be reused before this stream is done.
-                tensor.record_stream(stream)
 
 
 class TransferCompletion:
@@ -185,7 +183,9 @@ class TransferEngine:
         """Start to transfer tensors; a transfer that takes less time than a request to the thread is made at once."""
         for request in requests:
             if not request.quick and self._thread is not None:
-                return PendingTransfer(work=self._own_thread().submit(self._transfer, requests))
+                if self._process != os.getpid():  # a fork lacks its parent's threads
+                    self._process, self._thread = os.getpid(), _new_thread()
+                return PendingTransfer(work=self._thread.submit(self._transfer, requests))
         if torch.is_inference_mode_enabled():
             with self._no_inference_mode:
                 return PendingTransfer(self._transfer(requests))
@@ -196,11 +196,6 @@ class TransferEngine:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
-
-    def _own_thread(self) -> ThreadPoolExecutor:
-        if self._thread is None or self._process != os.getpid():  # a fork lacks its parent's threads
-            self._process, self._thread = os.getpid(), _new_thread()
-        return self._thread
 
     def _transfer(self, requests: Sequence[TransferRequest]) -> Copies:
         begin = perf_counter()

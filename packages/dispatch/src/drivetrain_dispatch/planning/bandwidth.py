@@ -65,20 +65,16 @@ def _link(device: torch.device) -> float:
     pinned = device.type not in ("cpu", "mps")
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=pinned)
     target = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    return _COPIED_BYTES / _shortest(lambda: target.copy_(source, non_blocking=pinned), device)
-
-
-def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of several run times, in seconds; the first run warms up and does not count."""
     taken: list[float] = []
     begun = time.perf_counter()
     while len(taken) < 2 or time.perf_counter() - begun < _SECONDS:
         start = time.perf_counter()
-        work()
+        target.copy_(source, non_blocking=pinned)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - start)
-    return max(min(taken[1:]), 1e-9)  # a coarse clock may report no time at all
+    # The first run warms up; a coarse clock may report no time at all.
+    return _COPIED_BYTES / max(min(taken[1:]), 1e-9)
 
 
 def _disk(path: Path) -> float:

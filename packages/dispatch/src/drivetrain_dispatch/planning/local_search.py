@@ -51,9 +51,13 @@ class Search:
     def found(self, placed: Placed) -> Found | None:
         """Return a placement with its predicted time; None if it exceeds a budget or no device map expresses it."""
         windows = self._windows(placed)
-        if windows is None or not self._fits_elsewhere(placed.sources):
-            return None
         groups, most = self._groups, self._budgets
+        held = [0] * len(Tier)
+        for size, source in zip(groups.sizes, placed.sources, strict=True):
+            held[source] += size
+        fits_elsewhere = held[_HOST] <= most.host and (most.disk is None or held[_DISK] <= most.disk)
+        if windows is None or not fits_elsewhere:
+            return None
         sources, devices = groups.by_block(placed.sources), groups.by_block(placed.devices)
         if len(windows) > 1 and not _can_be_said(sources, devices):
             return None
@@ -109,14 +113,6 @@ class Search:
         if any(room < need for room, need in zip(left, needs, strict=True)):
             return None
         return tuple(min(pair) if pair[1] else 0 for pair in zip(left, map(max, coming, needs), strict=True))
-
-    def _fits_elsewhere(self, sources: Sequence[Tier]) -> bool:
-        """Return whether the host and the disk have room for the offloaded groups."""
-        held = [0] * len(Tier)
-        for size, source in zip(self._groups.sizes, sources, strict=True):
-            held[source] += size
-        most = self._budgets
-        return held[_HOST] <= most.host and (most.disk is None or held[_DISK] <= most.disk)
 
     def _changed(self, placed: Placed) -> Iterator[Placed]:
         """Yield neighbouring placements, the most promising first."""
