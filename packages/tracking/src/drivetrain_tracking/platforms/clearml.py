@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain_tracking.platforms.compat import clearml_has_key, use_clearml_threads
-from drivetrain_tracking.platforms.platform import Platform, load_library
+from drivetrain_tracking.platforms.compat import CLEARML_EVENTS, clearml_has_key, use_clearml_threads
+from drivetrain_tracking.platforms.platform import Platform, load_library, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, flat_numbers, flat_texts
@@ -54,19 +54,21 @@ class ClearMLTracker(Platform[ClearMLOptions]):
     def __init__(self, directory: Path | str) -> None:
         super().__init__(directory)
         self._task: Any = None
-        self._is_offline = False
+        self._events: Path | None = None  # the file of an offline session
         self._step = 0
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Create the task, or the next offline session of it."""
         library = load_library("clearml", extra=self.name)
         self._task = self._init(library, run_name) if self._given is None else self._given
-        self._is_offline = library.Task.is_offline()
+        is_offline = library.Task.is_offline()
+        self._events = Path(self._task.get_offline_mode_folder()) / CLEARML_EVENTS if is_offline else None
         self._task.connect(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
         """Report the values of each record, its time last, and wait until they left this process."""
-        logger = self._task.get_logger()
+        logger, events = self._task.get_logger(), self._events
+        written_before = events.stat().st_size if events is not None and events.exists() else 0
         for record in records:
             self._step = self._step if record.step is None else record.step
             for name, medium in record.media.items():
@@ -80,11 +82,11 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                     told = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
                     series, number = f"{series} is {told}", 1.0
                 logger.report_scalar(title, series + suffix, number, iteration=self._step)
-            logger.report_scalar("drivetrain", "time", record.time, iteration=self._step)
-        # Each round of ClearML's thread ends with a sign that it has written all, and the sign that the first call
-        # waits for may be that of a round from before these reports.
-        for _ in range(2):
-            self._task.flush(wait_for_uploads=True)
+            logger.report_scalar("drivetrain", "time", float(record.time), iteration=self._step)
+        self._task.flush(wait_for_uploads=True)
+        if events is not None and records:
+            # The flush may return at the sign of a round of ClearML's thread from before these reports.
+            wait_for_text(events, repr(float(records[-1].time)), offset=written_before)
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Keep a document as a configuration of the task."""
@@ -103,7 +105,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
                 f"the run was not finished: {self.state}", print_console=False
             )
         self._task.close()
-        if self.has_ended_early and not self._is_offline:
+        if self.has_ended_early and self._events is None:
             task = load_library("clearml", extra=self.name).Task.get_task(task_id=self._task.id)
             mark = task.mark_failed if self.state == "failed" else task.mark_stopped
             mark(force=True, status_message="the process ended before its training did")

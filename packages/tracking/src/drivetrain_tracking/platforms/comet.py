@@ -96,7 +96,7 @@ class CometTracker(Platform[CometOptions]):
                 self._experiment.log_other(name, text)
             for name, number in flat_numbers(record.values).items():
                 self._experiment.log_metric(record.attempt_prefix + name, number, step=record.step)
-            self._experiment.log_metric("drivetrain/time", record.time, step=record.step)
+            self._experiment.log_metric("drivetrain/time", float(record.time), step=record.step)
         if self._messages is not None and records:
             wait_for_text(self._messages, repr(float(records[-1].time)), offset=written_before)
         elif not self._experiment.flush():

@@ -18,6 +18,9 @@ WANDB_FLUSH_SETTING = "x_transaction_log_flush_interval"
 # comet_ml 3.58: the file in an offline experiment's `tmpdir` to which it flushes each message as a line of JSON.
 COMET_MESSAGES = "messages.json"
 
+# clearml 2.1: the file of an offline session that holds its scalars, plots and samples, a list of JSON on each line.
+CLEARML_EVENTS = "metrics.jsonl"
+
 
 def aim_track(
     run: Any, value: object, *, time: float, name: str, step: int, context: Mapping[str, Any]

@@ -241,6 +241,8 @@ def wait_for_text(path: Path, text: str, *, offset: int) -> None:
     # The 7 bytes that begin each block of a `.wandb` file may divide it.
     pattern = re.compile("(?:.{7})?".join(map(re.escape, text)).encode(), re.DOTALL)
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
     added = b""
     with path.open("rb") as file:
         file.seek(offset)
