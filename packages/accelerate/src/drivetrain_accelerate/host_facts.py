@@ -26,6 +26,15 @@ _LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
+_FROM_ENVIRONMENT = {
+    "rank": (0, ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")),
+    "world_size": (1, ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")),
+    "local_rank": (
+        0,
+        ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ),
+    "local_world_size": (1, _LOCAL_SIZES),
+}
 _DEFAULT_PORT = 29500
 _OLDEST_KERNEL = "5.5.0"
 
@@ -42,16 +51,8 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Return what torchrun, Intel MPI, Open MPI or MVAPICH tells this process by its environment."""
-    return CPUInformation(
-        rank=get_int_from_env(("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"), 0),
-        world_size=get_int_from_env(
-            ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), 1
-        ),
-        local_rank=get_int_from_env(
-            ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"), 0
-        ),
-        local_world_size=get_int_from_env(_LOCAL_SIZES, 1),
-    )
+    found = {field: get_int_from_env(names, default) for field, (default, names) in _FROM_ENVIRONMENT.items()}
+    return CPUInformation(**found)
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

@@ -17,7 +17,6 @@ from drivetrain_config.plugins.registry import sections
 logger = getLogger(__name__)
 
 _SECTIONS = ("run", "state", "fsdp", "deepspeed")
-_RESHARDING = ("full_shard", "hybrid_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,70 +64,62 @@ def _said(layers: Layers) -> tuple[dict[str, dict[str, Any]], dict[str, Source]]
 
 
 def _translated(said: Mapping[str, Mapping[str, Any]]) -> dict[str, _Told]:
-    run, state = said.get("run", {}), said.get("state", {})
     found: dict[str, _Told] = {}
-    if "mixed_precision" in run:
-        found["ACCELERATE_MIXED_PRECISION"] = _Told(str(run["mixed_precision"]), "run.mixed_precision")
-    if run.get("cpu") or state.get("device") == "cpu":
-        found["ACCELERATE_USE_CPU"] = _Told("true", "run.cpu" if run.get("cpu") else "state.device")
-    if "gradient_accumulation_steps" in run:
-        steps = _Told(str(run["gradient_accumulation_steps"]), "run.gradient_accumulation_steps")
-        found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
-    if state.get("debug"):
-        found["ACCELERATE_DEBUG_MODE"] = _Told("true", "state.debug")
-    backend = str(run.get("backend"))
-    if (variables := _OF_BACKEND.get(backend)) is not None:
-        found |= variables(said.get(backend, {}))
+    backend = str(said.get("run", {}).get("backend"))
+    for setting, variable, text_of in (*_OF_ANY_RUN, *_OF_BACKEND.get(backend, ())):
+        section, _, field = setting.partition(".")
+        value = said.get(section, {}).get(field)
+        if value is not None and (text := text_of(value)):
+            found[variable] = _Told(text, setting)
     return found
 
 
-def _fsdp_variables(fsdp: Mapping[str, Any]) -> dict[str, _Told]:
-    found = {
-        "ACCELERATE_USE_FSDP": _Told("true", "run.backend"),
-        "FSDP_VERSION": _Told("2", "run.backend"),
-        "FSDP_AUTO_WRAP_POLICY": _Told("TRANSFORMER_BASED_WRAP", "run.backend"),
-    }
-
-    def tell(variable: str, text: str, field: str) -> None:
-        found[variable] = _Told(text, f"fsdp.{field}")
-
-    if strategy := fsdp.get("strategy"):
-        tell("FSDP_SHARDING_STRATEGY", str(strategy).upper(), "strategy")
-        tell("FSDP_RESHARD_AFTER_FORWARD", str(strategy in _RESHARDING).lower(), "strategy")
-    if wrap := fsdp.get("wrap"):
-        tell("FSDP_TRANSFORMER_CLS_TO_WRAP", ",".join(wrap), "wrap")
-    elif size := fsdp.get("min_num_params"):
-        tell("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "min_num_params")
-        tell("FSDP_MIN_NUM_PARAMS", str(size), "min_num_params")
-    if fsdp.get("offload"):
-        tell("FSDP_OFFLOAD_PARAMS", "true", "offload")
-    if fsdp.get("activation_checkpointing") == "full":
-        tell("FSDP_ACTIVATION_CHECKPOINTING", "true", "activation_checkpointing")
-    if fsdp.get("prefetch"):
-        tell("FSDP_FORWARD_PREFETCH", "true", "prefetch")
-    return found
+def _always(text: str) -> Callable[[Any], str]:
+    return lambda _: text
 
 
-def _deepspeed_variables(deepspeed: Mapping[str, Any]) -> dict[str, _Told]:
-    prefix = "ACCELERATE_DEEPSPEED"
-    found = {"ACCELERATE_USE_DEEPSPEED": _Told("true", "run.backend")}
-    named = {
-        "config": ("CONFIG_FILE",),
-        "stage": ("ZERO_STAGE",),
-        "offload_optimizer": ("OFFLOAD_OPTIMIZER_DEVICE",),
-        "offload_param": ("OFFLOAD_PARAM_DEVICE",),
-        "nvme_path": ("OFFLOAD_OPTIMIZER_NVME_PATH", "OFFLOAD_PARAM_NVME_PATH"),
-    }
-    for field, names in named.items():
-        if deepspeed.get(field) is not None:
-            found |= {
-                f"{prefix}_{name}": _Told(str(deepspeed[field]), f"deepspeed.{field}") for name in names
-            }
-    return found
+def _if_on(value: object) -> str:
+    return "true" if value else ""
 
 
-# The backends that Accelerate's variables tell of, each with the function that translates its section.
-_OF_BACKEND: Mapping[str, Callable[[Mapping[str, Any]], dict[str, _Told]]] = {
-    "fsdp": _fsdp_variables,
-    "deepspeed": _deepspeed_variables,
+# Each setting, a variable that tells of it, and the variable's text, which is empty where it is not set. A later line
+# of the same variable goes first.
+_OF_ANY_RUN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("run.mixed_precision", "ACCELERATE_MIXED_PRECISION", str),
+    ("state.device", "ACCELERATE_USE_CPU", lambda device: _if_on(device == "cpu")),
+    ("run.cpu", "ACCELERATE_USE_CPU", _if_on),
+    ("run.gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str),
+    ("state.debug", "ACCELERATE_DEBUG_MODE", _if_on),
+)
+_OF_BACKEND: Mapping[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
+    "fsdp": (
+        ("run.backend", "ACCELERATE_USE_FSDP", _always("true")),
+        ("run.backend", "FSDP_VERSION", _always("2")),
+        ("run.backend", "FSDP_AUTO_WRAP_POLICY", _always("TRANSFORMER_BASED_WRAP")),
+        ("fsdp.strategy", "FSDP_SHARDING_STRATEGY", str.upper),
+        (
+            "fsdp.strategy",
+            "FSDP_RESHARD_AFTER_FORWARD",
+            lambda strategy: str(strategy in ("full_shard", "hybrid_shard")).lower(),
+        ),
+        ("fsdp.wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP", ",".join),
+        ("fsdp.min_num_params", "FSDP_AUTO_WRAP_POLICY", _always("SIZE_BASED_WRAP")),
+        ("fsdp.min_num_params", "FSDP_MIN_NUM_PARAMS", str),
+        ("fsdp.offload", "FSDP_OFFLOAD_PARAMS", _if_on),
+        (
+            "fsdp.activation_checkpointing",
+            "FSDP_ACTIVATION_CHECKPOINTING",
+            lambda checkpointing: _if_on(checkpointing == "full"),
+        ),
+        ("fsdp.prefetch", "FSDP_FORWARD_PREFETCH", _if_on),
+    ),
+    "deepspeed": (
+        ("run.backend", "ACCELERATE_USE_DEEPSPEED", _always("true")),
+        ("deepspeed.config", "ACCELERATE_DEEPSPEED_CONFIG_FILE", str),
+        ("deepspeed.stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", str),
+        ("deepspeed.offload_optimizer", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
+        ("deepspeed.offload_param", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
+        ("deepspeed.nvme_path", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", str),
+        ("deepspeed.nvme_path", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", str),
+    ),
 }

@@ -7,17 +7,12 @@ from typing import Any
 import torch
 
 from drivetrain_memory import ExecutableBatchSize, NoBatchSizeFitsError, free_memory, is_out_of_memory
-from drivetrain_memory import clear_device_cache as clear_cache
+from drivetrain_memory import clear_device_cache as clear_device_cache
 from drivetrain_memory import find_executable_batch_size as search
 from drivetrain_memory.batch_size.search import SizedFunction
 
 # cuDNN says so where it finds no algorithm for which the memory suffices.
 _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
-
-
-def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the memory that the accelerator's allocator keeps to its driver; collect garbage before, if asked to."""
-    clear_cache(garbage_collection)
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -70,7 +65,9 @@ def find_executable_batch_size(
         tried = search(
             _telling(sized),
             starting_batch_size=starting_batch_size,
-            reduce_batch_size=_next_size(reduce_batch_size_fn),
+            reduce_batch_size=lambda size: (
+                reduce_batch_size_fn() if reduce_batch_size_fn else int(size * 0.9)
+            ),
             remembered=remembered,
         )
 
@@ -83,12 +80,6 @@ def find_executable_batch_size(
         return decorator
 
     return SizedFunction(function, searching)
-
-
-def _next_size(reduce_batch_size_fn: Callable[[], int] | None) -> Callable[[int], int]:
-    if reduce_batch_size_fn is None:
-        return lambda batch_size: int(batch_size * 0.9)
-    return lambda _: reduce_batch_size_fn()
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,22 +87,22 @@ def extract_model_from_parallel(
     if recursive:
         _unwrap_children(inner)
     if not keep_fp32_wrapper:
-        _put_forward_back(inner)
+        restore_forward(inner)
+        # Where a program replaced it as Accelerate does.
+        if (forward := vars(inner).pop("_original_forward", None)) is not None:
+            inner.forward = forward
     if compiled is None or not keep_torch_compile:
         return inner
     return compiled if inner is outer else recompiled(compiled, inner)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, _wrappers()):
-        model = cast("nn.Module", model.module)
-    return model
-
-
-def _wrappers() -> tuple[type[Any], ...]:
     deepspeed: Any = sys.modules.get("deepspeed")  # no engine without its library
     engine = getattr(deepspeed, "DeepSpeedEngine", None)
-    return (DistributedDataParallel, DataParallel, *([engine] if isinstance(engine, type) else []))
+    wrappers = (DistributedDataParallel, DataParallel, *([engine] if isinstance(engine, type) else []))
+    while isinstance(model, wrappers):
+        model = cast("nn.Module", model.module)
+    return model
 
 
 def _unwrap_children(model: nn.Module) -> None:
@@ -111,13 +111,6 @@ def _unwrap_children(model: nn.Module) -> None:
         if inner is not child:
             setattr(model, name, inner)
         _unwrap_children(inner)
-
-
-def _put_forward_back(model: nn.Module) -> None:
-    restore_forward(model)
-    forward = vars(model).pop("_original_forward", None)  # where a program replaced it as Accelerate does
-    if forward is not None:
-        model.forward = forward
 
 
 def recompiled(compiled: Any, inner: nn.Module) -> nn.Module:

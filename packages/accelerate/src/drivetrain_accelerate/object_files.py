@@ -57,12 +57,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return kept
 
 
-def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save an object from the main process, or from the first process of each node; the others return.
 
     Args:
         obj: The object; with `safe_serialization`, tensors by name.
-        f: The path of the file.
+        f: The path of the file; without `safe_serialization` also a file.
         save_on_each_node: Whether each node has a disk of its own to save to.
         safe_serialization: Whether to write safetensors in place of torch's own format.
 

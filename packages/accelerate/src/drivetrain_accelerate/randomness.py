@@ -9,7 +9,6 @@ import torch
 
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import current_context
-from drivetrain_state import Context
 from drivetrain_state import set_seed as seed_all
 from drivetrain_state.collectives.operations import broadcast_object
 from drivetrain_state.detect import device_module
@@ -38,34 +37,21 @@ def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Gene
     """Give a kind of generator, or the generator of `RNGType.GENERATOR`, rank 0's state. Called on all ranks."""
     if rng_type is None:
         return
-    kind = RNGType(rng_type)
-    context = current_context()
-    if kind is RNGType.TORCH:
-        torch.set_rng_state(_of_main(context, torch.get_rng_state()))
-    elif kind is RNGType.GENERATOR:
+    kind, context = RNGType(rng_type), current_context()
+    if kind is RNGType.GENERATOR:
         if generator is None:
             raise ValueError("rng_type='generator': give the generator")
-        generator.set_state(_of_main(context, generator.get_state()))
-    else:
-        module = _module_of(kind)
-        state = module.get_rng_state()
-        # A state is a tensor of bytes on the host, or XLA's number.
-        module.set_rng_state(_of_main(context, state))
-
-
-def _module_of(kind: RNGType) -> Any:
-    name = str(kind)
-    if kind is RNGType.XLA:
-        module = importlib.import_module("torch_xla") if importlib.util.find_spec("torch_xla") else None
-    else:
-        module = device_module(name)
+        generator.set_state(broadcast_object(context, generator.get_state()))
+        return
+    module: Any = device_module(str(kind)) if kind not in (RNGType.TORCH, RNGType.XLA) else None
+    if kind is RNGType.TORCH:
+        module = torch
+    elif kind is RNGType.XLA and importlib.util.find_spec("torch_xla"):
+        module = importlib.import_module("torch_xla")
     if module is None:
-        raise ValueError(f"rng_type={name!r}: this process has no {name} device whose generator has a state")
-    return module
-
-
-def _of_main(context: Context, state: Any) -> Any:
-    return broadcast_object(context, state)
+        raise ValueError(f"rng_type='{kind}': this process has no {kind} device whose generator has a state")
+    # A state is a tensor of bytes on the host, or XLA's number.
+    module.set_rng_state(broadcast_object(context, module.get_rng_state()))
 
 
 def synchronize_rng_states(

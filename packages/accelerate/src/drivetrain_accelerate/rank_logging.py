@@ -7,8 +7,6 @@ from typing import Any
 from drivetrain_config import environ
 from drivetrain_state import RankLogger
 
-_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
-
 
 class MultiProcessAdapter(RankLogger):
     """A logger that logs on the main process, or on all: `main_process_only=False`, `in_order=True`.
@@ -50,7 +48,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         log_level: The level, which the root logger gets too, as in Accelerate; None takes the environment's
             ACCELERATE_LOG_LEVEL, if set.
     """
-    level = log_level or environ.read(_LEVEL_VARIABLE)
+    level = log_level or environ.read("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level.upper())

@@ -1,6 +1,7 @@
 """The weights of sharded models: how they are loaded, and what programs ask about them."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,10 @@ def ensure_weights_retied(
     if not tied_weights_keys(model):
         return param_init_fn
     holders: dict[nn.Module, dict[str, Tensor]] = {}
-    shared = _several(model)
+    counts = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         own: dict[str, Tensor] = {
-            name: each for name, each in module.named_parameters(recurse=False) if id(each) in shared
+            name: each for name, each in module.named_parameters(recurse=False) if counts[id(each)] > 1
         }
         if own:
             holders[module] = own
@@ -57,15 +58,6 @@ def ensure_weights_retied(
         return result
 
     return initialised
-
-
-def _several(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that a model holds under several names."""
-    met: set[int] = set()
-    found: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (found if id(parameter) in met else met).add(id(parameter))
-    return found
 
 
 def fsdp2_load_full_state_dict(

@@ -98,6 +98,8 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         parallelism_config: Any = None,
     ) -> None:
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
         _check_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:
@@ -114,7 +116,9 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             handlers=sort_handlers(kwargs_handlers),
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
-            dynamo_plugin=_compilation(dynamo_plugin, dynamo_backend),
+            dynamo_plugin=dynamo_plugin
+            if dynamo_backend is None
+            else TorchDynamoPlugin(backend=dynamo_backend),
             parallelism_config=parallelism_config,
             log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -267,12 +271,6 @@ def _group_arguments(options: RunOptions) -> dict[str, Any]:
         return {}  # the group is there
     check_group(init, "cpu" if options.cpu or asks_for_cpu() else best_device_kind())
     return {} if init.timeout is None else {"timeout": init.timeout}
-
-
-def _compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin | None:
-    if plugin is not None and backend is not None:
-        raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
-    return plugin if backend is None else TorchDynamoPlugin(backend=backend)
 
 
 def _check_unsupported(torch_tp_plugin: TorchTensorParallelPlugin | None, megatron_lm_plugin: Any) -> None:

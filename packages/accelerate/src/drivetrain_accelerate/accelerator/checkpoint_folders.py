@@ -21,7 +21,9 @@ def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
             "load_state(), after which numbers go on, say "
             f"ProjectConfiguration(iteration={_number(later[-1]) + 1}), or name another project_dir"
         )
-    if foreign := _foreign(folder):
+    names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    # Whatever no save has left there.
+    if foreign := [name for name in names if name != LOCK_FILE and not name.startswith((".", "step-"))]:
         raise ValueError(
             f"save_state() would write to {folder}, which holds {foreign[0]} of another program, and total_limit "
             "would delete that one day: move it, or name another project_dir"
@@ -69,19 +71,8 @@ def _number(folder: Path) -> int:
 
 def _is_committed(folder: Path) -> bool:
     """Return whether a folder holds a checkpoint, of drivetrain or of Accelerate."""
-    if not folder.is_dir():
-        return False
-    return (
-        any(each.committed for each in find_checkpoints(folder)) or find_accelerate_state(folder) is not None
-    )
-
-
-def _foreign(folder: Path) -> list[str]:
-    """Return the files in a folder without a checkpoint that no save has left there, by their names."""
-    if not folder.is_dir():
-        return []
-    names = sorted(each.name for each in folder.iterdir())
-    return [name for name in names if name != LOCK_FILE and not name.startswith((".", "step-"))]
+    are_committed = folder.is_dir() and any(each.committed for each in find_checkpoints(folder))
+    return are_committed or find_accelerate_state(folder) is not None
 
 
 def _automatic(project: ProjectConfiguration) -> Path:

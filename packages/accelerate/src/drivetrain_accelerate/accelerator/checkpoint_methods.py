@@ -1,24 +1,24 @@
 """The methods of an Accelerator that save a run and load it, and that write models for other programs."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from logging import getLogger
 from os import PathLike
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain_accelerate import object_files
 from drivetrain_accelerate.accelerator.checkpoint_folders import (
     count_on,
     new_folder,
     newest_folder,
     surplus_folders,
 )
-from drivetrain_accelerate.accelerator.checkpoint_options import check_load_options, check_save_options
 from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
 from drivetrain_accelerate.accelerator.whole_models import save_whole
@@ -26,6 +26,8 @@ from drivetrain_accelerate.pickled_weights import write_pickled_weights
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
+
+logger = getLogger(__name__)
 
 Hook = Callable[..., None]
 
@@ -41,6 +43,8 @@ class SavedObjects(NamedTuple):
 
 class CheckpointMethods(PrepareMethods):
     """Save and load a run, by drivetrain's transactional checkpoints in the folders that Accelerate names."""
+
+    should_save_model = True  # all ranks take part in writing a model; the main process writes
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -59,7 +63,9 @@ class CheckpointMethods(PrepareMethods):
         Raises:
             ValueError: An object has no such methods.
         """
-        if unfit := [each for each in objects if not _has_state(each)]:
+        if unfit := [
+            each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        ]:
             listed = ", ".join(type(each).__name__ for each in unfit)
             raise ValueError(f"register_for_checkpointing(): {listed}: no state_dict and load_state_dict")
         self._custom_objects.extend(objects)
@@ -98,7 +104,7 @@ class CheckpointMethods(PrepareMethods):
             OtherRankFailedError: A hook failed on another rank; nothing was saved.
         """
         is_main = self.state.is_main_process
-        check_save_options(
+        _check_save_options(
             safe_serialization=safe_serialization, others=save_model_func_kwargs, is_main=is_main
         )
         project = self.options.project
@@ -152,7 +158,7 @@ class CheckpointMethods(PrepareMethods):
             ValueError: No folder is said, or there is none; or a part of the weights is to be loaded.
             TypeError: There is no such option.
         """
-        check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
+        _check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
         folder = newest_folder(input_dir, self.options.project)
         on_main(self.inner.context, lambda: settle(folder), doing=f"the hooks' files in {folder}")
         left = list(self._models)
@@ -207,26 +213,50 @@ class CheckpointMethods(PrepareMethods):
             safe_serialization: Whether to write safetensors.
         """
         on_each_node = self.options.project.save_on_each_node
-        if not (self.state.is_main_process or (on_each_node and self.state.is_local_main_process)):
-            return
-        if safe_serialization:
-            from safetensors.torch import save_file
-
-            save_file({name: value.contiguous() for name, value in obj.items()}, f, metadata={"format": "pt"})
-        else:
-            torch.save(obj, f)
-
-    @property
-    def should_save_model(self) -> bool:
-        """True: all ranks take part in writing a model; the main process writes."""
-        return True
-
-
-def _has_state(obj: Any) -> bool:
-    return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
+        object_files.save(obj, f, on_each_node, safe_serialization)
 
 
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _check_save_options(*, safe_serialization: bool, others: Mapping[str, Any], is_main: bool) -> None:
+    """Warn on the main process of options of a save that change nothing."""
+    if not is_main:
+        return
+    if not safe_serialization:
+        logger.warning(
+            "save_state(safe_serialization=False) changes nothing: checkpoints hold safetensors and no pickle; "
+            "save_model(safe_serialization=False) writes pytorch_model.bin"
+        )
+    if others:
+        logger.warning("save_state(): %s: changes nothing here", ", ".join(f"{name}=" for name in others))
+
+
+def _check_load_options(
+    load_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any], *, is_main: bool
+) -> None:
+    """Refuse options of a load that would change its result, and warn on the main process of those that do not."""
+    if unknown := sorted(set(others) - {"strict", "map_location"}):
+        raise TypeError(f"load_state(): unknown arguments {', '.join(unknown)}: say strict or map_location")
+    if not others.get("strict", True):
+        raise ValueError(
+            "load_state(strict=False): a checkpoint is loaded whole, into the models that it was saved from; to take "
+            "weights over into other models, write them with save_model() and use load_checkpoint_in_model()"
+        )
+    if others.get("map_location") not in (None, "cpu", "on_device"):
+        raise ValueError(f"load_state(map_location={others['map_location']!r}): say cpu, on_device or None")
+    without_use = [
+        f"load_kwargs[{name!r}]"
+        for name, value in (load_kwargs or {}).items()
+        if (name, value) != ("weights_only", True)  # which is done anyway
+    ]
+    if others.get("map_location") is not None:
+        without_use.append("map_location")
+    if without_use and is_main:
+        logger.warning(
+            "load_state(): %s: changes nothing: tensors alone are read, each to where it belongs",
+            ", ".join(without_use),
+        )

@@ -103,7 +103,10 @@ def plan_composition(
     check_project(options.project)
     settings = SourcedSettings()
     _add_run(settings, options, deepspeed_plugin)
-    _add_data(settings, options, is_alone=num_processes == 1)
+    data, unsaid = data_sections(options.data), data_sections(DataLoaderConfiguration())
+    if num_processes == 1:
+        data["even"] = unsaid["even"] = "uneven"  # one process has no others to keep in step with
+    settings.add("data", data, unsaid=unsaid)
     settings.add("checkpoint", {"keep_last": 1}, ONE_IN_A_FOLDER)
     _add_handlers(settings, options, casts_outputs=deepspeed_plugin is None)
     if options.fsdp_plugin is not None:
@@ -131,13 +134,6 @@ def _add_run(settings: SourcedSettings, options: RunOptions, deepspeed_plugin: A
     if deepspeed_plugin is not None and deepspeed_accumulation(deepspeed_plugin) == num_steps:
         source = DEEPSPEED_PLUGIN
     settings.add("run", {"gradient_accumulation_steps": num_steps}, source)
-
-
-def _add_data(settings: SourcedSettings, options: RunOptions, *, is_alone: bool) -> None:
-    given, unsaid = data_sections(options.data), data_sections(DataLoaderConfiguration())
-    if is_alone:
-        given["even"] = unsaid["even"] = "uneven"  # one process has no others to keep in step with
-    settings.add("data", given, unsaid=unsaid)
 
 
 def _add_handlers(settings: SourcedSettings, options: RunOptions, *, casts_outputs: bool) -> None:

@@ -1,14 +1,14 @@
 """The objects that a run holds, how it releases them, and how it takes over those of another Accelerator."""
 
 import gc
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
-from drivetrain_accelerate.accelerator.released_models import ReleasedModels
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.training.engine_model import EngineMethods
@@ -17,6 +17,42 @@ from drivetrain_accelerate.training.stepped_scheduler import AcceleratedSchedule
 from drivetrain_backends import restore_forward, unwrap_compiled
 from drivetrain_backends.modules.autocast_forward import PreparedForward
 from drivetrain_backends.modules.module_proxy import ModuleProxy
+
+
+class ReleasedModels:
+    """Prepared models that `free_memory` forgot, as far as the program still holds them, in order of preparation.
+
+    A Trainer that trains twice frees its Accelerator's memory in between, keeps the wrapper of its model, and
+    prepares its optimizer alone.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[ref[nn.Module]] = []
+
+    def keep(self, models: Iterable[nn.Module]) -> None:
+        """Remember models for as long as the program holds them."""
+        self._models = [each for each in self._models if each() is not None] + [ref(each) for each in models]
+
+    def __contains__(self, model: object) -> bool:
+        """Return whether a model is one of them, in its prepared form."""
+        return any(each() is model for each in self._models)
+
+    def drop(self, models: Sequence[nn.Module]) -> None:
+        """Forget models that are prepared again, in the form that they had or as the user built them."""
+        parameters = {id(each) for model in models for each in model.parameters()}
+        self._models = [each for each in self._models if not _has_any(each(), parameters)]
+
+    def trained_by(self, optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+        """Return those whose parameters optimizers hold."""
+        if not self._models or not optimizers:
+            return []
+        gc.collect()  # ranks are to agree: what the program let go of is not to be found on one of them
+        trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+        return [model for each in self._models if (model := each()) is not None and _has_any(each(), trained)]
+
+
+def _has_any(model: nn.Module | None, parameters: set[int]) -> bool:
+    return model is None or any(id(each) in parameters for each in model.parameters())
 
 
 class HeldObjects(ComposedRun):
@@ -51,9 +87,7 @@ class HeldObjects(ComposedRun):
         self.gradient_state.sync_gradients = True
         return [] if self._inner is None and not objects else list(self.inner.free_memory(*objects))
 
-    def clear(self, *objects: Any) -> list[Any]:
-        """Do the same as `free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     def _holds(self, model: object) -> bool:
         """Return whether the run trains a model, which a program may give as anything."""
@@ -86,7 +120,9 @@ class HeldObjects(ComposedRun):
         if self.state.num_processes > 1:
             gc.collect()  # ranks are to agree on whether the other one is gone
         others = [
-            each for each in AcceleratorState.accelerators if each is not self and each._has_formed(model)
+            each
+            for each in AcceleratorState.accelerators
+            if each is not self and each.is_composed and each._prepared_form(model) is not None
         ]
         if self.state.divides_models:
             raise ValueError(
@@ -97,9 +133,6 @@ class HeldObjects(ComposedRun):
         for other in others:
             other.free_memory()
         return restore_forward(built)
-
-    def _has_formed(self, model: nn.Module) -> bool:
-        return self._inner is not None and self._prepared_form(model) is not None
 
 
 def _inside(model: nn.Module) -> nn.Module | None:

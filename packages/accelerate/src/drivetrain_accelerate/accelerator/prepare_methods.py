@@ -54,7 +54,11 @@ class PrepareMethods(HeldObjects):
         given, followers = self._replace_stand_ins(self._take_over(args))
         trained = [each for each in given if self._is_new(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepare_trained(trained), strict=True))
-        found |= {id(each): self._follow_engine_schedule(each) for each in followers}
+        for each in (
+            followers
+        ):  # DeepSpeed's configuration makes them: each step of their optimizer advances them, once
+            wrapper = DeepSpeedSchedulerWrapper(each, self._advance_with_engine(each))
+            found[id(each)] = self._add_scheduler(wrapper)
         results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in given)
         return results[0] if len(results) == 1 else results
 
@@ -73,18 +77,16 @@ class PrepareMethods(HeldObjects):
         if any(model is each for each in self._models):
             return model
         if evaluation_mode and not self.state.divides_models:
-            return self._add_evaluated(self.inner.prepare_evaluation(model))
+            evaluated = self.inner.prepare_evaluation(model)
+            self._models.append(evaluated)
+            self._evaluated.append(evaluated)
+            # Drivetrain saves what it trains, and others by their names.
+            named: dict[str, Any] = {f"evaluation_model_{len(self._models) - 1}": evaluated}
+            self.inner.register_for_checkpointing(**named)
+            return evaluated
         known = self._prepared_form(model)
         (prepared,) = self._prepare_trained(self._take_over([model])) if known is None else (known,)
         return prepared
-
-    def _add_evaluated(self, model: nn.Module) -> nn.Module:
-        """Add a model that is not trained, and save it with the run here: drivetrain saves what it trains."""
-        self._models.append(model)
-        self._evaluated.append(model)
-        named: dict[str, Any] = {f"evaluation_model_{len(self._models) - 1}": model}
-        self.inner.register_for_checkpointing(**named)
-        return model
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -141,10 +143,6 @@ class PrepareMethods(HeldObjects):
         if isinstance(prepared, DeepSpeedSchedulerWrapper):
             self._advance_with_engine(prepared.scheduler)
         return self._add_scheduler(prepared)
-
-    def _follow_engine_schedule(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler that DeepSpeed's configuration makes: each step of its optimizer advances it, once."""
-        return self._add_scheduler(DeepSpeedSchedulerWrapper(scheduler, self._advance_with_engine(scheduler)))
 
     def _advance_with_engine(self, scheduler: Any) -> list[AcceleratedOptimizer]:
         """Have the steps of its optimizer advance a scheduler, and the engine's checkpoints hold it."""
@@ -226,7 +224,10 @@ class PrepareMethods(HeldObjects):
         }
         made |= schedules
         for each in optimizers:
-            _drop_empty_groups(made.get(id(each), each))
+            optimizer = made.get(id(each), each)
+            # As DeepSpeed does, which has no place for them. Programs that divide parameters by weight decay make one
+            # where all are of the other kind, as under LoRA.
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return [made.get(id(each), each) for each in given], list(schedules.values())
 
     def _prepare_trained(self, trained: list[Any]) -> list[Any]:
@@ -273,18 +274,13 @@ class PrepareMethods(HeldObjects):
             stepped.pair(prepared)
             self._optimizers.append(stepped)
             return stepped
-        whole = prepared if self.state.deepspeed_plugin is None else as_engine(prepared, self.inner)
-        self._models.append(self._compiled(whole))
-        return self._models[-1]
-
-    def _compiled(self, model: nn.Module) -> nn.Module:
-        """Return a prepared model compiled as the options say, or as it is."""
+        model = prepared if self.state.deepspeed_plugin is None else as_engine(prepared, self.inner)
         plugin = self.state.dynamo_plugin
-        arguments = None if plugin is None else compile_options(plugin)
-        if plugin is None or arguments is None:
-            return model
-        compiled: Any = compile_regions if compiles_regions(plugin) else torch.compile
-        return compiled(model, **arguments)
+        if plugin is not None and (arguments := compile_options(plugin)) is not None:
+            compiled: Any = compile_regions if compiles_regions(plugin) else torch.compile
+            model = compiled(model, **arguments)
+        self._models.append(model)
+        return model
 
     def _is_new(self, obj: Any) -> bool:
         """Return whether an object is a model or optimizer that is not prepared.
@@ -320,14 +316,6 @@ def _refuse_partitioned(given: Sequence[Any], unpaired: Sequence[Optimizer]) -> 
                 "ended, as the second train() of a Trainer does: build an optimizer over model.parameters() and "
                 "prepare both, or build a new Trainer"
             )
-
-
-def _drop_empty_groups(optimizer: Optimizer) -> None:
-    """Drop an optimizer's groups without parameters, as DeepSpeed does, which has no place for them.
-
-    Programs that divide parameters by weight decay make one where all are of the other kind, as under LoRA.
-    """
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:

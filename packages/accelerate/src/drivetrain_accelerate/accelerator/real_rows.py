@@ -54,7 +54,11 @@ def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: b
     """Gather results, and keep the first rows of all ranks together, as Accelerate does; see `gather_real_rows`."""
     del context
     count = active.remainder if active is not None and active.end_of_dataloader else -1
-    if as_objects or not _holds_tensors_alone(data):
+    try:
+        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
+    except TypeError:
+        as_objects = True
+    if as_objects:
         gathered = gather_object(data)
         return gathered[:count] if count > 0 else gathered
 
@@ -62,14 +66,6 @@ def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: b
         return rows[:count] if count > 0 and rows.dim() else rows
 
     return recursively_apply(first, gather(data))
-
-
-def _holds_tensors_alone(data: Any) -> bool:
-    try:
-        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
 
 
 def counts_to_keep(plan: BatchPlan | None) -> Sequence[int] | None:

@@ -138,7 +138,12 @@ class TrainingMethods(PrepareMethods):
         if not self.gradient_state.is_window_set:
             self.follow_num_steps()
         if self._leaves_steps_alone:
-            self._backward_alone(loss / self.gradient_state.num_steps, graph)
+            # The program steps by itself, on torch's own gradients and their mean over ranks.
+            divided = loss / self.gradient_state.num_steps
+            if self.state.num_processes == 1:
+                divided.backward(**graph)
+            else:
+                self.inner.backward_alone(divided, **graph)
         elif self.gradient_state.is_window_set:
             self._backward_in_window(loss, model, graph)
         elif self._is_accumulating or self.gradient_state.num_steps == 1 or self.state.divides_models:
@@ -157,13 +162,6 @@ class TrainingMethods(PrepareMethods):
         """
         are_waiting = all(each.is_waiting for each in self._optimizers)
         return are_waiting and not self.state.divides_models and not self.state.scales_loss
-
-    def _backward_alone(self, loss: Tensor, graph: dict[str, Any]) -> None:
-        """Add gradients on which the program steps by itself: torch's own backward, and the mean over ranks."""
-        if self.state.num_processes == 1:
-            loss.backward(**graph)
-        else:
-            self.inner.backward_alone(loss, **graph)
 
     def _backward_in_window(self, loss: Tensor, model: nn.Module | None, graph: dict[str, Any]) -> None:
         """Add the gradients of a loss to a window that the program itself opens and closes."""

@@ -114,11 +114,6 @@ class AcceleratorState(PartialState):
         return self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     @property
-    def fork_launched(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False: drivetrain's launchers start fresh interpreters."""
-        return False
-
-    @property
     def is_fsdp2(self) -> bool:
         """True if models are sharded: drivetrain shards by FSDP2 alone, whatever version the plugin says."""
         return self.distributed_type == DistributedType.FSDP

@@ -74,7 +74,6 @@ class PartialState(SharedState):
         local_process_index: The rank of this process on its node.
         backend: The name of the group's communication backend; None for a single process.
         debug: Whether collectives compare what the ranks hand them.
-        fork_launched: Whether a notebook launched this process; always false, since ours do not fork.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -87,7 +86,7 @@ class PartialState(SharedState):
     local_process_index: int
     backend: str | None
     debug: bool
-    fork_launched: bool
+    fork_launched = False  # drivetrain's launchers start fresh interpreters
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if self.initialized:
@@ -95,17 +94,14 @@ class PartialState(SharedState):
         settings = _settings(kwargs)
         context = connect(settings, device="cpu" if cpu or asks_for_cpu() else None)
         topology = context.topology
-        self._cpu = cpu
-        self.context = context
-        self.device = context.device
-        self.debug = settings.debug
+        self._cpu, self.debug = cpu, settings.debug
+        self.context, self.device = context, context.device
         self.backend = dist.get_backend() if context.group is not None else None
         self.distributed_type = (
             DistributedType.NO if topology.world_size == 1 else distributed_type_on(context.device.type)
         )
         self.num_processes, self.process_index = topology.world_size, topology.rank
         self.local_process_index = topology.local_rank
-        self.fork_launched = False
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
