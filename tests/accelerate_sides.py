@@ -33,13 +33,17 @@ class Side:
 
     @contextmanager
     def accelerator(self, **options: Any) -> Generator[Any]:
-        """Make an Accelerator on the CPU, and forget what Accelerators share afterwards."""
+        """Make an Accelerator on the CPU, and forget what Accelerators share, before and afterwards."""
         with self.entered():
+            self._forget()  # a library's test may have left the state of its own Accelerator in this process
             try:
                 yield self("accelerate.Accelerator")(cpu=True, **options)
             finally:
-                self("accelerate.state.GradientState")._reset_state()
-                self("accelerate.state.AcceleratorState")._reset_state(reset_partial_state=True)
+                self._forget()
+
+    def _forget(self) -> None:
+        self("accelerate.state.GradientState")._reset_state()
+        self("accelerate.state.AcceleratorState")._reset_state(reset_partial_state=True)
 
 
 SIDES = (Side("theirs"), Side("ours"), Side("restored"))
