@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from drivetrain_tracking.arguments import check_tracker
-from drivetrain_tracking.forwarding.forwarded_tracker import DrainTime, ForwardedTracker
 from drivetrain_tracking.jsonl import JSONLTracker
 from drivetrain_tracking.protocol import Tracker
-from drivetrain_tracking.registry import ENTRY_POINT_GROUP, chosen_names, make_tracker
 from drivetrain_tracking.settings import TrackingSettings
 
 # The module of a live object's class, or one that it is in -> the tracker that can take it.
@@ -45,6 +43,12 @@ def make_trackers(
         UnknownTrackerError: There is no tracker of a name.
         MissingLibraryError: The library of a platform is not installed; the message names the extra that brings it.
     """
+    if not names:
+        return []
+    # Imported here: a run without trackers has no use for platforms and writer processes.
+    from drivetrain_tracking.forwarding.forwarded_tracker import DrainTime, ForwardedTracker
+    from drivetrain_tracking.registry import chosen_names, make_tracker
+
     settings = settings or TrackingSettings()
     chosen = chosen_names(names)
     if not chosen:
@@ -73,6 +77,8 @@ def as_tracker(live: Any) -> Tracker:
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
     module = f"{type(live).__module__}."
     name = next((name for part, name in _TRACKER_OF_MODULE.items() if module.startswith(f"{part}.")), None)
+    from drivetrain_tracking.registry import ENTRY_POINT_GROUP
+
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name) if is_live and name else ():
         platform: Any = point.load()
         return platform.of(live)

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from drivetrain_data.randomness.generators import GENERATORS
+from drivetrain_data.randomness.generators import is_generator
 from drivetrain_data.state.sampler_parts import held_by, is_apart, reachable
 
 _MOST_PARTS = 10_000
@@ -34,7 +34,7 @@ def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
 
 def moves_as_read(dataset: Any) -> bool:
     """Return whether a dataset holds iterators or generators, so that another read may change those after it."""
-    return holds_iterators(dataset) or any(isinstance(part, GENERATORS) for part in _parts_in(dataset))
+    return holds_iterators(dataset) or any(map(is_generator, _parts_in(dataset)))
 
 
 def holds_iterators(dataset: Any) -> bool:

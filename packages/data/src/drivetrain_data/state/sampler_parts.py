@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain_data.randomness.generators import GENERATORS, KeyedDraws, seed_generator
+from drivetrain_data.randomness.generators import KeyedDraws, is_generator, seed_generator
 from drivetrain_data.randomness.permutation import hash_key
 
 CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -71,7 +71,7 @@ def is_apart(part: Any) -> bool:
     """Return whether a part is not the sampler's own: a generator, or data or code that the sampler refers to."""
     if isinstance(part, (*_VALUES, *CONTAINERS, dict)):
         return False
-    if isinstance(part, (*GENERATORS, *_REFERRED_TO)):
+    if is_generator(part) or isinstance(part, _REFERRED_TO):
         return True
     return hasattr(type(part), "__getitem__") and hasattr(type(part), "__len__")
 
@@ -81,7 +81,7 @@ def own_generators(sampler: object) -> Iterator[Any]:
     numpy_random: Any = np.random  # its global generator has no public name
     shared = (torch.default_generator, numpy_random.mtrand._rand)
     for part in parts_of(sampler):
-        if isinstance(part, GENERATORS) and not any(part is one for one in shared):
+        if is_generator(part) and not any(part is one for one in shared):
             yield part
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from drivetrain.accelerator.choose_trackers import group_trackers
 from drivetrain.accelerator.sections import Sections
-from drivetrain.fp8.fp8_training import Fp8Training
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
@@ -20,7 +19,6 @@ from drivetrain_config import ConfigError, Layers
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
 from drivetrain_state import Context, ParallelDims, connect
-from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -123,6 +121,8 @@ def _build(
     prepared = PreparedObjects([reading.mark_stepped])
     watch = None
     if given.tracking.measures_throughput:
+        from drivetrain_throughput.step_watch import StepWatch
+
         watch = StepWatch(
             context=context,
             settings=given.tracking,
@@ -153,6 +153,8 @@ def _build(
 
 def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
     """Return the parts of a run that trains in fp8."""
+    from drivetrain.fp8.fp8_training import Fp8Training
+
     facts, context = parts.facts, parts.context
 
     def store(found: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerAction
 from torch.profiler import profile as torch_profile
@@ -14,8 +14,10 @@ from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.effective_plan import EffectivePlan
 from drivetrain_memory import profile
 from drivetrain_throughput import Throughput
-from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import Tracker, collect_info
+
+if TYPE_CHECKING:
+    from drivetrain_throughput.step_watch import StepWatch
 
 
 class Results(HasParts):
@@ -187,7 +189,7 @@ class Results(HasParts):
         """
         self._watch().counts.count_tokens = function
 
-    def _watch(self) -> StepWatch:
+    def _watch(self) -> "StepWatch":
         if self._parts.watch is None:
             raise RuntimeError(
                 "the throughput is not measured: say so before the run, as "

@@ -7,7 +7,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import Tensor, nn
 
-from drivetrain.accelerator.rank_tries import RankTries
 from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.prepare.schedule_length import steps_of, tell_unreached
@@ -206,6 +205,8 @@ class Training(HasParts):
         self._recall()
         if self.context.topology.world_size == 1:
             return find(tried, agree=self._agree_alone)(*args, **kwargs)
+        from drivetrain.accelerator.rank_tries import RankTries
+
         tries = RankTries(self.context, self._release_try)
         try:
             return find(tried, agree=tries.agree)(*args, **kwargs)

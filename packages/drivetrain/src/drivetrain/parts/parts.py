@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from drivetrain.fp8.fp8_training import Fp8Training
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
@@ -15,8 +14,11 @@ from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
 from drivetrain_state import Context
-from drivetrain_throughput.step_watch import StepWatch
 from drivetrain_tracking import TrackerGroup
+
+if TYPE_CHECKING:  # imported where a run needs them: most neither train in fp8 nor measure steps
+    from drivetrain.fp8.fp8_training import Fp8Training
+    from drivetrain_throughput.step_watch import StepWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +51,8 @@ class Parts:
     reading: LoaderTracker
     checkpointers: Checkpointers
     trackers: TrackerGroup
-    watch: StepWatch | None = None
-    fp8: Fp8Training | None = None
+    watch: "StepWatch | None" = None
+    fp8: "Fp8Training | None" = None
     facts: dict[str, str] = field(default_factory=dict[str, str])
 
     @property

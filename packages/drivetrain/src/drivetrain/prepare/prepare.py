@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.fp8.fp8_training import LAYERS, check_gathers
 from drivetrain.parts.parts import Parts
 from drivetrain.plan.effective import plan_of, show_plan, store_plan
 from drivetrain.prepare.loaders import shard
@@ -91,13 +90,13 @@ def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
         check_trained_weights(model)
     if parts.fp8 is None:
         models = parts.backend.prepare(found.models, found.optimizers, found.schedulers)
-        check_gathers(
-            found.models, said="a model converted by convert_model with TorchaoRecipe(all_gather=True)"
-        )
         everything = {*found.models, *(one.unwrap() for one in parts.prepared.models)}
-        if (
-            fact := describe_converted(everything)
-        ) is not None:  # layers that the program has converted itself
+        if (fact := describe_converted(everything)) is not None:  # the program has converted layers itself
+            from drivetrain.fp8.fp8_training import LAYERS, check_gathers
+
+            check_gathers(
+                found.models, said="a model converted by convert_model with TorchaoRecipe(all_gather=True)"
+            )
             parts.facts[LAYERS] = fact
         return models
     facts = parts.fp8.convert(found.models)

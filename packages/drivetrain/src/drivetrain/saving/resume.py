@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.fp8.fp8_training import Fp8Training
 from drivetrain.parts.run_seed import seed_of_run
 from drivetrain.plan.global_batch import step_sizes, warn_if_resumed_otherwise
 from drivetrain.saving.divided import as_in, mark_replicas
@@ -28,6 +27,7 @@ from drivetrain_state import Context, ProgressMark, load_rng_state, reseed, rng_
 from drivetrain_state.collectives.operations import broadcast_object
 
 if TYPE_CHECKING:
+    from drivetrain.fp8.fp8_training import Fp8Training
     from drivetrain_checkpoint import LoadResult
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RunState:
     registered: Registered
     seed: int | None
     dtypes: DtypePolicy
-    fp8: Fp8Training | None = None
+    fp8: "Fp8Training | None" = None
     kept: Sequence[object] = ()
 
     def keeps(self, model: object) -> bool:

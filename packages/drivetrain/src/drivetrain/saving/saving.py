@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
 
@@ -14,13 +14,15 @@ from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.unread_settings import find_unused
-from drivetrain.saving import exports, resume
 from drivetrain.saving.hooks import CheckpointHook
-from drivetrain.saving.other_formats import find_other_format
 from drivetrain.saving.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
-from drivetrain_checkpoint import RESUME_EXIT_CODE, ExportPlan, IncompatibleNames, SaveSchedule
+from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage.place import Place
+
+if TYPE_CHECKING:  # imported where a run first saves, loads or exports
+    from drivetrain.saving.resume import RunState
+    from drivetrain_checkpoint import ExportPlan, IncompatibleNames
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class Saving(HasParts):
             RuntimeError: Nothing was prepared or registered.
             OtherRankFailedError, OSError, StateError: The save failed on a rank; nothing was committed.
         """
+        from drivetrain.saving import resume
+
         checkpointer = self._parts.checkpointers.of(output_dir)  # raises at once if there is no folder
         self._check_prepared("save_state")
         if metrics is not None and not isinstance(cast("object", metrics), Mapping):
@@ -218,6 +222,9 @@ class Saving(HasParts):
         Raises:
             ValueError: The checkpoint is of other objects than the run, or a kept model is none of the run's.
         """
+        from drivetrain.saving import resume
+        from drivetrain.saving.other_formats import find_other_format
+
         self._check_prepared("load_state")
         self.wait_for_save()
         for hook in self._hooks:
@@ -246,7 +253,7 @@ class Saving(HasParts):
         max_shard_size: int | str = "5GB",
         metadata: Mapping[str, str] | None = None,
         trained_only: bool = False,
-    ) -> ExportPlan:
+    ) -> "ExportPlan":
         """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
 
         The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
@@ -269,6 +276,8 @@ class Saving(HasParts):
                 is false, which would write names that no reader knows.
             RuntimeError: Another rank failed; the message holds its error. An earlier export is unchanged.
         """
+        from drivetrain.saving import exports
+
         return exports.save(
             self._parts.prepared.of(model),
             self.context,
@@ -278,7 +287,7 @@ class Saving(HasParts):
             trained_only=trained_only,
         )
 
-    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> IncompatibleNames:
+    def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> "IncompatibleNames":
         """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
 
         Where a backend's parameters are writable, only the main process reads, one tensor at a time; otherwise
@@ -299,6 +308,8 @@ class Saving(HasParts):
             RuntimeError: Another rank failed; the message holds its error. In all of these cases nothing was
                 loaded.
         """
+        from drivetrain.saving import exports
+
         self._parts.checkpointers.wait_for_copies()
         return exports.load(self._parts.prepared.of(model), self.context, Path(folder), strict=strict)
 
@@ -349,9 +360,11 @@ class Saving(HasParts):
         is_registered = any(model is each for each in self._registered.shared.values())
         return model if is_registered else self._parts.prepared.of(model)
 
-    def _run_state(self) -> resume.RunState:
+    def _run_state(self) -> "RunState":
+        from drivetrain.saving.resume import RunState
+
         parts = self._parts
-        return resume.RunState(
+        return RunState(
             context=parts.context,
             shard=parts.shard.index,
             prepared=parts.prepared.models,
