@@ -24,7 +24,7 @@ from rounds import RESULTS, Table, report
 
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
-from drivetrain_launcher.membership.round_store import RunOverError
+from drivetrain_launcher.membership.member import RunOverError
 
 SIZES = (16, 64, 512)
 NUM_PROCESSES = 4

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from drivetrain_launcher import compat
-from drivetrain_launcher.plan.agent_rendezvous import OneNode
+from drivetrain_launcher.membership.rendezvous import OneNode
 
 forgoes = sys.argv[2] == "forgo"
 seen = {"calls": [], "remaining": [], "codes": []}

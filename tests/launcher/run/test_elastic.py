@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -11,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_launcher import LaunchPlan, LaunchTarget
+from drivetrain_launcher.plan.core_binding import CoreBinding
+from drivetrain_launcher.run.elastic import RankStarter
+from drivetrain_launcher.run.keeper.keeper import Keeper
+from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from processes import free_port
 
 # It does not tell of ranks that were stopped.
@@ -375,3 +382,23 @@ def test_a_node_whose_master_never_comes_gives_up(drivetrain_with_torch: Callabl
     )
     assert done.returncode == 2
     assert "the 2 nodes did not meet at 127.0.0.1:" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux")
+def test_a_rank_starts_on_its_cores_and_the_launcher_keeps_its_own() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    bindings = tuple(CoreBinding(cpus=(cpu,), num_cores=1, numa_nodes=(0,)) for cpu in (cores[-1], cores[0]))
+    plan = LaunchPlan(mode="elastic", target=LaunchTarget(name="x.py"), bindings=bindings)
+
+    def start_fresh() -> subprocess.Popen[str]:
+        tells = "import os; print(*os.sched_getaffinity(0))"
+        return subprocess.Popen([sys.executable, "-ISc", tells], stdout=subprocess.PIPE, text=True)
+
+    options = KeeperOptions(launcher=os.getpid(), grace_seconds=1.0, are_same=False, terminals=(False, False))
+    with Keeper(options) as keeper:
+        starter = RankStarter(plan, None, keeper)
+        for local_rank, expected in enumerate((cores[-1], cores[0])):
+            process = starter.start(local_rank, {}, (None, None), start_fresh)
+            assert isinstance(process, subprocess.Popen)
+            assert process.communicate(timeout=60)[0] == f"{expected}\n"
+    assert sorted(os.sched_getaffinity(0)) == cores

@@ -14,8 +14,8 @@ import pytest
 from drivetrain_launcher.run.keeper.keeper import Keeper
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
 from drivetrain_launcher.run.keeper.sessions import (
+    end_sessions,
     has_keeper,
-    kill_others_of_session,
     kill_sessions,
     leaders_with,
     members_of,
@@ -141,10 +141,8 @@ def test_a_session_has_members_whatever_their_process_groups(tmp_path: Path) -> 
         leader, child = map(int, process.stdout.readline().split())
         assert members_of([leader]) == sorted([leader, child])
         assert leaders_with(f"TEST_TOKEN={tmp_path}") == [leader]
-        kill_others_of_session(leader)
-        wait_until(lambda: members_of([leader]) == [leader])
-        kill_sessions([leader])
-        assert process.wait(30) == -signal.SIGKILL
+        end_sessions([leader], seconds=30)
+        assert process.wait(30) == -signal.SIGTERM
     assert members_of([leader]) == []
     kill_sessions([])
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from drivetrain_launcher.run.output.terminals import COLOURS, is_coloured, prefix_of
+from drivetrain_launcher.run.output.terminals import COLOURS, coloured_outputs, prefix_of
 
 
 def luminance(colour: int) -> float:
@@ -33,18 +33,19 @@ def test_neighbours_differ_and_the_host_is_named_where_there_are_several() -> No
 
 
 @pytest.mark.parametrize(
-    ("no_color", "force_color", "is_terminal", "expected"),
+    ("is_terminal", "variables", "expected"),
     [
-        (None, None, True, True),
-        (None, None, False, False),
-        ("1", None, True, False),
-        ("", None, True, True),  # empty counts as unset
-        (None, "1", False, True),
-        (None, "0", True, False),
-        ("1", "1", True, False),
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),  # empty counts as unset
+        (False, {"FORCE_COLOR": "1"}, True),
+        (True, {"FORCE_COLOR": "0"}, False),
+        (True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
     ],
 )
 def test_no_color_and_force_color_are_respected(
-    no_color: str | None, force_color: str | None, is_terminal: bool, expected: bool
+    is_terminal: bool, variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_coloured(no_color=no_color, force_color=force_color, is_terminal=is_terminal) is expected
+    monkeypatch.setattr("os.isatty", lambda file: is_terminal)
+    assert coloured_outputs({"TERM": "xterm", **variables}) == (expected, expected)

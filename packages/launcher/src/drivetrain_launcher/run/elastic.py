@@ -8,17 +8,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from socket import gethostname
+from subprocess import Popen
 from tempfile import TemporaryDirectory
-from typing import cast
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import IO, Any, cast
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
@@ -35,7 +37,7 @@ from drivetrain_launcher.compat import (
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.membership.member import RoundOverError, RunOverError
-from drivetrain_launcher.plan.agent_rendezvous import rendezvous_of
+from drivetrain_launcher.membership.rendezvous import rendezvous_of
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.failures import (
     RankFailure,
@@ -52,15 +54,14 @@ from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions
 from drivetrain_launcher.run.keeper.rank_streams import RankStreams
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.node_changes import NodeChanges
-from drivetrain_launcher.run.output.terminals import are_one_output, coloured_outputs, output_terminals
-from drivetrain_launcher.run.preload.preloader import Preloader
-from drivetrain_launcher.run.rank_starter import RankStarter
-from drivetrain_launcher.run.signals import StopSignals
+from drivetrain_launcher.run.output.terminals import are_one_output, output_terminals
+from drivetrain_launcher.run.preload.preloader import ForkedRank, Preloader
 from drivetrain_launcher.run.stopped_ranks import StoppedRanks
-from drivetrain_launcher.run.worker_logs import WorkerLogs
 from drivetrain_messages import say
 
 _SAVED = f"all ranks have saved; run the same command again to continue (exit code {RESUME_EXIT_CODE})"
+# A wrapper such as `uv run` forwards the signal that the terminal, or a supervisor, also sends to the launcher.
+_ONE_PRESS_SECONDS = 1.0
 
 
 def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
@@ -76,19 +77,23 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
     Raises:
         LaunchError: If the rendezvous fails: the port is in use, the master cannot be reached, a node is missing.
     """
+    options = KeeperOptions(
+        launcher=os.getpid(),
+        grace_seconds=plan.shutdown_timeout_seconds,
+        are_same=are_one_output(),
+        terminals=output_terminals(environ.child_environment()),
+    )
     try:
         with (
             TemporaryDirectory(prefix="drivetrain_") as scratch,
             environ.exported(**plan.environment),
             silence_torch(),
+            Keeper(options) as keeper,
+            RankStreams(plan, keeper) as streams,
         ):
-            with _kept(plan) as (keeper, streams):
-                return _run(
-                    plan,
-                    WorkerLogs(plan, Path(scratch), streams),
-                    keeper,
-                    RankStarter(plan, preloader, keeper.set_ranks),
-                )
+            starter = RankStarter(plan, preloader, keeper)
+            agent = Agent(plan, WorkerLogs(plan, Path(scratch), streams), keeper, starter)
+            return _run_agent(agent, keeper)
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")
         return 128 + stop.sigval
@@ -96,50 +101,8 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
         raise LaunchError(_why_no_meeting(plan, error)) from error
 
 
-@contextmanager
-def _kept(plan: LaunchPlan) -> Generator[tuple[Keeper, RankStreams]]:
-    """Run the block with a keeper process, and the outputs of the ranks that it shows."""
-    environment = environ.child_environment()
-    terminals, colours = output_terminals(environment), coloured_outputs(environment)
-    are_same = are_one_output()
-    options = KeeperOptions(
-        launcher=os.getpid(),
-        grace_seconds=plan.shutdown_timeout_seconds,
-        are_same=are_same,
-        terminals=terminals,
-    )
-    host = gethostname().partition(".")[0] if plan.num_nodes > 1 else ""
-    with Keeper(options) as keeper:
-        streams = RankStreams(
-            plan,
-            keeper,
-            terminals=terminals,
-            are_same=are_same,
-            colours=(colours[0], colours[1]),
-            host=host,
-        )
-        try:
-            yield keeper, streams
-        finally:
-            keeper.drain()
-            streams.close()
-
-
-def _run(plan: LaunchPlan, logs: WorkerLogs, keeper: Keeper, starter: RankStarter) -> int:
-    program, *arguments = plan.command
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=plan.processes_per_node,
-        rdzv_handler=rendezvous_of(plan),
-        entrypoint=program,
-        # The agent substitutes $-macros in arguments; escape them, to pass the script's arguments unchanged.
-        args=tuple(argument.replace("$", "$$") for argument in arguments),
-        max_restarts=plan.max_restarts,
-        monitor_interval=plan.monitor_interval_seconds,
-        master_addr=plan.master_addr if plan.is_static_meeting else None,
-        master_port=plan.master_port if plan.is_static_meeting else None,
-    )
-    agent = Agent(spec, logs, plan, keeper, starter)
+def _run_agent(agent: "Agent", keeper: Keeper) -> int:
+    result = None
     try:
         result = cast("RunResult | None", agent.run())
     except (SignalException, RunOverError) as stop:
@@ -153,14 +116,114 @@ def _run(plan: LaunchPlan, logs: WorkerLogs, keeper: Keeper, starter: RankStarte
             raise
         return stop.exit_code
     finally:
-        if isinstance(spec.rdzv_handler, ElasticNodes):
+        handler = agent.get_worker_group().spec.rdzv_handler
+        if isinstance(handler, ElasticNodes):
             code = agent.exit_code or int(sys.exception() is not None)
-            spec.rdzv_handler.leave("failed" if code else "finished", exit_code=code)
-        spec.rdzv_handler.shutdown()
+            handler.leave("failed" if code else "finished", exit_code=code)
+        handler.shutdown()
     if agent.exit_code == 0 and result is not None and result.state is not WorkerState.SUCCEEDED:
         say(f"torch's agent gave up on the ranks, which are {result.state.name.lower()}")
         return 1
     return agent.exit_code
+
+
+class WorkerLogs(DefaultLogsSpecs):
+    """The error files of the ranks and their outputs, as torch's agent asks for them."""
+
+    def __init__(self, plan: LaunchPlan, scratch: Path, streams: RankStreams) -> None:
+        super().__init__(
+            log_dir=str(plan.log_dir or scratch), redirects=Std.ALL if plan.log_dir is not None else Std.NONE
+        )
+        self.error_files: dict[int, Path] = {}
+        self._streams = streams
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Assign the files of all ranks; the agent calls this each time it starts the ranks."""
+        destinations = super().reify(envs)
+        self.error_files = {rank: Path(file) for rank, file in destinations.error_files.items()}
+        self._streams.begin_attempt(f"TORCHELASTIC_ERROR_FILE={self.error_files[0].parents[1]}")
+        for local_rank, variables in envs.items():
+            files = {1: destinations.stdouts[local_rank], 2: destinations.stderrs[local_rank]}
+            opened = self._streams.open(int(variables["RANK"]), files)
+            destinations.stdouts[local_rank], destinations.stderrs[local_rank] = opened
+        return destinations
+
+
+class RankStarter:
+    """Starts each rank on its cores: as a fresh interpreter, or forked off a process with its modules.
+
+    Attributes:
+        pids: The process ids of the ranks that were started in this attempt.
+    """
+
+    def __init__(self, plan: LaunchPlan, preloader: Preloader | None, keeper: Keeper) -> None:
+        self.pids: list[int] = []
+        self._plan = plan
+        self._preloader = preloader
+        self._keeper = keeper
+
+    def start(
+        self,
+        local_rank: int,
+        environment: Mapping[str, str],
+        outputs: Sequence[IO[Any] | None],
+        start_fresh: Callable[[], "Popen[Any]"],
+    ) -> "Popen[Any] | ForkedRank":
+        """Start a rank; see `compat.StartRank`."""
+        cpus = self._plan.bindings[local_rank].cpus if self._plan.bindings else ()
+        if self._preloader is not None:
+            rank = self._preloader.start_rank(environment, cpus=cpus, outputs=outputs)
+            self.pids.append(rank.pid)
+            # The keeper finds fresh ranks by their first environment; that of a forked one is its parent's.
+            self._keeper.set_ranks(self.pids)
+            return rank
+        before = os.sched_getaffinity(0) if cpus else ()
+        try:
+            if cpus:
+                os.sched_setaffinity(0, cpus)  # the rank inherits them
+            rank = start_fresh()
+        finally:
+            if cpus:
+                os.sched_setaffinity(0, before)
+        self.pids.append(rank.pid)
+        return rank
+
+
+class StopSignals:
+    """A signal handler that raises `SignalException` as torch's does, but once for signals within one second."""
+
+    def __init__(self) -> None:
+        self._raised_at = -_ONE_PRESS_SECONDS
+
+    def take_over(self, pids: Collection[int]) -> None:
+        """Replace the handlers of torch's agent, and forward SIGUSR1 and SIGUSR2 to the running ranks.
+
+        Batch systems request a save with the latter. Outside the main thread, which alone can handle signals, this
+        does nothing.
+        """
+        if current_thread() is not main_thread():
+            return
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            del frame
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            del frame
+            now = time.monotonic()
+            if now - self._raised_at >= _ONE_PRESS_SECONDS:
+                self._raised_at = now
+                caught = signal.Signals(number)
+                raise SignalException(f"stopped by {caught.name}", sigval=caught)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            handler = signal.getsignal(number)
+            if getattr(handler, "__module__", "").startswith("torch.distributed.elastic"):
+                signal.signal(number, stop)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, forward)
 
 
 class Agent(LocalElasticAgent):
@@ -174,9 +237,21 @@ class Agent(LocalElasticAgent):
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
-    def __init__(
-        self, spec: WorkerSpec, logs: WorkerLogs, plan: LaunchPlan, keeper: Keeper, starter: RankStarter
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, logs: WorkerLogs, keeper: Keeper, starter: RankStarter) -> None:
+        program, *arguments = plan.command
+        handler = rendezvous_of(plan)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=plan.processes_per_node,
+            rdzv_handler=handler,
+            entrypoint=program,
+            # The agent substitutes $-macros in arguments; escape them, to pass the script's arguments unchanged.
+            args=tuple(argument.replace("$", "$$") for argument in arguments),
+            max_restarts=plan.max_restarts,
+            monitor_interval=plan.monitor_interval_seconds,
+            master_addr=plan.master_addr if plan.is_static_meeting else None,
+            master_port=plan.master_port if plan.is_static_meeting else None,
+        )
         super().__init__(spec, logs_specs=logs)
         self.exit_code = 0
         self.has_saved = False
@@ -190,13 +265,7 @@ class Agent(LocalElasticAgent):
         self._stopped = StoppedRanks(
             keeper.say, limit_seconds=plan.standstill_seconds, may_pause=plan.num_nodes == 1
         )
-        self._changes: NodeChanges | None = None
-        if isinstance(spec.rdzv_handler, ElasticNodes):
-            self._changes = NodeChanges(
-                spec.rdzv_handler,
-                silence_seconds=plan.node_silence_seconds,
-                shutdown_seconds=plan.shutdown_timeout_seconds,
-            )
+        self._changes = NodeChanges(handler, plan) if isinstance(handler, ElasticNodes) else None
 
     # The methods of compat.OVERRIDDEN. torch decorates all but `_shutdown` with a timer, whose type hides signatures.
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -210,7 +279,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._root, self._has_told = None, False
         start = cast("Callable[[WorkerGroup], dict[int, int]]", super()._start_workers)
-        self._starter.begin_attempt()
+        self._starter.pids.clear()
         try:
             with ranks_started_by(self._starter.start):
                 pids = start(worker_group)
@@ -219,8 +288,7 @@ class Agent(LocalElasticAgent):
             raise
         self._keeper.set_ranks(list(pids.values()))
         # torch installs its own signal handlers when it starts processes, so replace them afterwards.
-        self._signals.take_over()
-        self._signals.forward_user_signals(pids.values())
+        self._signals.take_over(pids.values())
         if self._changes is not None:
             self._changes.started(pids.values())
         return pids
@@ -236,19 +304,14 @@ class Agent(LocalElasticAgent):
             self._stopped.release(_ranks_of(worker_group), may_save=False)
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
         result = monitor(worker_group)
-        if self._changes is not None:
-            result = self._settled(result, self._changes)
-        if result.is_failed():
-            self._show_all(result, worker_group)
-        return result
-
-    def _settled(self, result: RunResult, changes: NodeChanges) -> RunResult:
-        """Return the result; a healthy one if the ranks failed as the nodes changed, which costs no restart."""
-        if result.state is WorkerState.SUCCEEDED:
-            changes.finished()
         failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
-        if result.is_failed() and changes.caused(failures):
-            return RunResult(state=WorkerState.HEALTHY)
+        if self._changes is not None:
+            if result.state is WorkerState.SUCCEEDED:
+                self._changes.finished()
+            if result.is_failed() and self._changes.caused(failures):
+                return RunResult(state=WorkerState.HEALTHY)  # it costs no restart
+        if result.is_failed():
+            self._show_all(failures, worker_group)
         return result
 
     def _shutdown(
@@ -279,9 +342,7 @@ class Agent(LocalElasticAgent):
         self.has_saved = RESUME_EXIT_CODE in exit_codes(self)
         if (worker_group := self.get_worker_group()).state is not WorkerState.SUCCEEDED:
             # What failed or stopped ranks have started, such as loader workers; each rank leads a session.
-            kill_sessions(
-                [cast("int", worker.id) for worker in worker_group.workers if worker.id is not None]
-            )
+            kill_sessions(_ranks_of(worker_group))
 
     def _stop(self, death_sig: signal.Signals, seconds: float) -> None:
         if HAS_SHUTDOWN_TIMEOUT:
@@ -290,15 +351,14 @@ class Agent(LocalElasticAgent):
             super()._shutdown(death_sig)
 
     def _failures(self, worker_group: WorkerGroup, codes: Mapping[int, int]) -> list[RankFailure]:
-        """Return the failures so far: exceptions that ranks have recorded, and ends with an exit code.
-
-        Args:
-            worker_group: The ranks of this node.
-            codes: The exit codes of ranks that have ended, by local rank.
-        """
+        """Return the failures so far: recorded exceptions, and ends with one of these exit codes by local rank."""
         found: list[RankFailure] = []
         for worker in worker_group.workers:
-            record = _read_record(self._logs.error_files.get(worker.local_rank))
+            record: dict[str, object] = {}
+            file = self._logs.error_files.get(worker.local_rank)
+            # torch's own `record` may still be writing it.
+            with suppress(FileNotFoundError, json.JSONDecodeError):
+                record = json.loads(file.read_text()) if file is not None else {}
             code = codes.get(worker.local_rank)
             if record or code not in (None, 0, RESUME_EXIT_CODE):
                 failure = read_failure(
@@ -325,23 +385,20 @@ class Agent(LocalElasticAgent):
             seconds = self._plan.shutdown_timeout_seconds
             self._keeper.say(announce(self._root or find_root(failures), seconds=seconds))
 
-    def _show_all(self, result: RunResult, worker_group: WorkerGroup) -> None:
-        failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
-        # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
+    def _show_all(self, failures: list[RankFailure], worker_group: WorkerGroup) -> None:
         self._keeper.drain()
+        # One rank suffices: it uses this code only when all have saved. Others may have been stopped while ending.
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             say(_SAVED)
             self.exit_code = RESUME_EXIT_CODE
             forgo_restarts(self)
             return
         # torch 2.9 omits ranks that failed while they were being stopped.
-        recorded = self._failures(worker_group, {})
-        failures += [each for each in recorded if each.rank not in result.failures]
+        known = {failure.rank for failure in failures}
+        failures += [each for each in self._failures(worker_group, {}) if each.rank not in known]
         failures = [self._stopped.explain(failure) for failure in failures]
-        root = find_root(
-            [f for f in failures if self._root is not None and f.rank == self._root.rank] or failures
-        )
-        self._root = root
+        told = [each for each in failures if self._root is not None and each.rank == self._root.rank]
+        self._root = root = find_root(told or failures)
         lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
@@ -357,16 +414,6 @@ def _ranks_of(worker_group: WorkerGroup) -> dict[int, int]:
     """Return the ranks by process id, of those that have been started."""
     started = [worker for worker in worker_group.workers if worker.id is not None]
     return {cast("int", worker.id): worker.global_rank for worker in started}
-
-
-def _read_record(file: Path | None) -> dict[str, object]:
-    """Return a rank's error record; empty if there is none, or if torch's own `record` is still writing it."""
-    if file is None or not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError:
-        return {}
 
 
 def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:

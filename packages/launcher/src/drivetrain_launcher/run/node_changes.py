@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.membership.handler import ElasticNodes
+from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.failures import RankFailure
 from drivetrain_messages import format_count, say
 
@@ -19,18 +20,12 @@ _CAUSED_SIGNALS = ("SIGTERM", "SIGABRT")
 
 
 class NodeChanges:
-    """The changes of the nodes as they matter to one node's agent.
+    """The changes of the nodes as they matter to one node's agent."""
 
-    Args:
-        nodes: The rendezvous of the run.
-        silence_seconds: The time after which a silent node is lost.
-        shutdown_seconds: The time that ranks have to save.
-    """
-
-    def __init__(self, nodes: ElasticNodes, *, silence_seconds: float, shutdown_seconds: float) -> None:
+    def __init__(self, nodes: ElasticNodes, plan: LaunchPlan) -> None:
         self._nodes = nodes
-        self._silence_seconds = silence_seconds
-        self._shutdown_seconds = shutdown_seconds
+        self._silence_seconds = plan.node_silence_seconds
+        self._shutdown_seconds = plan.shutdown_timeout_seconds
         self._num_nodes = 0
 
     def started(self, pids: Collection[int]) -> None:
@@ -42,21 +37,16 @@ class NodeChanges:
         if before == 0:
             say(f"{'the run goes on' if state.round > 1 else 'the run begins'} with {size}")
         else:
-            of_before = f" of {before}" if self._num_nodes < before else ""
-            count = (
-                f"{self._num_nodes}{of_before} nodes" if of_before else format_count(self._num_nodes, "node")
-            )
+            count = format_count(self._num_nodes, "node")
+            if self._num_nodes < before:
+                count = f"{self._num_nodes} of {before} nodes"
             say(
                 f"{state.reason}; going on with {count} ({format_count(state.world_size, 'process')}), whose ranks "
                 "start again from their newest checkpoint"
             )
 
     def check(self) -> None:
-        """Check that the run goes on for this node.
-
-        Raises:
-            RunOverError: The run is over.
-        """
+        """Raise RunOverError if the run is over for this node."""
         self._nodes.check()
 
     def finished(self) -> None:
@@ -68,16 +58,14 @@ class NodeChanges:
         self._nodes.leave("stopped")
 
     def caused(self, failures: Sequence[RankFailure]) -> bool:
-        """Return whether failures are only the consequence of a change of the nodes, after waiting for its news.
-
-        Raises:
-            RunOverError: The run is over.
-        """
+        """Wait for news, and return whether failures are only the consequence of a change of the nodes."""
         # The ranks of a node that was frozen are killed, whatever they ended with.
         if self._nodes.is_dropped:
             return True
-        if not all(map(_may_be_caused, failures)):
-            return False
+        for failure in failures:
+            is_stop = failure.signal in _CAUSED_SIGNALS and not failure.error
+            if not (failure.is_aftermath or failure.exit_code in _CAUSED_CODES or is_stop):
+                return False
         seconds = self._silence_seconds + _NEWS_SECONDS
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             seconds = _NEWS_SECONDS  # who stops the ranks says so before they save
@@ -105,11 +93,3 @@ class NodeChanges:
             say(
                 f"{state.reason}: the ranks have {self._shutdown_seconds:g} s to save before they start again"
             )
-
-
-def _may_be_caused(failure: RankFailure) -> bool:
-    return (
-        failure.is_aftermath
-        or failure.exit_code in _CAUSED_CODES
-        or (failure.signal in _CAUSED_SIGNALS and not failure.error)
-    )

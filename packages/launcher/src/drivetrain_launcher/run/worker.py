@@ -8,37 +8,36 @@ imports these modules, and forks a worker whenever the launcher orders one.
 import faulthandler
 import os
 import sys
+from collections.abc import Sequence
 from io import TextIOWrapper
 from types import TracebackType
 
-from drivetrain_launcher.run.parent_watch import watch_launcher
-from drivetrain_launcher.run.preload.preload_flag import PRELOAD_FLAG
+from drivetrain_launcher.run.orphan_watch import watch_owner
 from drivetrain_launcher.run.runpy_main import run_as_main, show_error
 
 
 def main() -> None:
     """Run the target of the command line as the main program; record an exception for the launcher to show."""
-    if sys.argv[1].startswith(PRELOAD_FLAG):
-        _run_forked(sys.argv.pop(1).removeprefix(PRELOAD_FLAG))
-    else:
-        _run(launcher=os.getppid(), parent=os.getppid())
+    launcher = parent = os.getppid()
+    if sys.argv[1].startswith("--preload="):
+        number, _, modules = sys.argv.pop(1).removeprefix("--preload=").partition(":")
+        parent = _become_forked_rank(int(number), modules.split(","))
+    _run(launcher=launcher, parent=parent)
 
 
-def _run_forked(order: str) -> None:
-    """Serve the launcher; in each rank that it orders, run the target in the rank's environment."""
+def _become_forked_rank(connection: int, modules: Sequence[str]) -> int:
+    """Serve the launcher; return in each rank that it orders, with the id of the process it was forked off."""
     import socket
 
     from drivetrain_config import environ
     from drivetrain_launcher.run.preload.preload_process import become_rank, serve
 
-    launcher = os.getppid()
-    number, _, modules = order.partition(":")
     if not sys.flags.safe_path:  # modules beside the script are found, as the script will find them
         sys.path[0] = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.realpath(sys.argv[1]))
-    rank = serve(socket.socket(fileno=int(number)), modules.split(","))
+    rank = serve(socket.socket(fileno=connection), modules)
     become_rank(rank)
     environ.replace(rank.environment)
-    _run(launcher=launcher, parent=rank.parent)
+    return rank.parent
 
 
 def _run(*, launcher: int, parent: int) -> None:
@@ -58,7 +57,7 @@ def _run(*, launcher: int, parent: int) -> None:
     recorder = ErrorRecorder(parent)
     sys.excepthook = recorder.hook
     faulthandler.enable()
-    watch_launcher(launcher, parent=parent)
+    watch_owner(launcher, role="launcher", parent=parent)
     environ.own_rank()  # a child of the script is none, also before the script connects
     try:
         run_as_main(name, arguments, is_module=is_module, on_error=recorder.leave)
@@ -67,7 +66,7 @@ def _run(*, launcher: int, parent: int) -> None:
         raise
     except KeyboardInterrupt:
         # The launcher reports the interruption once; a traceback from each rank would bury the report.
-        sys.excepthook = _say_nothing
+        sys.excepthook = _show_nothing
         raise
 
 
@@ -116,8 +115,7 @@ class ErrorRecorder:
         return environ.read("TORCHELASTIC_ERROR_FILE")
 
 
-def _say_nothing(*_: object) -> None:
-    """Show nothing, as an excepthook."""
+def _show_nothing(*_: object) -> None: ...
 
 
 if __name__ == "__main__":

@@ -18,16 +18,14 @@ _PROCESS = Path(__file__).with_name("process.py")
 
 
 class Keeper:
-    """The keeper process of a launch.
+    """The keeper process of a launch, which ends with this context manager.
 
-    Use it as a context manager; at the end of the block, the process ends.
-
-    Args:
+    Attributes:
         options: The facts that the process knows from its start.
     """
 
     def __init__(self, options: KeeperOptions) -> None:
-        self._options = options
+        self.options = options
         self._token = ""
         self._streams: list[tuple[Stream, int]] = []
         self._pids: list[int] = []
@@ -61,11 +59,7 @@ class Keeper:
             file: The file descriptor to read; stays open here until the next attempt.
         """
         self._streams.append((stream, file))
-        try:
-            self._channel.send("stream", [file], stream=asdict(stream))
-        except OSError:
-            self._process.wait()
-            self.ensure_running()
+        self._send("stream", [file], stream=asdict(stream))
 
     def set_ranks(self, pids: Sequence[int]) -> None:
         """Tell of the processes that have been started."""
@@ -74,8 +68,8 @@ class Keeper:
 
     def say(self, text: str) -> None:
         """Show a line of the launcher, which cuts into no line of a rank."""
-        if not self._send("say", text=f"drivetrain: {text}\n"):
-            self._send("say", text=f"drivetrain: {text}\n")
+        if not self._send("say", text=text):
+            self._send("say", text=text)
 
     def drain(self) -> None:
         """Wait until all is shown that the ranks, which have ended, have written."""
@@ -90,7 +84,7 @@ class Keeper:
         return [] if answer is None else list(answer["lines"])
 
     def ensure_running(self) -> None:
-        """Start the process anew if somebody has killed it; the ranks notice nothing, what it held is lost."""
+        """Replace the process if somebody has killed it; the ranks notice nothing, what it held is lost."""
         if self._process.poll() is None:
             return
         self._channel.connection.close()
@@ -103,25 +97,20 @@ class Keeper:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
+        options = json.dumps(asdict(self.options))
         with theirs:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-IS",
-                    str(_PROCESS),
-                    str(theirs.fileno()),
-                    json.dumps(asdict(self._options)),
-                ],
+                [sys.executable, "-IS", str(_PROCESS), str(theirs.fileno()), options],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         return process, ProcessLink(ours)
 
-    def _send(self, kind: str, **content: Any) -> bool:
-        """Send a message; return False if the process has died, and start it anew, which tells it all but this."""
+    def _send(self, kind: str, files: Sequence[int] = (), **content: Any) -> bool:
+        """Send a message; if the process has died, return False, and replace it by one that knows all before."""
         try:
-            self._channel.send(kind, **content)
+            self._channel.send(kind, files, **content)
         except OSError:
             self._process.wait()
             self.ensure_running()

@@ -1,7 +1,4 @@
-"""The contents of the messages from the launcher to its keeper.
-
-Standard library only, as the keeper process imports it without site-packages.
-"""
+"""What the launcher tells its keeper. Standard library only, as the keeper imports it without site-packages."""
 
 from dataclasses import dataclass
 

@@ -7,21 +7,24 @@ group does not end it too.
 
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from threading import Condition, Thread
+from typing import Any
 
 # Isolated, Python has put nothing of ours on the path.
 sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
 
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
-from drivetrain_launcher.run.keeper.output_thread import OutputThread
 from drivetrain_launcher.run.keeper.rank_output import RankOutputs
-from drivetrain_launcher.run.keeper.sessions import kill_sessions, leaders_with
+from drivetrain_launcher.run.keeper.sessions import end_sessions, kill_sessions, leaders_with
 from drivetrain_launcher.run.output.screen import Screen, Size
 from drivetrain_launcher.run.process_link import ProcessLink
 
@@ -33,6 +36,61 @@ _APPEAR_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 5.0
 # A full pipe of 1 MiB is read in fewer pieces than this.
 _READS_PER_PIPE = 16
+# Beyond this, ranks wait for the output, as they do for any terminal or pipe.
+_MAX_PENDING_BYTES = 8 << 20
+_WRITE_BYTES = 1 << 18
+
+
+class OutputThread:
+    """A thread that writes to an output, so that a slow terminal or a full pipe stops nothing else.
+
+    Args:
+        file: The file descriptor of the output.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._waiting: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._is_broken = False
+        self._changed = Condition()
+        Thread(target=self._run, name=f"output {file}", daemon=True).start()
+
+    @property
+    def is_full(self) -> bool:
+        """True if the output is so far behind that nothing more should be read for it."""
+        return self._pending_bytes > _MAX_PENDING_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all has been written, or nobody reads the output any more."""
+        return self._pending_bytes == 0
+
+    def write(self, data: bytes) -> None:
+        """Add bytes; comes back at once."""
+        if self._is_broken or not data:
+            return
+        with self._changed:
+            self._waiting.append(data)
+            self._pending_bytes += len(data)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                data = self._waiting.popleft()
+            rest = memoryview(data)
+            while rest and not self._is_broken:
+                try:
+                    rest = rest[os.write(self._file, rest[:_WRITE_BYTES]) :]
+                except BlockingIOError:  # another program has made the terminal non-blocking
+                    select.select([], [self._file], [], 1.0)
+                except OSError:  # the reader has gone: the ranks go on without it
+                    self._is_broken = True
+            with self._changed:
+                self._pending_bytes -= len(data)
 
 
 class KeeperProcess:
@@ -59,21 +117,30 @@ class KeeperProcess:
 
     def run(self) -> None:
         """Work until the launcher says that it ends, or has died and its ranks are ended."""
+        connection = self._channel.connection.fileno()
         while True:
             now = time.monotonic()
-            is_full = any(writer.is_full for writer in self._writers.values())
-            self._watch(() if is_full else self._outputs.files)
+            self._watch(() if self._is_full else self._outputs.files)
             held = any(screen.has_held for screen in self._screens.values())
-            seconds = _BACKPRESSURE_LOOK_SECONDS if is_full else _LOOK_SECONDS if held else 1.0
+            seconds = _BACKPRESSURE_LOOK_SECONDS if self._is_full else _LOOK_SECONDS if held else 1.0
             ready = {key.fd for key, _ in self._selector.select(seconds)}
             self._fit()
-            connection = self._channel.connection.fileno()
             for file in ready - {connection}:
                 self._outputs.read(file, now=now)
-            for screen in self._screens.values():
-                screen.release(now=time.monotonic())
-            if connection in ready and not self._obey():
-                return
+            self._release()
+            if connection not in ready:
+                continue
+            messages = self._channel.receive()
+            if messages is None:
+                return self._end_ranks()
+            for message in messages:
+                if message["kind"] == "end":
+                    return None
+                self._do(message)
+
+    @property
+    def _is_full(self) -> bool:
+        return any(writer.is_full for writer in self._writers.values())
 
     def _screen(self, file: int) -> Screen:
         def size() -> Size:
@@ -104,37 +171,26 @@ class KeeperProcess:
                 self._size = Size(columns, rows)
                 self._outputs.resize(self._size)
 
-    def _obey(self) -> bool:
-        """Do what the launcher says; return whether to go on."""
-        messages = self._channel.receive()
-        if messages is None:
-            self._launcher_died()
-            return False
-        for message in messages:
-            if message["kind"] == "end":
-                return False
-            self._do(message)
-        return True
-
-    def _do(self, message: dict) -> None:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
-        kind = message["kind"]
-        if kind == "attempt":
-            self._watch(())
-            self._outputs.close()
-            self._ranks, self._token = [], message["token"]
-        elif kind == "stream":
-            self._outputs.add(Stream(**message["stream"]), self._channel.take_file())
-            self._size = None
-            self._fit()
-        elif kind == "ranks":
-            self._ranks, self._token = message["pids"], ""
-        elif kind == "say":
-            self._screens[2].write_lines(message["text"].encode(), now=time.monotonic())
-        elif kind == "drain":
-            self._drain()
-            self._channel.send("drained")
-        elif kind == "tail":
-            self._channel.send("lines", lines=self._outputs.last_lines(message["rank"], message["count"]))
+    def _do(self, message: Mapping[str, Any]) -> None:
+        match message["kind"]:
+            case "attempt":
+                self._watch(())
+                self._outputs.close()
+                self._ranks, self._token = [], message["token"]
+            case "stream":
+                self._outputs.add(Stream(**message["stream"]), self._channel.take_file())
+                self._size = None
+                self._fit()
+            case "ranks":
+                self._ranks, self._token = message["pids"], ""
+            case "say":
+                self._tell(message["text"])
+            case "drain":
+                self._drain()
+                self._channel.send("drained")
+            case _:  # "tail"
+                lines = self._outputs.last_lines(message["rank"], message["count"])
+                self._channel.send("lines", lines=lines)
 
     def _drain(self, *, patience_seconds: float = float("inf")) -> None:
         """Show all that the ranks, which have ended, have written."""
@@ -151,87 +207,39 @@ class KeeperProcess:
             if not any(found):
                 return
 
-    def _launcher_died(self) -> None:
-        """Ask the ranks to stop, give them time to save while their output is shown, then kill what is left."""
+    def _release(self) -> None:
+        for screen in self._screens.values():
+            screen.release(now=time.monotonic())
+
+    def _end_ranks(self) -> None:
+        """End the ranks of a launcher that died, and show their output meanwhile."""
+
+        def show() -> None:
+            if not self._is_full:
+                self._read_all()
+            self._release()
+
         grace = self._options.grace_seconds
         self._tell(
             f"the launcher (process {self._options.launcher}) died; its ranks stop, and have {grace:g} s to save"
         )
-        ranks = _Ends(self._ranks)
-        ranks.send(signal.SIGTERM)
-        ranks.send(signal.SIGCONT)  # a stopped one does not see it otherwise
-        deadline = time.monotonic() + grace
-        while ranks.are_running and time.monotonic() < deadline:
-            if not any(writer.is_full for writer in self._writers.values()):
-                self._read_all()
-            self._outputs_idle(0.02)
-        kill_sessions(self._ranks)
-        self._kill_appearing()
-        self._drain(patience_seconds=_LAST_WORDS_SECONDS)
-
-    def _outputs_idle(self, seconds: float) -> None:
-        now = time.monotonic()
-        for screen in self._screens.values():
-            screen.release(now=now)
-        time.sleep(seconds)
-
-    def _kill_appearing(self) -> None:
-        """Kill ranks that were being started when the launcher died, and of which it could not tell."""
+        end_sessions(self._ranks, seconds=grace, meanwhile=show)
+        # Ranks that were being started when the launcher died, and of which it could not tell.
         deadline = time.monotonic() + _APPEAR_SECONDS
         while self._token and time.monotonic() < deadline:
             kill_sessions(leaders_with(self._token))
             time.sleep(0.1)
+        self._drain(patience_seconds=_LAST_WORDS_SECONDS)
 
     def _tell(self, text: str) -> None:
         self._screens[2].write_lines(f"drivetrain: {text}\n".encode(), now=time.monotonic())
-
-
-class _Ends:
-    """Processes by handles that stay theirs, even when their ids are given to others."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = list(pids)
-        self._handles: list[int] = []
-        for pid in pids if hasattr(os, "pidfd_open") else ():
-            with suppress(OSError):  # it has ended
-                self._handles.append(os.pidfd_open(pid))
-
-    @property
-    def are_running(self) -> bool:
-        """True if one has not ended."""
-        if not hasattr(os, "pidfd_open"):
-            return any(_exists(pid) for pid in self._pids)
-        poll = selectors.PollSelector()
-        for handle in self._handles:
-            poll.register(handle, selectors.EVENT_READ)
-        return len(poll.select(0)) < len(self._handles)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send all of them a signal."""
-        for pid in self._pids:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the keeper process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher, whose end this process awaits
-    said = json.loads(arguments[1])
-    options = KeeperOptions(
-        launcher=said["launcher"],
-        grace_seconds=said["grace_seconds"],
-        are_same=said["are_same"],
-        terminals=(said["terminals"][0], said["terminals"][1]),
-    )
+    options = KeeperOptions(**json.loads(arguments[1]))
     KeeperProcess(socket.socket(fileno=int(arguments[0])), options).run()
 
 

@@ -1,4 +1,4 @@
-"""The outputs of the ranks, as the keeper reads them: shown, written to files, and their last lines kept.
+"""The outputs of the ranks, as the keeper reads them: shown, written to files, and their last lines retained.
 
 Standard library only, as the keeper process imports it without site-packages.
 """
@@ -15,9 +15,9 @@ from drivetrain_launcher.run.output.line_buffer import LineBuffer, mark
 from drivetrain_launcher.run.output.screen import Screen, Size
 
 _READ_BYTES = 1 << 18
-# What is kept of each rank for a failure: so many lines at most, and of each so much.
-KEPT_LINES = 1000
-_KEPT_LINE_BYTES = 2000
+# What is retained of each rank for a failure: so many lines at most, and of each so much.
+_RETAINED_LINES = 1000
+_RETAINED_LINE_BYTES = 2000
 
 
 class RankOutput:
@@ -27,7 +27,7 @@ class RankOutput:
         stream: The description of the output.
         file: The file descriptor to read from; this object closes it.
         screen: The output where it is shown; None if it is not shown.
-        kept: The last lines of its rank, which the rank's other output may share.
+        retained: The last lines of its rank, which the rank's other output may share.
         tell: The function that shows a line of the launcher's.
     """
 
@@ -37,19 +37,18 @@ class RankOutput:
         file: int,
         screen: Screen | None,
         *,
-        kept: deque[bytes],
+        retained: deque[bytes],
         tell: Callable[[str], None],
     ) -> None:
         self.stream = stream
         self.file = file
-        self.kept = kept
+        self._retained = retained
         self._screen = screen
-        self._lines = LineBuffer()
-        self._prefix = stream.prefix.encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._tell = tell
+        self._lines = LineBuffer()
         self._copy: int | None = None
         try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._copy = os.open(stream.file, flags, 0o666) if stream.file else None
         except OSError as error:
             self._give_file_up(error)
@@ -59,43 +58,29 @@ class RankOutput:
         """Read what has arrived, and show it; return whether there was anything."""
         try:
             data = os.read(self.file, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:  # a pseudo-terminal whose other side is closed
+        except OSError:  # nothing yet, or a pseudo-terminal whose other side is closed
             return False
         if not data:
             return False
         if self._copy is not None:
             try:
-                _write_all(self._copy, data)
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(self._copy, rest) :]
             except OSError as error:  # the disk is full
                 os.close(self._copy)
                 self._copy = None
                 self._give_file_up(error)
-        lines = self._lines.feed(data)
-        self._keep(lines)
-        if self._screen is not None:
-            if self.stream.is_leading:
-                self._screen.write_leader(data, now=now)
-            elif lines:
-                self._screen.write_lines(mark(lines, self._prefix), now=now)
+        if self._screen is not None and self.stream.is_leading:
+            self._screen.write_leader(data, now=now)
+        self._show(self._lines.feed(data), now=now)
         return True
 
     def end(self, *, now: float) -> None:
         """Show the last line, which no newline ends, since its rank has ended."""
-        lines = self._lines.flush()
-        self._keep(lines)
-        if self._screen is None:
-            return
-        if self.stream.is_leading:
+        self._show(self._lines.flush(), now=now)
+        if self._screen is not None and self.stream.is_leading:
             self._screen.end_leader_line()
-        elif lines:
-            self._screen.write_lines(mark(lines, self._prefix), now=now)
-
-    def resize(self, size: Size) -> None:
-        """Tell the rank's pseudo-terminal the size of the terminal."""
-        if os.isatty(self.file):
-            fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0))
 
     def close(self) -> None:
         """Close the files."""
@@ -108,11 +93,14 @@ class RankOutput:
             f"{self.stream.file}: {error.strerror}; the output is written there no more, the run goes on"
         )
 
-    def _keep(self, lines: bytes) -> None:
+    def _show(self, lines: bytes, *, now: float) -> None:
+        """Retain whole lines, and show them unless they are rank 0's, whose bytes are shown as they come."""
         if not lines:
             return
-        for line in lines.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1]:
-            self.kept.append(line[-_KEPT_LINE_BYTES:])
+        for line in lines.rsplit(b"\n", _RETAINED_LINES + 1)[-_RETAINED_LINES - 1 : -1]:
+            self._retained.append(line[-_RETAINED_LINE_BYTES:])
+        if self._screen is not None and not self.stream.is_leading:
+            self._screen.write_lines(mark(lines, self.stream.prefix.encode()), now=now)
 
 
 class RankOutputs:
@@ -126,7 +114,7 @@ class RankOutputs:
     def __init__(self, screens: Mapping[int, Screen], *, tell: Callable[[str], None]) -> None:
         self._screens = screens
         self._tell = tell
-        self._kept: dict[int, deque[bytes]] = {}
+        self._retained: dict[int, deque[bytes]] = {}
         self._outputs: dict[int, RankOutput] = {}
 
     @property
@@ -136,10 +124,9 @@ class RankOutputs:
 
     def add(self, stream: Stream, file: int) -> None:
         """Add an output of a rank."""
-        kept = self._kept.setdefault(stream.rank, deque(maxlen=KEPT_LINES))
-        self._outputs[file] = RankOutput(
-            stream, file, self._screens.get(stream.shown_on), kept=kept, tell=self._tell
-        )
+        retained = self._retained.setdefault(stream.rank, deque(maxlen=_RETAINED_LINES))
+        screen = self._screens.get(stream.shown_on)
+        self._outputs[file] = RankOutput(stream, file, screen, retained=retained, tell=self._tell)
 
     def read(self, file: int, *, now: float) -> bool:
         """Read one output once; return whether there was anything."""
@@ -154,23 +141,16 @@ class RankOutputs:
 
     def resize(self, size: Size) -> None:
         """Tell the pseudo-terminals the size of the terminal."""
-        for output in self._outputs.values():
-            if output.stream.is_leading:
-                output.resize(size)
+        for file in filter(os.isatty, self._outputs):
+            fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0))
 
     def last_lines(self, rank: int, count: int) -> list[str]:
         """Return the last lines of a rank, on both of its outputs in the order they came."""
-        return [line.decode("utf-8", "replace") for line in list(self._kept.get(rank, ()))[-count:]]
+        return [line.decode("utf-8", "replace") for line in list(self._retained.get(rank, ()))[-count:]]
 
     def close(self) -> None:
         """Forget all outputs."""
         for output in self._outputs.values():
             output.close()
         self._outputs.clear()
-        self._kept.clear()
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+        self._retained.clear()

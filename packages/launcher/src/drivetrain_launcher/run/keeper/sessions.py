@@ -1,20 +1,42 @@
-"""Find and kill what a rank has started: every process of its session.
+"""Find and end what a rank has started: every process of its session.
 
 A rank leads a session of its own, which its loader workers and subprocesses share, whatever process groups they make.
 A process that calls setsid has left it on purpose. Standard library only, as the keeper process imports it without
-site-packages.
+site-packages; `python sessions.py LEADER SECONDS` ends a session.
 """
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 # A process in the kernel's hands, such as one that waits for a disk, dies later; nobody waits longer for it.
 _PATIENCE_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
 # The end of the path by which the keeper process is started.
 _KEEPER = b"keeper/process.py"
+
+
+def end_sessions(
+    leaders: Collection[int], *, seconds: float, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Ask the leaders to stop, give them time to save, then kill what is left of their sessions.
+
+    Args:
+        leaders: The process ids of the leaders.
+        seconds: The time that the leaders have.
+        meanwhile: A function to call again and again until they have ended.
+    """
+    # A stopped process does not see SIGTERM before SIGCONT.
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        _send_all(leaders, number)
+    deadline = time.monotonic() + seconds
+    while any(_is_running(leader) for leader in leaders) and time.monotonic() < deadline:
+        meanwhile()
+        time.sleep(_LOOK_SECONDS)
+    kill_sessions(leaders)
 
 
 def kill_sessions(leaders: Collection[int]) -> None:
@@ -31,20 +53,8 @@ def kill_sessions(leaders: Collection[int]) -> None:
         return
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (members := members_of(leaders)) and time.monotonic() < deadline:
-        for pid in members:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _send_all(members, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def kill_others_of_session(leader: int) -> None:
-    """Kill all processes in a session but its leader."""
-    if not os.path.isdir("/proc/self"):
-        os.killpg(leader, signal.SIGKILL)
-    for pid in members_of([leader]):
-        if pid != leader:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def has_keeper(launcher: int) -> bool:
@@ -88,6 +98,16 @@ def _processes() -> list[int]:
     return []
 
 
+def _is_running(pid: int) -> bool:
+    if os.path.isdir("/proc/self"):
+        return _running_session(pid) is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _running_session(pid: int) -> int | None:
     """Return the session of a running process; None if it has ended."""
     status = _status(pid)
@@ -101,3 +121,13 @@ def _status(pid: int) -> list[bytes] | None:
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return None
+
+
+def _send_all(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    end_sessions([int(sys.argv[1])], seconds=float(sys.argv[2]))

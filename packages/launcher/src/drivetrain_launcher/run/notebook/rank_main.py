@@ -16,7 +16,6 @@ from typing import IO, Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.run.notebook.call_messages import CallSetup, Failed
-from drivetrain_launcher.run.notebook.notebook_watch import watch_notebook
 from drivetrain_launcher.run.notebook.rank_channel import (
     CHANNEL_VARIABLE,
     FIGURE_BACKEND,
@@ -31,6 +30,7 @@ from drivetrain_launcher.run.notebook.rank_state import (
     to_environment,
     user_modules,
 )
+from drivetrain_launcher.run.orphan_watch import watch_owner
 
 
 def main(number: int) -> None:
@@ -40,7 +40,9 @@ def main(number: int) -> None:
         number: The number of the channel's socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for calls
-    watch = watch_notebook(number)
+    notebook = os.getppid()
+    # A socket of its own, which stays open while this process ends.
+    watch = watch_owner(notebook, role="notebook", parent=notebook, connection=os.dup(number))
     os.set_inheritable(number, False)
     channel = RankChannel(socket.socket(fileno=number))
     sys.argv = [""]

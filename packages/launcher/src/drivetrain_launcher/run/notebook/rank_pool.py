@@ -120,7 +120,7 @@ class RankPool:
         self.start()
 
     def _call(self, pickled_call: PickledCall) -> list[Any]:
-        from drivetrain_launcher.plan.agent_rendezvous import OneNode
+        from drivetrain_launcher.membership.rendezvous import OneNode
 
         call = Call(
             self._ranks,

@@ -5,6 +5,11 @@ from collections.abc import Mapping
 
 from drivetrain_clusters.mpi.placement import OPEN_MPI, find_starter
 
+# Each has a contrast of at least 3.9 with black and with white, so that it can be read on a dark and on a light
+# background. Red is left to errors. Numbers of the 256 colours that terminals share: blue, orange, green, purple,
+# brown-red, violet.
+COLOURS = (31, 130, 28, 133, 131, 98)
+
 
 def output_terminals(environment: Mapping[str, str]) -> tuple[bool, bool]:
     """Return whether stdout and stderr are terminals that move their cursor when told.
@@ -19,14 +24,12 @@ def output_terminals(environment: Mapping[str, str]) -> tuple[bool, bool]:
 
 
 def coloured_outputs(environment: Mapping[str, str]) -> tuple[bool, bool]:
-    """Return whether to colour stdout and stderr: NO_COLOR and FORCE_COLOR decide if they are set."""
-    stdout, stderr = (
-        is_coloured(
-            no_color=environment.get("NO_COLOR"), force_color=environment.get("FORCE_COLOR"), is_terminal=each
-        )
-        for each in output_terminals(environment)
-    )
-    return stdout, stderr
+    """Return whether to colour stdout and stderr: NO_COLOR, then FORCE_COLOR decide if they are not empty."""
+    if environment.get("NO_COLOR"):
+        return False, False
+    if forced := environment.get("FORCE_COLOR"):
+        return forced != "0", forced != "0"
+    return output_terminals(environment)
 
 
 def are_one_output() -> bool:
@@ -38,28 +41,7 @@ def are_one_output() -> bool:
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
 
 
-# Each has a contrast of at least 3.9 with black and with white, so that it can be read on a dark and on a light
-# background. Red is left to errors. Numbers of the 256 colours that terminals share: blue, orange, green, purple,
-# brown-red, violet.
-COLOURS = (31, 130, 28, 133, 131, 98)
-
-
 def prefix_of(rank: int, *, host: str = "", is_coloured: bool = False) -> str:
     """Return what stands before each line of a rank, with the host if there are several."""
     text = f"[rank {rank}{f' {host}' if host else ''}]"
     return f"\x1b[38;5;{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if is_coloured else f"{text} "
-
-
-def is_coloured(*, no_color: str | None, force_color: str | None, is_terminal: bool) -> bool:
-    """Return whether to colour: NO_COLOR and FORCE_COLOR decide if they are not empty, else the terminal.
-
-    Args:
-        no_color: The variable NO_COLOR, which wins; None if unset.
-        force_color: The variable FORCE_COLOR, where 0 stands for no; None if unset.
-        is_terminal: Whether the output is a terminal that knows colours.
-    """
-    if no_color:
-        return False
-    if force_color:
-        return force_color != "0"
-    return is_terminal

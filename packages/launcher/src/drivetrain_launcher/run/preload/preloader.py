@@ -4,8 +4,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from select import select
 from typing import IO, Any
 
@@ -13,8 +14,6 @@ from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
-from drivetrain_launcher.run.preload.forked_rank import ForkedRank
-from drivetrain_launcher.run.preload.preload_flag import PRELOAD_FLAG
 from drivetrain_launcher.run.process_link import ProcessLink
 from drivetrain_messages import say
 
@@ -22,19 +21,49 @@ from drivetrain_messages import say
 _READ_AT_IMPORT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
-@dataclass(slots=True)
-class _Preloaded:
-    """A running process."""
+class ForkedRank:
+    """A rank that another process has forked, with what torch's agent uses of `subprocess.Popen`.
 
-    process: subprocess.Popen[bytes]
-    link: ProcessLink
-    is_ready: bool = False
+    Args:
+        pid: The id of its process.
+        look: The function that waits up to a number of seconds, or without end for None, for ranks to end, and sets
+            their `returncode`.
+
+    Attributes:
+        pid: The id of its process.
+        returncode: The exit code, negative for the signal that ended it; None while it is not known to have ended.
+    """
+
+    def __init__(self, pid: int, look: Callable[[float | None], None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._look = look
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        if self.returncode is None:
+            self._look(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait some seconds for its end, and return its exit code; raise TimeoutExpired if it still runs."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            rest = None if deadline is None else deadline - time.monotonic()
+            if timeout is not None and rest is not None and rest <= 0:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            self._look(rest)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Preloader:
-    """The process that the ranks of a plan are forked off.
-
-    Use it as a context manager; the process imports while the block goes on, and ends with it.
+    """The process that the ranks of a plan are forked off; it imports meanwhile, and ends with this context manager.
 
     Args:
         plan: The plan of the launch; its `preload` names the modules.
@@ -56,7 +85,8 @@ class Preloader:
             )
         self._plan = plan
         self._ranks: dict[int, ForkedRank] = {}
-        self._running = self._start()
+        self._is_ready = False
+        self._process, self._link = self._start()
 
     def __enter__(self) -> "Preloader":
         """Return this object."""
@@ -64,9 +94,9 @@ class Preloader:
 
     def __exit__(self, *_: object) -> None:
         """End the process; its ranks have ended."""
-        self._running.process.kill()
-        self._running.link.connection.close()
-        self._running.process.wait()
+        self._process.kill()
+        self._link.connection.close()
+        self._process.wait()
 
     def start_rank(
         self,
@@ -85,13 +115,20 @@ class Preloader:
         Raises:
             LaunchError: A module cannot be imported, or ranks cannot be forked once it is.
         """
-        if self._running.is_ready and self._running.process.poll() is not None:
+        if self._is_ready and self._process.poll() is not None:
             say("the process that ranks are forked off was killed; another one imports the modules")
-            self._running.link.connection.close()
-            self._running = self._start()
-        self._await_ready()
+            self._link.connection.close()
+            self._is_ready = False
+            self._process, self._link = self._start()
+        if not self._is_ready:
+            while not (messages := self._link.receive()) and messages is not None:
+                pass  # a part of a long message
+            refusal = messages[0]["refusal"] if messages else "the process that imports was killed"
+            if refusal:
+                raise LaunchError(f"{self._flag}: {refusal}; leave it out, and each rank imports by itself")
+            self._is_ready = True
         try:
-            self._running.link.send(
+            self._link.send(
                 "rank",
                 [file.fileno() for file in outputs if file is not None],
                 environment=dict(environment),
@@ -113,7 +150,7 @@ class Preloader:
         Args:
             seconds: The time to wait for one that ends; None for as long as it takes.
         """
-        if self._ranks and select([self._running.link.connection], [], [], seconds)[0]:
+        if self._ranks and select([self._link.connection], [], [], seconds)[0]:
             try:
                 self._take_messages()
             except OSError:
@@ -125,7 +162,7 @@ class Preloader:
         Raises:
             OSError: The process has been killed.
         """
-        messages = self._running.link.receive()
+        messages = self._link.receive()
         if messages is None:
             raise ConnectionResetError
         started = None
@@ -135,36 +172,26 @@ class Preloader:
                 started = self._ranks[pid] = ForkedRank(pid, self.look)
             if message["kind"] == "ended":
                 self._ranks.pop(pid).returncode = message["exit_code"]
-                self._running.link.send("known", pid=pid)
+                self._link.send("known", pid=pid)
         return started
 
     def _end_orphans(self) -> None:
         """Kill the ranks, as the process that would tell of their ends has been killed."""
-        self._running.process.kill()
-        self._running.process.wait()
+        self._process.kill()
+        self._process.wait()
         kill_sessions(self._ranks)
         for rank in self._ranks.values():
             rank.returncode = -signal.SIGKILL
         self._ranks.clear()
 
-    def _await_ready(self) -> None:
-        if self._running.is_ready:
-            return
-        while not (messages := self._running.link.receive()) and messages is not None:
-            pass  # a part of a long message
-        refusal = messages[0]["refusal"] if messages else "the process that imports was killed"
-        if refusal:
-            raise LaunchError(f"{self._flag}: {refusal}; leave it out, and each rank imports by itself")
-        self._running.is_ready = True
-
-    def _start(self) -> _Preloaded:
+    def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         program, worker, *rest = self._plan.command
         with theirs:
             process = subprocess.Popen(
-                [program, worker, f"{PRELOAD_FLAG}{theirs.fileno()}:{','.join(self._plan.preload)}", *rest],
+                [program, worker, f"--preload={theirs.fileno()}:{','.join(self._plan.preload)}", *rest],
                 env=environ.child_environment(**self._plan.environment),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        return _Preloaded(process, ProcessLink(ours))
+        return process, ProcessLink(ours)

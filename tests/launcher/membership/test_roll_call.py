@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes
+from drivetrain_launcher.membership.roll_call import Meeting, StaticNodes
 from processes import free_port
 
 

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from drivetrain_launcher import Host, LaunchError, LaunchSettings, LaunchTarget, plan_launch
-from drivetrain_launcher.plan.agent_rendezvous import OneNode, rendezvous_of
+from drivetrain_launcher.membership.rendezvous import OneNode, rendezvous_of
 from processes import free_port
 
 

@@ -17,8 +17,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from drivetrain_launcher.compat import host_ranks_store_by
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
+from drivetrain_launcher.membership.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
-from drivetrain_launcher.plan.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
 from drivetrain_state.own_addresses import own_addresses
 from drivetrain_state.store_server import host_store
 

@@ -1,0 +1,59 @@
+"""End a rank whose launcher or notebook has died: the one protection of ranks that no keeper protects.
+
+A launcher's keeper notices the launcher's death at once, and ends its ranks. This watch, a thread in each rank, is
+for ranks whose keeper was killed too, and for those of a notebook, which has none. Standard library only, so that a
+rank starts as fast as a plain script.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from threading import Thread
+
+from drivetrain_launcher.run.keeper import sessions
+
+_LOOK_SECONDS = 1.0
+# The time that a rank has to save.
+_STOP_SECONDS = 30.0
+
+
+def watch_owner(owner: int, *, role: str, parent: int, connection: int | None = None) -> Thread:
+    """Start a thread that ends this process, and what it has started, once its owner has died.
+
+    Args:
+        owner: The process id of the launcher or notebook.
+        role: "launcher" or "notebook", for the message.
+        parent: The process id of the owner, or of the process that this one was forked off.
+        connection: A socket to the owner, whose end is noticed at once. A process that the owner has forked may keep
+            the other end open, so the parent process is watched too.
+    """
+    watch = Thread(target=_watch, args=(owner, role, parent, connection), name="orphan watch", daemon=True)
+    watch.start()
+    return watch
+
+
+def _watch(owner: int, role: str, parent: int, connection: int | None) -> None:
+    poller = select.poll()
+    if connection is not None:
+        poller.register(connection, 0)  # a hang-up is always reported, and messages are for the main thread
+    while os.getppid() == parent and not poller.poll(_LOOK_SECONDS * 1000):
+        pass
+    while sessions.has_keeper(owner):
+        time.sleep(_LOOK_SECONDS)
+    with suppress(OSError):
+        sys.stderr.write(f"drivetrain: the {role} (process {owner}) of this rank has died; the rank stops\n")
+    import subprocess
+
+    # A process of its own ends the session: this one may end by the signal, while a child ignores it.
+    subprocess.Popen(
+        [sys.executable, "-IS", sessions.__file__, str(os.getpid()), str(_STOP_SECONDS)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    time.sleep(_STOP_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
