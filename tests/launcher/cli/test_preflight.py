@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain_config import ConfigError, Layers
+from drivetrain_config.settings.schema import specs
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.cli.preflight import (
@@ -14,9 +15,9 @@ from drivetrain_launcher.cli.preflight import (
     check_plugins_of,
     misplaced_flags,
 )
+from drivetrain_launcher.plan.resolved_launch import GivenSetting
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
-FLAG = Source("command line", "--backend")
 
 
 @pytest.mark.parametrize(
@@ -51,10 +52,18 @@ class Settings:
     engine: Path | None = field(default=None, metadata={"json_file": True})
 
 
+def given(**values: object) -> list[GivenSetting]:
+    return [
+        GivenSetting(spec=spec, value=values[spec.name], source=Source("file", "x.yaml:3"))
+        for spec in specs(Settings, "probe")
+        if spec.name in values
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("zreo.json", None, "zreo.json: no such file; did you mean .*zero.json; from --probe-engine on the"),
+        ("zreo.json", None, "zreo.json: no such file; did you mean .*zero.json; from x.yaml:3"),
         ("bad.json", "{bad", "bad.json:1: cannot be read as JSON: Expecting property name"),
         ("list.json", "[1]", "list.json: must hold a JSON object; it holds a list"),
     ],
@@ -65,17 +74,13 @@ def test_a_file_that_is_missing_or_no_json_is_refused_before_ranks_start(
     (tmp_path / "zero.json").write_text('{"a": 1, "a": 2}')  # what it says is left to its reader
     if text is not None:
         (tmp_path / name).write_text(text)
-    entry = Entry(name, Source("command line", "--probe-engine"))
-    layers = Layers({("probe", "engine"): (entry,)})
-    check_files(layers, {"probe": Settings(engine=tmp_path / "zero.json")})
+    check_files(given(engine=tmp_path / "zero.json"))
     with pytest.raises(LaunchError, match=f"^probe.engine: .*{told}"):
-        check_files(layers, {"probe": Settings(engine=tmp_path / name)})
+        check_files(given(engine=tmp_path / name))
 
 
-def check(script: str | None = None, **given: object) -> None:
-    entries = {("probe", name): (Entry(value, Source("file", "x.yaml:3")),) for name, value in given.items()}
-    layers = Layers({**entries, ("other", "field"): (Entry("slrum", FLAG),)})
-    check_plugins_of(layers, {"probe": Settings(**given), "more": Settings(place="slrum")}, script)  # pyright: ignore[reportArgumentType]
+def check(script: str | None = None, **values: object) -> None:
+    check_plugins_of(given(**values), script)
 
 
 @pytest.mark.parametrize("script", ["print('trains')", None])

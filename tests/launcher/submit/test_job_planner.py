@@ -6,7 +6,7 @@ import pytest
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_config import Layers, sections
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.commands.launch import resolve_said
+from drivetrain_launcher.plan.resolved_launch import resolve_launch
 from drivetrain_launcher.submit.job_planner import PlannedJob, plan_job
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 
@@ -18,7 +18,7 @@ def planned(
 ) -> PlannedJob:
     layers = Layers.read(command_line=said or {})
     arguments = SubmitArguments(**{"script": "train.py", "on": "slurm", "layers": layers, **changes})
-    return plan_job(arguments, resolve_said(layers), variables or {}, folder=FOLDER)
+    return plan_job(arguments, resolve_launch(layers), variables or {}, folder=FOLDER)
 
 
 def test_a_request_holds_what_was_said() -> None:

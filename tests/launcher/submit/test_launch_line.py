@@ -12,8 +12,9 @@ from drivetrain_config.source import Entry, Source
 from drivetrain_config.values.conversion import convert
 from drivetrain_config.values.kinds import field_types
 from drivetrain_launcher import LaunchError
-from drivetrain_launcher.cli.commands.launch import LaunchArguments, resolve_said
+from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.parser import build_parser
+from drivetrain_launcher.plan.resolved_launch import resolve_launch
 from drivetrain_launcher.submit.launch_line import LaunchLine, as_text, plan_launch_line
 from requests_of_jobs import hostile
 
@@ -47,7 +48,8 @@ def test_flags_files_and_variables_reach_the_job_in_their_order(tmp_path: Path) 
     assert "--mixed-precision=fp16" in line.command
     assert line.environment["DRIVETRAIN_RUN__SEED"] == "2"
     assert str(file) not in " ".join(line.command)
-    found = resolve_said(read_in_the_job(line).layers)
+    resolved = resolve_launch(read_in_the_job(line).layers)
+    found = {name: section.value for name, section in resolved.sections.items()}
     assert (found["run"].seed, found["run"].mixed_precision, found["run"].cpu) == (2, "fp16", True)
     assert (found["ddp"].static_graph, found["state"].debug) == (True, True)
     assert (found["launch"].processes_per_node, found["launch"].max_restarts) == (2, 2)

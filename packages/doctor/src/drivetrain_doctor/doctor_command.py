@@ -11,10 +11,9 @@ from drivetrain_doctor.checked_run import run_to_check
 from drivetrain_doctor.examination import examine
 from drivetrain_doctor.report.step_display import StepDisplay
 from drivetrain_doctor.report.table import table
-from drivetrain_launcher.cli.commands.launch import file_notes, find_place, resolve_said
 from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
-from drivetrain_launcher.plan.placed_settings import place_layers
+from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.output.terminals import coloured_outputs
 from drivetrain_messages import say
 
@@ -62,21 +61,17 @@ class DoctorArguments:
 
 def run(arguments: DoctorArguments) -> int:
     """Find what would break a run, on this host or on all; the flags of launch say which run is meant."""
-    placement = find_place(arguments.layers)
-    layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
-    settings = resolve_said(layers)
-    wants_cpu = "run" in settings and settings["run"].cpu
+    resolved = resolve_launch(arguments.layers, placement=find_own_placement(arguments.layers))
     batch = arguments.batch_megabytes
-    host = detect_host("cpu" if wants_cpu else settings["state"].device)
     checked = replace(
-        run_to_check(settings["launch"], host, placement),
+        run_to_check(resolved.launch, detect_host(resolved.device), resolved.placement),
         environment=environ.child_environment(),
         folder=arguments.folder,
         num_workers=arguments.num_workers,
         batch_bytes=None if batch is None else round(batch * 1e6),
         wait_seconds=arguments.wait_seconds,
     )
-    for note in file_notes(arguments.layers):
+    for note in resolved.file_notes:
         say(note)
     if checked.is_idle:  # the first task of this host checks it
         return 0

@@ -1,18 +1,17 @@
 """The checks before any process starts, so that a mistake is reported early and only once."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.files.settings_file import check_json_object
 from drivetrain_config.settings.plugin_names import check_plugins, word_pattern
-from drivetrain_config.settings.schema import specs
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.resolved_launch import GivenSetting
 from drivetrain_messages import suggest
 
 
@@ -77,54 +76,39 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
             break
         hyphened = written.replace("_", "-")
         is_ours = written.startswith("--") and RENAMED.get(hyphened, hyphened) in known
-        if is_ours and not _takes(script, hyphened.removeprefix("--")):
+        if is_ours and not _defines(script, hyphened.removeprefix("--")):
             found[written] = None
     return list(found)
 
 
-def check_plugins_of(layers: Layers, settings: Mapping[str, Any], script: str | None) -> None:
+def check_plugins_of(given: Iterable[GivenSetting], script: str | None) -> None:
     """Reject a name that no installed package provides, such as a backend's, unless the script may register it.
 
-    Fields that are not given are not looked at, and nor are the installed names then.
-
     Args:
-        layers: The settings given outside the script.
-        settings: The resolved sections, by name.
+        given: The settings given outside the script; installed names are looked up for these alone.
         script: The source of the script, which may register plug-ins of its own; None if it is not available.
 
     Raises:
         ConfigError: There is no such plug-in; the message gives the nearest name, and lists all.
     """
-    for section in dict.fromkeys(section for section, _ in layers.entries if section in settings):
-        given = layers.of_section(section)
-        for spec in specs(type(settings[section]), section):
-            if spec.name in given:
-                value = getattr(settings[section], spec.name)
-                check_plugins(spec, value, given[spec.name][0].source, script=script)
+    for setting in given:
+        check_plugins(setting.spec, setting.value, setting.source, script=script)
 
 
-def check_files(layers: Layers, settings: Mapping[str, Any]) -> None:
+def check_files(given: Iterable[GivenSetting]) -> None:
     """Reject a file that a setting names and that is not there, or holds no JSON, before every rank does.
-
-    Args:
-        layers: The settings given outside the script.
-        settings: The resolved sections, by name.
 
     Raises:
         LaunchError: The file is missing or holds something else; the message says who names it.
     """
-    for section in dict.fromkeys(section for section, _ in layers.entries if section in settings):
-        given = layers.of_section(section)
-        for spec in specs(type(settings[section]), section):
-            value = getattr(settings[section], spec.name)
-            if not spec.is_json_file or spec.name not in given or not isinstance(value, Path):
-                continue
-            try:
-                check_json_object(value)
-            except ConfigError as error:
-                raise LaunchError(
-                    f"{section}.{spec.name}: {error}; from {given[spec.name][0].source}"
-                ) from error
+    for setting in given:
+        if not (setting.spec.is_json_file and isinstance(setting.value, Path)):
+            continue
+        try:
+            check_json_object(setting.value)
+        except ConfigError as error:
+            name = f"{setting.spec.section}.{setting.spec.name}"
+            raise LaunchError(f"{name}: {error}; from {setting.source}") from error
 
 
 def check_device(layers: Layers) -> None:
@@ -143,7 +127,7 @@ def check_device(layers: Layers) -> None:
         )
 
 
-def _takes(script: str, word: str) -> bool:
+def _defines(script: str, word: str) -> bool:
     """Return whether a script defines a flag, argument or field with a name; attribute access does not count."""
     spelled = word_pattern(word)
     taken = (rf"--{spelled}(?!\w)", rf"""["']{spelled}["']""", rf"(?<![\w.]){spelled}\s*[:=]")

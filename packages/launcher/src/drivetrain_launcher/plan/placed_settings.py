@@ -46,7 +46,7 @@ def place_layers(layers: Layers, place: JobPlacement) -> Layers:
         for name, (value, source) in added.items()
         if name not in said
     }
-    return Layers({**layers.entries, **entries})
+    return Layers({**layers.entries, **entries}, layers.file)
 
 
 def asked_processes(

@@ -1,10 +1,9 @@
 """Build the request of a job from the arguments of `drivetrain submit` and the settings of its launch. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from drivetrain_clusters.protocol import JobRequest
 from drivetrain_clusters.request_values import memory_bytes
@@ -12,8 +11,8 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
-from drivetrain_launcher.settings import LaunchSettings
-from drivetrain_launcher.submit.launch_line import LaunchLine, plan_launch_line, said_in_launch
+from drivetrain_launcher.plan.resolved_launch import ResolvedLaunch
+from drivetrain_launcher.submit.launch_line import plan_launch_line
 from drivetrain_launcher.submit.named_values import read_options
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 
@@ -34,37 +33,39 @@ class PlannedJob:
 
 
 def plan_job(
-    arguments: SubmitArguments, settings: Mapping[str, Any], variables: Mapping[str, str], *, folder: Path
+    arguments: SubmitArguments, resolved: ResolvedLaunch, variables: Mapping[str, str], *, folder: Path
 ) -> PlannedJob:
     """Plan the request of a job.
 
     Args:
         arguments: The arguments of the command.
-        settings: The resolved sections that the launch inside the job will read: `launch`, `state`, and those said.
+        resolved: The settings that the launch inside the job will read.
         variables: The variables that the user adds to the job.
         folder: The working directory of the job, an absolute path.
 
     Raises:
         LaunchError: Arguments contradict each other or are out of range, or the launch would fail on every node.
     """
-    launch: LaunchSettings = settings["launch"]
-    wants_cpu = _wants_cpu(settings)
-    processes, accelerators, notes = _processes_and_accelerators(arguments, launch, settings)
-    _check_counts(arguments)
-    _check_launch(
-        launch, arguments, processes, "cpu" if wants_cpu else settings["state"].device, accelerators
-    )
+    processes, accelerators, notes = _plan_devices(arguments, resolved)
+    if arguments.memory_per_node is not None:
+        memory_bytes(arguments.memory_per_node)
+    _check_launch(arguments, resolved, processes, accelerators)
     line = plan_launch_line(
-        arguments.layers,
+        resolved.layers,
         (arguments.script, *arguments.arguments),
         processes_per_node=processes,
-        shutdown_timeout_seconds=_shutdown_timeout(arguments, launch),
+        shutdown_timeout_seconds=_shutdown_timeout(arguments, resolved),
     )
+    for name, value in variables.items():
+        if (said := line.environment.get(name, value)) != value:
+            raise LaunchError(
+                f"--env {name}={value}: contradicts {name}={said}, which a setting here says for the job; keep one"
+            )
     request = JobRequest(
-        name=_name(arguments),
+        name=Path(arguments.script).stem if arguments.name is None else arguments.name,
         command=line.command,
         folder=folder,
-        num_nodes=launch.num_nodes,
+        num_nodes=resolved.launch.num_nodes,
         processes_per_node=processes,
         accelerators_per_node=accelerators,
         cpus_per_node=arguments.cpus_per_node,
@@ -73,38 +74,34 @@ def plan_job(
         save_seconds=arguments.save_seconds,
         max_requeues=arguments.max_requeues,
         # The job runs in another folder, and is followed from a third.
-        log_dir=(launch.log_dir or _DEFAULT_LOG_DIR).absolute(),
-        environment=_environment(line, variables),
+        log_dir=(resolved.launch.log_dir or _DEFAULT_LOG_DIR).absolute(),
+        environment={**line.environment, **variables},
         options=read_options(arguments.option),
     )
     _check_words(request)
-    return PlannedJob(request=request, notes=(*notes, *_withheld(line)))
+    secrets = (
+        f"{name} is secret and is not handed to the job; set it on the nodes by the cluster's own means"
+        for name in line.withheld
+    )
+    return PlannedJob(request=request, notes=(*notes, *secrets))
 
 
-def _wants_cpu(settings: Mapping[str, Any]) -> bool:
-    """Return whether the run is for the CPU; `run.cpu` exists only if the umbrella package is installed."""
-    return settings["state"].device == "cpu" or ("run" in settings and bool(settings["run"].cpu))
-
-
-def _processes_and_accelerators(
-    arguments: SubmitArguments, launch: LaunchSettings, settings: Mapping[str, Any]
+def _plan_devices(
+    arguments: SubmitArguments, resolved: ResolvedLaunch
 ) -> tuple[int | None, int, tuple[str, ...]]:
     """Return the processes and accelerators of each node, and the decisions made."""
+    launch, device, asked = resolved.launch, resolved.device, arguments.accelerators_per_node
     processes = launch.processes_per_node
     if processes is None and launch.num_processes is not None:
         processes = launch.num_processes // launch.num_nodes
-    asked = arguments.accelerators_per_node
-    if asked is not None and asked < 0:
-        raise LaunchError(f"--accelerators-per-node {asked}: say 0 for none, or a number above 0")
-    if _wants_cpu(settings):
+    if device == "cpu":
         if asked:
             raise LaunchError(
                 f"--accelerators-per-node {asked}: the run is for the CPU (--cpu, or state.device cpu), which uses "
                 "none; leave out one of the two"
             )
         return processes, 0, ()
-    if asked == 0 and settings["state"].device != "auto":
-        device = settings["state"].device
+    if asked == 0 and device != "auto":
         raise LaunchError(
             f"--accelerators-per-node 0: the run is for {device} (state.device); say how many it needs, or leave out "
             "one of the two"
@@ -119,29 +116,16 @@ def _processes_and_accelerators(
     if processes is not None:
         note = f"{processes} accelerators on each node, one a process; --accelerators-per-node sets another number"
         return processes, processes, (note,)
-    note = "no accelerator is requested; --accelerators-per-node N requests N on each node"
-    return None, 0, (note,)
-
-
-def _check_counts(arguments: SubmitArguments) -> None:
-    for name, value, least in (
-        ("cpus-per-node", arguments.cpus_per_node, 1),
-        ("save-seconds", arguments.save_seconds, 1),
-        ("max-requeues", arguments.max_requeues, 0),
-    ):
-        if value is not None and value < least:
-            raise LaunchError(f"--{name} {value}: must be at least {least}")
-    if arguments.memory_per_node is not None:
-        memory_bytes(arguments.memory_per_node)
+    return None, 0, ("no accelerator is requested; --accelerators-per-node N requests N on each node",)
 
 
 def _check_launch(
-    launch: LaunchSettings, arguments: SubmitArguments, processes: int | None, device: str, accelerators: int
+    arguments: SubmitArguments, resolved: ResolvedLaunch, processes: int | None, accelerators: int
 ) -> None:
     """Plan the launch of node 0 as that node will, so that what would fail there fails here."""
-    kind = None if accelerators == 0 else "cuda" if device == "auto" else device
+    launch = resolved.launch
     several = launch.num_nodes > 1
-    told = replace(
+    of_node = replace(
         launch,
         num_processes=None,
         processes_per_node=processes,
@@ -154,22 +138,22 @@ def _check_launch(
         arguments=arguments.arguments,
         kind="module" if launch.module else "program" if launch.program else "script",
     )
+    kind = None if accelerators == 0 else "cuda" if resolved.device == "auto" else resolved.device
     try:
-        plan_launch(told, target, Host(accelerator=kind, accelerator_count=accelerators))
+        plan_launch(of_node, target, Host(accelerator=kind, accelerator_count=accelerators))
     except LaunchError as error:
         raise LaunchError(f"the launch would fail on every node of the job: {error}") from error
 
 
-def _shutdown_timeout(arguments: SubmitArguments, launch: LaunchSettings) -> float:
-    """Return the time that ranks have to save: all that the cluster gives, unless the user says less."""
-    said = said_in_launch(arguments.layers, ("shutdown_timeout_seconds",))
-    if not said:
+def _shutdown_timeout(arguments: SubmitArguments, resolved: ResolvedLaunch) -> float:
+    """Return the seconds that ranks have to save: all that the cluster gives, unless the user says less."""
+    source = resolved.sections["launch"].sources["shutdown_timeout_seconds"]
+    if source.kind == "default":
         return arguments.save_seconds
-    seconds = launch.shutdown_timeout_seconds
+    seconds = resolved.launch.shutdown_timeout_seconds
     if seconds > arguments.save_seconds:
-        entry = said["shutdown_timeout_seconds"]
         raise LaunchError(
-            f"shutdown_timeout_seconds={seconds:g} from {entry.source}: the cluster kills the job after "
+            f"shutdown_timeout_seconds={seconds:g} from {source}: the cluster kills the job after "
             f"--save-seconds {arguments.save_seconds}; say at least as many of these"
         )
     return seconds
@@ -185,28 +169,6 @@ def _time_limit(arguments: SubmitArguments) -> int | None:
             f"{arguments.save_seconds}; say a longer time, or fewer seconds to save"
         )
     return seconds
-
-
-def _name(arguments: SubmitArguments) -> str:
-    name = Path(arguments.script).stem if arguments.name is None else arguments.name
-    if not name.strip():
-        raise LaunchError(f"--name {name!r}: is empty; say a name for the job")
-    return name
-
-
-def _environment(line: LaunchLine, variables: Mapping[str, str]) -> dict[str, str]:
-    for name, value in variables.items():
-        if line.environment.get(name, value) != value:
-            raise LaunchError(
-                f"--env {name}={value}: contradicts {name}={line.environment[name]}, which a setting here says for "
-                "the job; keep one"
-            )
-    return {**line.environment, **variables}
-
-
-def _withheld(line: LaunchLine) -> Iterable[str]:
-    for name in line.withheld:
-        yield f"{name} is secret and is not handed to the job; set it on the nodes by the cluster's own means"
 
 
 def _check_words(request: JobRequest) -> None:

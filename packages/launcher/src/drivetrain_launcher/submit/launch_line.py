@@ -1,14 +1,13 @@
 """The `drivetrain launch` line of a job, and the settings that reach it through the environment. Pure."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_config import Layers
 from drivetrain_config.environ import override_name
 from drivetrain_config.settings.schema import flag_name
-from drivetrain_config.source import Entry
 from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.errors import LaunchError
 
@@ -54,20 +53,24 @@ def plan_launch_line(
     Raises:
         LaunchError: A setting is said that the cluster decides.
     """
-    _check_decided(layers)
     flags = ["--config=none"]
     environment: dict[str, str] = {}
     withheld: list[str] = []
-    for (section, field), entries in layers.entries.items():
-        entry = entries[0]
+    for (section, field), (entry, *_) in layers.entries.items():
+        if section == "launch" and field in _DECIDED:
+            raise LaunchError(
+                f"{field}={entry.shown} from {entry.source}: the cluster decides {_DECIDED[field]}; leave it out"
+            )
         if section == "launch" and field in _REQUESTED:
             continue
         if entry.secret:
             withheld.append(override_name(section, field))
-        elif entry.source.kind == "command line":
-            flags.append(_flag(section, field, entry))
-        else:
+        elif entry.source.kind != "command line":
             environment[override_name(section, field)] = as_text(entry.value)
+        elif isinstance(entry.value, bool):
+            flags.append(flag_name(section, field, negated=not entry.value))
+        else:
+            flags.append(f"{flag_name(section, field)}={as_text(entry.value)}")
     if processes_per_node is not None:
         flags.append(f"--processes-per-node={processes_per_node}")
     flags.append(f"--shutdown-timeout-seconds={shutdown_timeout_seconds:g}")
@@ -84,24 +87,3 @@ def as_text(value: Any) -> str:
     """Return a value as the text of a variable, from which `drivetrain_config` reads an equal value."""
     bare = plain(value)
     return bare if isinstance(bare, str) else json.dumps(bare)
-
-
-def _check_decided(layers: Layers) -> None:
-    said = layers.of_section("launch")
-    for field, what in _DECIDED.items():
-        if field in said:
-            entry = said[field][0]
-            raise LaunchError(
-                f"{field}={entry.shown} from {entry.source}: the cluster decides {what}; leave it out"
-            )
-
-
-def _flag(section: str, field: str, entry: Entry) -> str:
-    if isinstance(entry.value, bool):
-        return flag_name(section, field, negated=not entry.value)
-    return f"{flag_name(section, field)}={as_text(entry.value)}"
-
-
-def said_in_launch(layers: Layers, fields: Collection[str]) -> dict[str, Entry]:
-    """Return the highest entry of each of these fields of the `launch` section that is said."""
-    return {field: entries[0] for field, entries in layers.of_section("launch").items() if field in fields}

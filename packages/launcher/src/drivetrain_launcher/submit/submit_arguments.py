@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_config import Layers
+from drivetrain_launcher.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +77,14 @@ class SubmitArguments:
         default=False, metadata={"help": "Print the files and the command; write and submit nothing."}
     )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
+
+    def __post_init__(self) -> None:
+        asked = self.accelerators_per_node
+        if asked is not None and asked < 0:
+            raise LaunchError(f"--accelerators-per-node {asked}: say 0 for none, or a number above 0")
+        for name, least in (("cpus_per_node", 1), ("save_seconds", 1), ("max_requeues", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise LaunchError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.name is not None and not self.name.strip():
+            raise LaunchError(f"--name {self.name!r}: is empty; say a name for the job")

@@ -3,11 +3,8 @@
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from drivetrain_clusters.protocol import JobPlacement
-from drivetrain_clusters.registry import find_placement
-from drivetrain_config import Layers, environ, flags, resolve, sections
+from drivetrain_config import Layers, flags
 from drivetrain_config.plugins.installed import entry_points
 from drivetrain_launcher.cli.preflight import (
     check_device,
@@ -21,7 +18,8 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import Host, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
-from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices, place_layers
+from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices
+from drivetrain_launcher.plan.resolved_launch import ResolvedLaunch, find_own_placement, resolve_launch
 from drivetrain_launcher.run.run import run_plan
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_messages import say, suggest
@@ -56,31 +54,32 @@ class LaunchArguments:
 
 def run(arguments: LaunchArguments) -> int:
     """Run a script on one process or many, here or on many machines."""
-    placement = find_place(arguments.layers)
-    layers = arguments.layers if placement is None else place_layers(arguments.layers, placement)
-    settings = resolve_said(layers)
-    check_device(arguments.layers)
-    launch: LaunchSettings = settings["launch"]
+    resolved = resolve_launch(arguments.layers, placement=find_own_placement(arguments.layers))
+    check_device(resolved.layers)
+    launch, placement = resolved.launch, resolved.placement
     target = _target(arguments, launch)
-    _check(layers, settings, target)
-    device = _device(settings)
+    _check(resolved, target)
     if placement is not None:
-        sources = resolve(LaunchSettings, section="launch", layers=layers).sources
-        count, source = asked_processes(launch, sources, placement)
-        check_devices(placement, processes=count, source=source, wants_cpu=device == "cpu")
+        count, source = asked_processes(launch, resolved.sections["launch"].sources, placement)
+        check_devices(placement, processes=count, source=source, wants_cpu=resolved.device == "cpu")
     if launch.through is not None:
         check_through(launch.through, Path.cwd())
         target = target.through(launch.through)
-        launch = replace(
-            launch, preload=(*_prepared_by(launch.through), *launch.preload) if launch.preload else ()
-        )
+        if launch.preload:
+            first = [point.value for point in entry_points(PRELOAD_GROUP) if point.name == launch.through]
+            launch = replace(launch, preload=(*first, *launch.preload))
     plan = plan_launch(
-        launch, target, _host(launch, device), handed_down=layers.to_json(), placement=placement
+        launch,
+        target,
+        _host(launch, resolved.device),
+        handed_down=resolved.layers.to_json(),
+        placement=placement,
     )
     plan = replace(
         plan,
-        notes=(*file_notes(arguments.layers), *plan.notes),
-        standstill_seconds=settings["state"].timeout_seconds,  # when the other ranks give up
+        notes=(*resolved.file_notes, *plan.notes),
+        # When the other ranks give up.
+        standstill_seconds=resolved.sections["state"].value.timeout_seconds,
     )
     if arguments.dry_run:
         sys.stdout.write(f"{plan}\n")
@@ -88,49 +87,17 @@ def run(arguments: LaunchArguments) -> int:
     return run_plan(plan)
 
 
-def _prepared_by(through: str) -> tuple[str, ...]:
-    """Return the modules to import before all others where ranks are forked and run through a module."""
-    return tuple(point.value for point in entry_points(PRELOAD_GROUP) if point.name == through)
-
-
-def find_place(layers: Layers) -> JobPlacement | None:
-    """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
-
-    A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
-
-    Raises:
-        LaunchError: There is no such cluster, or the variables of the job are missing or contradict each other.
-    """
-    entries = layers.of_section("launch").get("cluster")
-    asked = str(entries[0].value) if entries else "auto"
-    environment = environ.child_environment()
-    if asked == "none" or {"RANK", "LOCAL_RANK"} <= environment.keys():
-        return None
-    return find_placement(environment, asked=asked)
-
-
-def resolve_said(layers: Layers) -> dict[str, Any]:
-    """Resolve `launch`, `state` and every section that is set, so that errors appear once here, not on each rank."""
-    said = {section for section, _ in layers.entries} | {"launch", "state"}
-    return {
-        name: resolve(section, section=name, layers=layers).value
-        for name, section in sections(only=said).items()
-    }
-
-
-def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> None:
+def _check(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
     """Reject unknown plug-ins before any worker does, and report launcher flags that follow the script."""
     has_flags = any(argument.startswith("--") for argument in target.arguments)
-    if not layers.entries and not has_flags:
+    if not resolved.given and not has_flags:
         return
     script = None
     if target.kind == "script" and Path(target.name).is_file():
         script = Path(target.name).read_text(encoding="utf-8", errors="replace")
-    check_plugins_of(layers, settings, script)
-    check_files(layers, settings)
-    if (
-        not has_flags or settings["launch"].through
-    ):  # what a script takes that another module runs is its affair
+    check_plugins_of(resolved.given, script)
+    check_files(resolved.given)
+    if not has_flags or resolved.launch.through:  # what a script takes that another module runs is its affair
         return
     known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
     if misplaced := misplaced_flags(target.arguments, known, script or ""):
@@ -139,19 +106,6 @@ def _check(layers: Layers, settings: dict[str, Any], target: LaunchTarget) -> No
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
             f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
-
-
-def file_notes(layers: Layers) -> tuple[str, ...]:
-    """Return a note of a settings file that the user did not name."""
-    if layers.file is None or layers.file.place is None:
-        return ()
-    return (f"settings from {layers.file}; --config none leaves them out",)
-
-
-def _device(settings: dict[str, Any]) -> str:
-    """Return the requested kind of device; `run.cpu` exists only if the umbrella package is installed."""
-    wants_cpu = "run" in settings and settings["run"].cpu
-    return "cpu" if wants_cpu else settings["state"].device
 
 
 def _host(launch: LaunchSettings, device: str) -> Host:

@@ -2,14 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from drivetrain_clusters.jobs.submitter import describe, follow_job, how_to_go_on, submit_job
 from drivetrain_clusters.registry import make_cluster
 from drivetrain_config import environ, flags
-from drivetrain_launcher.cli.commands.launch import file_notes, resolve_said
 from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, misplaced_flags
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.resolved_launch import ResolvedLaunch, resolve_launch
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_launcher.submit.job_planner import plan_job
 from drivetrain_launcher.submit.named_values import read_variables
@@ -20,13 +19,20 @@ from drivetrain_messages import say, suggest
 def run(arguments: SubmitArguments) -> int:
     """Submit a job to a cluster, and show its output until it ends."""
     cluster = make_cluster(arguments.on)
-    settings = resolve_said(arguments.layers)
-    folder = _folder(arguments.folder)
-    _check_script(arguments, settings, folder)
+    resolved = resolve_launch(arguments.layers)
+    folder = arguments.folder
+    if folder.is_dir():
+        folder = folder.absolute()
+    elif folder.exists() or not folder.is_absolute():  # the cluster alone may have it
+        what = "is not a folder" if folder.exists() else "does not exist here"
+        raise LaunchError(
+            f"--folder {folder}: {what}; a folder that only the nodes have is named from its root, /..."
+        )
+    _check_script(arguments, resolved, folder)
     variables = read_variables(arguments.env, environ.read)
-    job = plan_job(arguments, settings, variables, folder=folder)
+    job = plan_job(arguments, resolved, variables, folder=folder)
     submission = cluster.plan(job.request)
-    for note in (*file_notes(arguments.layers), *job.notes):
+    for note in (*resolved.file_notes, *job.notes):
         say(note)
     if arguments.dry_run:
         sys.stdout.write(describe(submission))
@@ -41,27 +47,14 @@ def run(arguments: SubmitArguments) -> int:
     return 0
 
 
-def _folder(folder: Path) -> Path:
-    """Return the working directory of the job as an absolute path, which may exist on the cluster alone."""
-    if folder.is_dir():
-        return folder.absolute()
-    if folder.is_absolute() and not folder.exists():
-        return folder
-    what = "is not a folder" if folder.exists() else "does not exist here"
-    raise LaunchError(
-        f"--folder {folder}: {what}; a folder that only the nodes have is named from its root, /..."
-    )
-
-
-def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: Path) -> None:
-    """Reject a script that is not there and unknown plug-ins, and report launcher flags that follow the script."""
-    launch: LaunchSettings = settings["launch"]
-    source = None
+def _check_script(arguments: SubmitArguments, resolved: ResolvedLaunch, folder: Path) -> None:
+    """Reject a missing script and unknown plug-ins, and report launcher flags that follow the script."""
+    launch, source = resolved.launch, None
     if launch.module and folder.is_dir():
         check_module(arguments.script, folder)
     if not launch.module and not launch.program and folder.is_dir():
-        source = _source(folder / arguments.script)
-    check_plugins_of(arguments.layers, settings, source)
+        source = _read_script(folder / arguments.script)
+    check_plugins_of(resolved.given, source)
     known = {flag.name for flag in (*flags(LaunchSettings, "launch"), *flags(SubmitArguments, "launch"))}
     if misplaced := misplaced_flags(arguments.arguments, known - {"--script", "--arguments"}, source or ""):
         say(
@@ -70,11 +63,11 @@ def _check_script(arguments: SubmitArguments, settings: dict[str, Any], folder: 
         )
 
 
-def _source(script: Path) -> str:
-    """Return the source of the script.
+def _read_script(script: Path) -> str:
+    """Return the source of the script; the job's folder is here.
 
     Raises:
-        LaunchError: The job's folder is here, but has no such script.
+        LaunchError: The folder has no such script.
     """
     if script.is_file():
         return script.read_text(encoding="utf-8", errors="replace")
