@@ -80,7 +80,7 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
     Returns:
         Our flag, or our flag and its value, or nothing if the flag requests the default behaviour.
     """
-    hyphened = name if name == "-m" else name.replace("_", "-")
+    hyphened = name.replace("_", "-")
     if hyphened in known:
         return (hyphened,)
     if hyphened in MEANINGS:
@@ -89,19 +89,6 @@ def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
     if renamed == "--cpu" and renamed not in known:  # the umbrella package, which has --cpu, is not installed
         return ("--state-device", "cpu")
     return (renamed,)
-
-
-def node_range(name: str, value: str) -> dict[str, str] | None:
-    """Return the fields that a range of nodes sets, as in torchrun's `--nnodes 1:4`; None if it is no range.
-
-    Args:
-        name: The flag in our spelling.
-        value: The value as written.
-    """
-    least, colon, most = value.partition(":")
-    if name != "--num-nodes" or not colon:
-        return None
-    return {"num_nodes": most, "min_nodes": least}
 
 
 def refusal(name: str) -> str | None:

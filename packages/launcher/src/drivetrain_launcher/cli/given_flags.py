@@ -39,11 +39,14 @@ class GivenFlags:
             UsageError: Another value was given before, by this flag or by another spelling of it.
         """
         if not flag.section and flag.field in self.repeated:
-            before = self.said.setdefault(flag.section, {}).get(flag.field, ())
-            self.said[flag.section][flag.field] = (*before, value)
+            of_command = self.said.setdefault(flag.section, {})
+            of_command[flag.field] = (*of_command.get(flag.field, ()), value)
             return
-        shown = f"{written} ({flag.name} {value})" if is_implied else f"{written} {value}"
-        shown = written if flag.is_switch else shown
+        shown = f"{written} {value}"
+        if flag.is_switch:
+            shown = written
+        elif is_implied:
+            shown = f"{written} ({flag.name} {value})"
         if (contradiction := self.contradiction(flag.section, flag.field, value)) is not None:
             raise UsageError(f"{shown}: contradicts {contradiction}; keep one of the two")
         self.put(flag.section, flag.field, value, written=shown)
