@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from drivetrain_data.randomness.permutation import Permutation as Permutation
     from drivetrain_data.remainder import batch_sizes as batch_sizes
     from drivetrain_data.remainder import check_after_loop as check_after_loop
-    from drivetrain_data.remainder import holds_rows as holds_rows
     from drivetrain_data.remainder import trim as trim
     from drivetrain_data.remainder import trim_objects as trim_objects
     from drivetrain_data.sampling.block_shuffle import IndexFunction as IndexFunction
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from drivetrain_data.settings import ShardingStrategy as ShardingStrategy
     from drivetrain_data.settings import UnevenPolicy as UnevenPolicy
     from drivetrain_data.shard import Shard as Shard
-    from drivetrain_data.sharded_loader import divides_itself as divides_itself
     from drivetrain_data.sharded_loader import is_loader as is_loader
     from drivetrain_data.sharded_loader import shard_loader as shard_loader
     from drivetrain_data.skipping_view import SkippedBatches as SkippedBatches
     from drivetrain_data.skipping_view import skip_first_batches as skip_first_batches
+    from drivetrain_data.unprepared_loops import UnpreparedLoops as UnpreparedLoops
 
 # Public name -> the module that defines it.
 _MODULES = {
@@ -59,9 +58,8 @@ _MODULES = {
     "ShardingStrategy": "settings",
     "TrimError": "errors",
     "UnpreparedLoaderError": "errors",
+    "UnpreparedLoops": "unprepared_loops",
     "check_after_loop": "remainder",
-    "divides_itself": "sharded_loader",
-    "holds_rows": "remainder",
     "is_loader": "sharded_loader",
     "own_seed": "loader_seeds",
     "batch_sizes": "remainder",

@@ -12,10 +12,10 @@ from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
-from drivetrain.plan.unread_settings import find_unread
 from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, SupportsWaitWatch
 from drivetrain_config import ConfigError, Layers
+from drivetrain_config.settings.unread import find_unread
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
 from drivetrain_state import Context, ParallelDims, connect

@@ -6,15 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.parts.call_site import CallSites
 from drivetrain.parts.parts import Parts
 from drivetrain_data import (
     AmbiguousLoaderError,
     BatchPlan,
     ShardedLoader,
-    UnpreparedLoaderError,
     check_after_loop,
-    holds_rows,
     trim,
     trim_objects,
 )
@@ -86,15 +83,3 @@ def gather_for_metrics(
             return with_arrays(data, found, trim_arrays(plan, [by_rank[rank] for rank in parts.readers]))
     by_rank = collectives.gather_object(parts.context, data)
     return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
-
-
-def check_prepared(sites: CallSites, data: Any) -> None:
-    """Refuse rows computed in a loop over an unprepared loader, where each sample would count once per rank."""
-    loop = sites.unprepared_loop() if holds_rows(data) else None
-    if loop is not None:
-        raise UnpreparedLoaderError(
-            f"gather_for_metrics in the loop over `{loop.head}` ({loop.place}), which is a DataLoader that was not "
-            "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
-            "prepare() and loop over the result. If each rank's loader holds its own part of the data, gather() "
-            "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
-        )

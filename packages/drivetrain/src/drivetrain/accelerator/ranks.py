@@ -7,9 +7,8 @@ from typing import Any, Literal, TextIO
 import torch
 
 from drivetrain.accelerator import metrics
-from drivetrain.parts.call_site import CallSites
 from drivetrain.parts.parts import HasParts, Parts
-from drivetrain_data import ShardedLoader
+from drivetrain_data import ShardedLoader, UnpreparedLoops
 from drivetrain_state.collectives import control
 from drivetrain_state.collectives import operations as collectives
 
@@ -20,7 +19,7 @@ class Ranks(HasParts):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._triggered = False
-        self._call_sites = CallSites()
+        self._unprepared_loops = UnpreparedLoops()
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +89,7 @@ class Ranks(HasParts):
             CollectiveMismatchError: Sizes beyond dimension 0 differ between ranks.
         """
         if loader is None and self.use_distributed:
-            metrics.check_prepared(self._call_sites, input_data)
+            self._unprepared_loops.check(input_data)
         return metrics.gather_for_metrics(
             self._parts, input_data, as_objects=use_gather_object, loader=loader
         )

@@ -13,12 +13,12 @@ from torch import nn
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import HasParts, Parts
 from drivetrain.plan.effective import plan_of, store_plan
-from drivetrain.plan.unread_settings import find_unused
 from drivetrain.saving.hooks import CheckpointHook
 from drivetrain.saving.registered import Registered, Stateful
 from drivetrain_backends import AccumulationWindow
 from drivetrain_checkpoint import RESUME_EXIT_CODE, SaveSchedule
 from drivetrain_checkpoint.storage.place import Place
+from drivetrain_config.settings.unread import find_unused
 
 if TYPE_CHECKING:  # imported where a run first saves, loads or exports
     from drivetrain.saving.resume import RunState

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
-from drivetrain.plan.unread_settings import EVENTS
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_config import sections
+from drivetrain_config.settings.unread import EVENTS
 
 # Settings that have an effect whatever else is said. Those of `launch` and `accelerate` are not the Accelerator's.
 READ_ALWAYS = {

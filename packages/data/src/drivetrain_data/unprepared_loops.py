@@ -10,11 +10,16 @@ import linecache
 from collections.abc import Iterator
 from inspect import currentframe, getattr_static
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from torch.utils.data import DataLoader
 
-from drivetrain_data import ShardedLoader, SkippedBatches, divides_itself
+from drivetrain_data._nested import Nested
+from drivetrain_data.errors import UnpreparedLoaderError
+from drivetrain_data.loader import ShardedLoader
+from drivetrain_data.remainder import holds_rows
+from drivetrain_data.sharded_loader import divides_itself
+from drivetrain_data.skipping_view import SkippedBatches
 
 _NUM_CALLERS = 10  # loops further out are not searched
 _PASS_THROUGH = ("enumerate", "iter", "islice", "zip", "tqdm", "track")
@@ -23,36 +28,35 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Block: TypeAlias = ast.For | ast.AsyncFor | ast.comprehension | ast.With
 
 
-class UnpreparedLoop(NamedTuple):
-    """A loop over a DataLoader that every rank reads in full.
-
-    Attributes:
-        head: The expression that the loop iterates over, as in the source.
-        place: The file and line of the loop.
-    """
-
-    head: str
-    place: str
-
-
-class CallSites:
-    """A finder of the loops around the callers of a function, with a cache of parsed files."""
+class UnpreparedLoops:
+    """A finder of loops over loaders that every rank reads in full, with a cache of parsed files."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, int], list[_Block]] = {}
         self._trees: dict[str, ast.Module | None] = {}
 
-    def unprepared_loop(self) -> UnpreparedLoop | None:
-        """Return the innermost loop over a loader around the current call, if that loader was not prepared.
+    def check(self, data: Nested) -> None:
+        """Refuse rows that are gathered in such a loop, where each sample would count once per rank.
 
-        Returns:
-            The loop; None if its loader was prepared, shards the data itself, is read inside `join_uneven_inputs`, or
-            is unknown.
+        A loop inside `join_uneven_inputs` is accepted, as one whose loader is unknown.
+
+        Raises:
+            UnpreparedLoaderError: The innermost loop over a loader around the current call reads all of it.
         """
+        if holds_rows(data) and (loop := self._innermost()) is not None:
+            raise UnpreparedLoaderError(
+                f"gather_for_metrics in the loop over {loop}, which is a DataLoader that was not "
+                "prepared: every rank reads all of it, and each sample would be gathered once per rank. Pass it to "
+                "prepare() and loop over the result. If each rank's loader holds its own part of the data, gather() "
+                "joins their rows as they are (drivetrain_state.gather_object for objects other than tensors)"
+            )
+
+    def _innermost(self) -> str | None:
+        """Return the head and the place of the loop; None if its loader is prepared, divided already or unknown."""
         frame = currentframe()
-        while frame is not None and _is_ours(frame):
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("drivetrain"):
             frame = frame.f_back
-        found: UnpreparedLoop | None = None
+        found: str | None = None
         for _ in range(_NUM_CALLERS):
             if frame is None:
                 break
@@ -64,8 +68,7 @@ class CallSites:
                 if loaders and not all(map(_is_read_whole, loaders)):
                     return None
                 if loaders and not isinstance(block, ast.With):
-                    place = f"{frame.f_code.co_filename}:{block.iter.lineno}"
-                    found = UnpreparedLoop(ast.unparse(block.iter), place)
+                    found = f"`{ast.unparse(block.iter)}` ({frame.f_code.co_filename}:{block.iter.lineno})"
                     break
             frame = frame.f_back
         return found
@@ -75,22 +78,13 @@ class CallSites:
         key = (filename, line)
         if key not in self._blocks:
             if filename not in self._trees:
-                self._trees[filename] = _parse(filename)
+                try:
+                    self._trees[filename] = ast.parse("".join(linecache.getlines(filename)))
+                except (SyntaxError, ValueError):
+                    self._trees[filename] = None
             tree = self._trees[filename]
             self._blocks[key] = [] if tree is None else _blocks_around(tree, line)[::-1]
         return self._blocks[key]
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.split(".")[0].startswith("drivetrain")
-
-
-def _parse(filename: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _blocks_around(tree: ast.Module, line: int) -> list[_Block]:

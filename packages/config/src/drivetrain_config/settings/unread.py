@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from drivetrain_config import Resolved
+from drivetrain_config.settings.resolution import Resolved
 
 EVENTS = (
     "a prepared loader",
@@ -96,34 +96,27 @@ def _unmet(
                 is_due = at_end == any(word in EVENTS for word in words)
                 if is_due and not any(_holds(word, one.value, facts) for word in words):
                     found.setdefault((section, condition), []).append(field.name)
-    return [
-        Unread(
-            section=section,
-            said=_said(resolved[section], names),
-            why=f"since it needs {' or '.join(_shown(word, section) for word in condition.split(' or '))}",
-        )
-        for (section, condition), names in found.items()
-    ]
+    unread: list[Unread] = []
+    for (section, condition), names in found.items():
+        needed = [
+            word if word in EVENTS or word.startswith("run.") else f"{section}.{word}"
+            for word in condition.split(" or ")
+        ]
+        why = f"since it needs {' or '.join(needed)}"
+        unread.append(Unread(section=section, said=_said(resolved[section], names), why=why))
+    return unread
 
 
 def _holds(word: str, section: Any, facts: Mapping[str, object]) -> bool:
     if word in EVENTS:
         return word in facts
-    name, differs, value = _parts(word)
+    found = _SETTING.fullmatch(word)
+    assert found is not None, word  # a test reads every condition
+    name, differs, value = found.groups()
     actual = facts[name] if name.startswith("run.") else getattr(section, name)
     if value is None:
         return actual not in (None, False)
     return (str(actual) == value) != bool(differs)
-
-
-def _shown(word: str, section: str) -> str:
-    return word if word in EVENTS or word.startswith("run.") else f"{section}.{word}"
-
-
-def _parts(word: str) -> tuple[str, str | None, str | None]:
-    found = _SETTING.fullmatch(word)
-    assert found is not None, word  # a test reads every condition
-    return found[1], found[2], found[3]
 
 
 def _said(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
