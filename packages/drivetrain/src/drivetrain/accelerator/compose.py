@@ -112,8 +112,7 @@ def _build(
         warn_if_changed(scaled)
     window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
-    _check_guard(backend, run)
-    _check_dtypes(backend, policy)
+    _check_applied(backend, run, policy)
     if policy.recipe is not None:
         _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
     reading = LoaderTracker()
@@ -174,18 +173,14 @@ def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
     return replace(parts, fp8=fp8)
 
 
-def _check_guard(backend: Backend, run: RunSettings) -> None:
-    """Refuse to check gradients for infinities and NaNs under a backend that does not support it."""
-    if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in backend.applied():
+def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
+    """Refuse settings that a backend does not apply, as one of a third party."""
+    applied = backend.applied()
+    if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in applied:
         raise ConfigError(
             f"run.nonfinite_gradients={run.nonfinite_gradients!r}: {type(backend).__name__} does not look for "
             "infinities and NaNs in gradients; leave it at 'ignore', or choose another backend"
         )
-
-
-def _check_dtypes(backend: Backend, policy: Policy) -> None:
-    """Refuse dtypes under a backend that does not apply them, as one of a third party."""
-    applied = backend.applied()
     said = policy.dtypes.said()
     if missing := [name for name in said if name not in applied]:
         listed = ", ".join(f"precision.{name}={said[name]!r}" for name in missing)

@@ -8,9 +8,9 @@ from threading import get_ident
 import torch
 from torch import nn
 
-from drivetrain.fp8.fp8_proof import StepProducts
 from drivetrain_backends import unwrap_compiled
 from drivetrain_precision.fp8.product_counts import ProductCounts
+from drivetrain_precision.fp8.step_verdict import StepProducts
 from drivetrain_state import ProgressMark, ProgressRecord
 
 

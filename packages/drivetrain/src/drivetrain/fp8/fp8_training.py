@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from drivetrain.fp8.first_step_products import FirstStepProducts
-from drivetrain.fp8.fp8_proof import PATIENCE_STEPS, StepVerdict, judge_step, judge_unproved
 from drivetrain_backends import unwrap_compiled
 from drivetrain_backends.modules.model_checks import check_new
 from drivetrain_precision import (
@@ -23,6 +22,7 @@ from drivetrain_precision import (
 from drivetrain_precision.conversion.conversion_plan import linear_names
 from drivetrain_precision.conversion.layer_filter import check_pattern
 from drivetrain_precision.fp8.protocol import Fp8Recipe, gathers_in_fp8
+from drivetrain_precision.fp8.step_verdict import PATIENCE_STEPS, StepVerdict, judge_step, judge_unproved
 from drivetrain_state import Context
 from drivetrain_weights.tensor_box import is_dtensor
 

@@ -103,7 +103,10 @@ class Registered:
         found: list[tuple[dict[str, str], list[str]]] = gather_object(context, (sums, sorted(self.per_rank)))
         held = [(sorted(shared), own) for shared, own in found]
         if any(one != held[0] for one in held):
-            named = "; ".join(f"rank {rank}: {_listed(*one)}" for rank, one in enumerate(held[:8]))
+            named = "; ".join(
+                f"rank {rank}: {', '.join([*shared, *(f'{name} (per_rank)' for name in own)]) or 'none'}"
+                for rank, (shared, own) in enumerate(held[:8])
+            )
             raise RuntimeError(
                 f"register_for_checkpointing() was called with other objects on some ranks ({named}): call it on all "
                 "ranks with the same ones, outside `if accelerator.is_main_process`; nothing was saved"
@@ -162,10 +165,6 @@ def check_loadable(
             f"saved, and there are {world_size} now: resume with {saved_world_size}; or give them, before the save, "
             "a method load_state_dicts(states), which takes the states of all ranks that saved"
         )
-
-
-def _listed(shared: Sequence[str], per_rank: Sequence[str]) -> str:
-    return ", ".join([*shared, *(f"{name} (per_rank)" for name in per_rank)]) or "none"
 
 
 def _checksum(state: Any) -> str:

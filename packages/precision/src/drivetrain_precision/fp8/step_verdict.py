@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drivetrain_precision import Support
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Requirements
+from drivetrain_precision.support import Support
 
 PATIENCE_STEPS = 10  # a run that compiles for each of its first sizes takes a few
 

@@ -1,9 +1,15 @@
 import pytest
 
-from drivetrain.fp8.fp8_proof import PATIENCE_STEPS, StepProducts, StepVerdict, judge_step, judge_unproved
 from drivetrain_precision import Support
 from drivetrain_precision.fp8.product_counts import ProductCounts
 from drivetrain_precision.fp8.protocol import Requirements
+from drivetrain_precision.fp8.step_verdict import (
+    PATIENCE_STEPS,
+    StepProducts,
+    StepVerdict,
+    judge_step,
+    judge_unproved,
+)
 
 NATIVE = Support(level="native", reason="the device has units for it")
 EMULATED = Support(level="emulated", reason="emulated here")
