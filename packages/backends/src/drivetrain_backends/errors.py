@@ -22,7 +22,7 @@ class UnshardedParameterError(RuntimeError):
 
 
 class OptimizerStateError(ValueError):
-    """An optimizer keeps state that its backend cannot divide among ranks, so that no checkpoint could hold it."""
+    """An optimizer's state cannot be divided among ranks by its backend, nor saved in a checkpoint."""
 
 
 class SchedulerError(RuntimeError):

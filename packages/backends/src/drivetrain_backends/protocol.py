@@ -115,7 +115,7 @@ class Prepared(Protocol):
 
 @runtime_checkable
 class SupportsReplicas(Protocol):
-    """A backend that holds full weights on every rank, so that a checkpoint saves each of them from one rank."""
+    """A backend with full weights on every rank: a checkpoint saves each weight from one rank."""
 
     def replicas(self) -> ReplicatedWeights | None:
         """Return this rank's weights, to be compared across ranks; None where ranks hold none alike.

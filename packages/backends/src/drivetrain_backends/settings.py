@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 
 def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json: bool = False) -> Any:
-    """Return a field with its help, the question of `backend_advice` that asks for it, and what it needs."""
+    """Return a field with its help, its question in `backend_advice` and its conditions."""
     metadata = {
         "help": text,
         "ask": f"drivetrain_backends.backend_advice:{ask}" if ask else "",

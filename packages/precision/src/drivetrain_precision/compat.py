@@ -153,7 +153,7 @@ def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
 
 @dataclass(slots=True)
 class OperationEvent:
-    """An operation that ran, such as "aten::mm", the one that ran it, and those that it ran."""
+    """An operation in a profile, such as "aten::mm", with its caller and its callees."""
 
     name: str
     caller: "OperationEvent | None" = None

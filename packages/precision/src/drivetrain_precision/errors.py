@@ -13,7 +13,7 @@ class SkippedStepsError(RuntimeError):
     """Steps are skipped one after another, and neither a smaller loss scale nor another batch helps.
 
     Args:
-        message: The message, which says what happened and what to do.
+        message: The error and its remedy.
         num_skipped: The number of steps skipped one after another.
         scale: The loss scale of the last one; None without a loss scale.
         layer: The name of the layer that overflowed first; None if it could not be told.

@@ -1,8 +1,7 @@
 """The contract that every recipe of fp8 must pass.
 
-A recipe's test subclasses `RecipeContract`, implements `make`, and calls `check_all`. Nothing is computed in the
-recipe, so that it passes on a device that has no units for it; `check_training` says whether it also trains where it
-can.
+A recipe's test subclasses `RecipeContract`, implements `make`, and calls `check_all`. All checks but
+`check_training` compute nothing in the recipe, and pass on devices without units for it.
 """
 
 import pickle
@@ -69,7 +68,7 @@ class RecipeContract(ABC):
         )
 
     def check_it_is_a_value(self) -> None:
-        """Check that equal options make equal recipes, which travel to other processes, and that names are words."""
+        """Check that recipes compare by their options, survive pickling and have one-word names."""
         recipe = self.make()
         assert recipe == self.make(), "a recipe is a value: a frozen dataclass compares its options"
         assert hash(recipe) == hash(self.make()), "a recipe is a value: equal ones have equal hashes"
@@ -98,7 +97,7 @@ class RecipeContract(ABC):
         assert recipe.name == self.make().name, "the choice of layers does not change the name"
 
     def check_sizes_are_refused_before_they_are_converted(self) -> None:
-        """Check that `refusal` accepts what `convert` takes, and says why of a size that it does not."""
+        """Check that `refusal` accepts every layer that `convert` takes, and gives a reason for other sizes."""
         recipe = self.make()
         fits = self._linear(self.features, self.features)
         assert recipe.refusal(fits) is None, f"refused {self.features} features: {recipe.refusal(fits)}"
@@ -181,7 +180,7 @@ class RecipeContract(ABC):
         assert self.make().is_converted(model.up), "a copy that is restored must not restore its original"
 
     def check_state_is_what_layers_work_with(self) -> None:
-        """Check that `state` returns the tensors that a layer works with, so that a load writes into them."""
+        """Check that `state` returns the layer's own tensors, not copies: a load writes into them."""
         model, recipe = self._model(), self.make()
         self._convert(model)
         if recipe.support(self.device).level == "none":

@@ -13,8 +13,8 @@ from drivetrain_backends.modules.module_proxy import ModuleProxy
 class EngineModel(ModuleProxy):
     """A wrapper whose forward runs through the engine while the model is trained, and around it while it is frozen.
 
-    A frozen model that a loss merely passes through, such as a discriminator in the generator's step, must bypass its
-    engine, which would take the passing gradients for its own. `on_gradient` gets the user's module when a backward
+    A frozen model in the path of a loss, such as a discriminator in the generator's step, must bypass its engine: the
+    engine would take the passing gradients for its own. `on_gradient` gets the user's module when a backward
     reaches an output of the engine.
     """
 

@@ -123,7 +123,7 @@ class CollectiveOrder:
             self.compare(at_step=False)
 
     def noting(self, kind: Literal["gather", "reduce", "scale"], what: str) -> Callable[[], None]:
-        """Return a function that records a collective on `what` before it runs. Both are called on all ranks."""
+        """Return a function to call before a collective on `what`, to record it. Both are called on all ranks."""
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")
         mark = f"{_DOING[kind]} {what}"

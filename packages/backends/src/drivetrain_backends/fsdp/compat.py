@@ -106,7 +106,7 @@ def forward_is_open(block: FSDPModule) -> bool:
 
 
 def begin_anew(block: FSDPModule) -> None:
-    """Reset a block after a forward that was refused, so that the next one starts like the first."""
+    """Reset a block after a refused forward: the next one starts like the first."""
     state = state_of(block)
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None

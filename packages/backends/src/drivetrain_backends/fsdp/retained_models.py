@@ -50,7 +50,7 @@ class RetainedModels:
         return None if found is None else found()
 
     def begin_again(self, models: Iterable[nn.Module]) -> None:
-        """Release what forwards since `close` left gathered in those of the modules that are retained."""
+        """Release the parameters gathered by forwards since `close` in retained modules."""
         for retained in filter(None, map(self.find, models)):
             retained.sharded.reshard()
             retained.sharded.check(thoroughly=True)

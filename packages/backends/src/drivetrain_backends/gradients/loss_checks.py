@@ -26,7 +26,7 @@ LOSSES_FOLLOWED = 16  # several per step, because two models may train in turns
 
 
 class TrainedModels(Protocol):
-    """Models that one loss may train, with the prepared optimizers that step them."""
+    """Models of one loss, with their prepared optimizers."""
 
     models: tuple[nn.Module, ...]
     optimizers: list[Optimizer]

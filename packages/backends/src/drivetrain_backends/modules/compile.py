@@ -67,7 +67,7 @@ def _tensors_of(model: nn.Module) -> Set[Tensor]:
 def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare the names and shapes of a `state_dict`, of a compiled or plain model, with those of a model.
 
-    Checked first because torch loads the tensors that fit before it reports those that do not.
+    Call it before a load: torch reports misfits only after loading the tensors that fit.
     """
     own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
     kind = type(unwrap_compiled(model)).__name__

@@ -15,7 +15,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicatedWeights:
-    """Weights that ranks hold alike, in the same order on all ranks, each with the name that an error calls it by."""
+    """Replicated weights, in the same order on all ranks, each with its name for errors."""
 
     def __init__(self, named: Mapping[Tensor, str], device: torch.device) -> None:
         self.tensors = tuple(named)

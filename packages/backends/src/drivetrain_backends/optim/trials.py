@@ -157,7 +157,7 @@ def _small_state(state: dict[str, Any], parameter: Tensor, small: Tensor) -> dic
 
 
 def _set_visible_rate(group: dict[str, Any]) -> None:
-    """Raise a learning rate; one that is no number or tensor, as of an optimizer that finds its own, is kept."""
+    """Raise a learning rate, unless the optimizer computes its own: then it is no number or tensor."""
     rate, initial = group.get("lr"), group.get("initial_lr")
     if isinstance(rate, bool) or not isinstance(rate, (Real, Tensor)):
         return

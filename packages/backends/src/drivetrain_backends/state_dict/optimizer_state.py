@@ -77,7 +77,7 @@ def load_named_state(
 ) -> list[str]:
     """Load a result of `named_state` through the optimizer's own `load_state_dict`, after `check_named_state`.
 
-    Return what a user should know of states that could not be kept in their form.
+    Return warnings about states that could not keep their form.
     """
     check_named_state(optimizer, names, state)
     restored = Restored(optimizer)

@@ -264,7 +264,7 @@ class BackendContract:
         assert run.backend.window.length == 1, "close: the open window goes on, and with it what was released"
 
     def check_gathered(self, context: Context) -> None:
-        """Check that `gathered` gives full parameters, and that all ranks keep what rank 0 writes into them."""
+        """Check that `gathered` gives full parameters, and that all ranks keep the values written by rank 0."""
         run = self._start(context, Case(windows=[1]))
         with run.prepared.gathered(write=True):
             shapes = {name: tuple(p.shape) for name, p in run.prepared.unwrap().named_parameters()}

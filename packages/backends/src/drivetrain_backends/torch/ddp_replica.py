@@ -123,7 +123,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         """Refuse a backward that the reducer did not see, because parameters were converted or moved.
 
         Torch then delivers a parameter's gradient past the reducer, also once it is converted back. The reducer
-        itself refuses a backward that it saw in part, unless it expects that.
+        itself refuses a backward with only some of the parameters, unless its settings allow that.
         """
         self._num_backwards += 1
         may_be_partial = self.find_unused_parameters or self.static_graph

@@ -192,7 +192,7 @@ def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
 def _check_recipe(
     recipe: Fp8Recipe, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
 ) -> None:
-    """Refuse a recipe of fp8 under a backend that it may not train under, and warn of one that nobody has tried."""
+    """Refuse an fp8 recipe under a backend not allowed for it, and warn of an untested combination."""
     needed = recipe.requirements
     if needed.backends is not None and not _is_one_of(backend, needed.backends, registry):
         raise PrecisionError(

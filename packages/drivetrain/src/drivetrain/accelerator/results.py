@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Results(HasParts):
-    """The part of an Accelerator that logs and measures, and tells what was applied."""
+    """The part of an Accelerator that logs, measures and reports the effective plan."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

@@ -168,7 +168,7 @@ class Training(HasParts):
         Args:
             function: The function to call, with the samples of a micro-batch on one rank as its first argument.
             starting_batch_size: The first batch size to try.
-            reduce_batch_size: A function that returns the next batch size after one that does not fit.
+            reduce_batch_size: A function from a batch size that does not fit to the next one.
             limit_host: Whether host allocations beyond the limit of the job raise MemoryError in a try.
 
         Raises:
@@ -188,7 +188,7 @@ class Training(HasParts):
         return SizedFunction(function, lambda sized: partial(self._search, self._try(sized, steps_of), find))
 
     def _try(self, sized: Callable[..., Result], steps_of: Callable[[int], int]) -> Callable[..., Result]:
-        """Return a function that sets the accumulation for a batch size before it tries that."""
+        """Return the function with the accumulation set for the batch size before each try."""
 
         @wraps(sized)
         def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:

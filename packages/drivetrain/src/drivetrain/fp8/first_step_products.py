@@ -16,7 +16,7 @@ from drivetrain_state import ProgressMark, ProgressRecord
 
 @dataclass(slots=True)
 class _Block:
-    """A forward or backward that is counted, with all that ran in it.
+    """A counted forward or backward.
 
     Attributes:
         counting: The context that counts.

@@ -173,7 +173,7 @@ class Fp8Training:
         self._products.close()
 
     def _undo(self, first: int) -> None:
-        """Give the models that were converted last their plain layers back, but for those that others share."""
+        """Restore the plain layers of the models from index `first` on, except layers shared with earlier models."""
         kept = self._computing(self._models[:first])
         for model in self._models[first:]:
             restore_model(model, self._recipe, kept=kept)

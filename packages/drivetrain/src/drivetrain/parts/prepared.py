@@ -78,7 +78,7 @@ class PreparedObjects:
         self._holders.clear()
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
-        """Restore those of some models that are prepared for evaluation, so that they can be trained."""
+        """Undo the preparation for evaluation of models, to train them."""
         plain = [self.unwrap(each, keep_autocast=True) for each in models]
         restored = [each for each in self.evaluated if each in plain]
         self.evaluated.difference_update(restored)

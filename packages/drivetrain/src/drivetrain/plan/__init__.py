@@ -1,1 +1,1 @@
-"""The effective plan: what was asked against what is applied, and settings that nothing reads."""
+"""The effective plan: requested settings compared with the applied ones."""

@@ -19,7 +19,7 @@ _UNTOLD = ("run.show_plan", "run.verbose")
 
 
 def summarize(plan: EffectivePlan, *, whole: str) -> str:
-    """Return what runs, what was requested and what was chosen, as lines without a final newline.
+    """Return a summary of the run, its requested settings and the choices made, without a final newline.
 
     Args:
         plan: The effective plan.

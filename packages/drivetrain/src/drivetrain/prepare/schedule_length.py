@@ -29,8 +29,8 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
 def tell_unsharded_lengths(parts: Parts, loaders: Iterable[tuple[Any, ShardedLoader[Any]]]) -> None:
     """Warn once of each prepared schedule that is as long as a loader was before it was prepared.
 
-    Called on all ranks, after each `prepare`. Other epochs of the prepared loader may have as many steps: a schedule
-    that fits a prepared loader whose length the program has asked for, or a result of `num_steps`, is made with that.
+    Called on all ranks, after each `prepare`. A schedule of the same length as a result of `num_steps`, or as
+    a whole number of epochs of a prepared loader whose `len` the program has read, is taken to be made for it.
 
     Args:
         parts: The parts of the Accelerator.

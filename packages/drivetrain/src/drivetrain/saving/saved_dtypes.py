@@ -20,14 +20,14 @@ def check_dtypes(
     *,
     is_main: bool,
 ) -> None:
-    """Tell that loading a model converts its tensors, or refuse it if that rounds and nobody asked for it.
+    """Log the conversions of dtypes in a load, and refuse those that round without a setting for it.
 
     Args:
         saved: The model's state as it was saved.
         own: The model's state in this run.
         prepared: The model that it is loaded into.
         dtypes: The dtypes of the run: `param` asks for parameters to be rounded, `buffer` for buffers.
-        is_main: Whether this rank tells it.
+        is_main: Whether this rank logs.
 
     Raises:
         ValueError: A tensor would be rounded; nothing was loaded.

@@ -1,1 +1,1 @@
-"""The batch size: find one that fits in memory, on one process or on several that agree."""
+"""The batch size: find the largest that fits in memory, on one process or on several in agreement."""

@@ -32,11 +32,11 @@ class TryOutcome(Enum):
 
 @dataclass(slots=True)
 class ExecutableBatchSize:
-    """The batch size of a search, to be kept with a run: a search that is given it begins with it.
+    """The result of a search, to save with a run: a later search begins with it.
 
     Attributes:
-        batch_size: The samples of a micro-batch on one rank, of the try that runs or of the last one that fitted;
-            None before the first try, and after one that did not fit.
+        batch_size: The samples of a micro-batch on one rank in the current try, or in the last one that fitted; None
+            before the first try, and after a try that did not fit.
     """
 
     batch_size: int | None = None
@@ -99,13 +99,11 @@ def find_executable_batch_size(
     Args:
         function: The function to call; its first argument is the batch size.
         starting_batch_size: The first batch size to try.
-        reduce_batch_size: A function that returns the next batch size after one that does not fit; a size below 1
-            ends the search.
-        agree: A function that is called on every rank after each try, with the outcome on this rank, and returns the
-            outcome on all: out of memory if one rank was. None for a single process. A rank that fails because
-            another ran out of memory is told so by it; `Accelerator.find_executable_batch_size` brings one.
-        remembered: An answer to begin with. Each try writes its size to it before it begins, so that a checkpoint
-            that is saved in the try holds it.
+        reduce_batch_size: A function from a batch size that does not fit to the next one; a size below 1 ends the
+            search.
+        agree: A function called on every rank after each try, from this rank's outcome to the outcome of all: out of
+            memory if any rank was. None for a single process. `Accelerator.find_executable_batch_size` passes one.
+        remembered: The size to begin with. Each try first writes its own size to it, for checkpoints of that try.
         limit_host: Whether host allocations beyond the limit of the job's control group raise MemoryError in a try.
 
     Raises:

@@ -1,8 +1,8 @@
 """The objects of a class that are alive, found while other threads work.
 
-`gc.get_objects()` will not do. Its list holds what other threads are making at that moment, and CPython fails in them
-with a SystemError if anything else holds a tuple that is being made from a generator: in the thread that writes a
-checkpoint in the background, for example.
+`gc.get_objects()` will not do: its list also holds unfinished objects of other threads. While anything refers to a
+tuple under construction from a generator, CPython raises a SystemError in the constructing thread, such as the one
+that writes a checkpoint in the background.
 """
 
 import gc

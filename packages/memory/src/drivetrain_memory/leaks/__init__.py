@@ -1,1 +1,1 @@
-"""Leaks: find memory that grows over steps, and name what grows, who holds it and which line made it."""
+"""Leaks: find memory that grows over steps, and name its kind, its holder and the line of its creation."""

@@ -122,7 +122,7 @@ class LeakDetector:
         self._investigation = _Investigation(self._step, trace=self._trace)
 
     def close(self) -> None:
-        """Give up an investigation that is under way, and what it has traced."""
+        """Give up a running investigation and its trace."""
         if self._investigation is not None:
             self._investigation.stop_tracing()
             self._investigation = None

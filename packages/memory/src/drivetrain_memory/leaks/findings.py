@@ -20,7 +20,7 @@ _LEAST_BLOCKS = 3  # of Python's allocator for each step: a number that is kept 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """Memory that grows at every step, and what is known of it.
+    """Memory that grows at every step.
 
     Attributes:
         kind: "objects" that a name holds, a "worker" or another child process, "pinned" host memory, memory of
@@ -87,7 +87,7 @@ def grown_holders(before: Census, after: Census, steps: int, *, least_rate: floa
 
 
 def _joined(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:
-    """Join what grows inside elements that grow themselves with those, under the name of their container."""
+    """Join growth inside growing elements with the growth of the elements, under their container's name."""
     joined: dict[str, dict[str, Any]] = {}
     for name in sorted(grown, key=len):
         container = name.removesuffix(" (key)").removesuffix("[*]")

@@ -88,7 +88,7 @@ def own_resident_bytes() -> int:
 
 
 def children_bytes() -> dict[int, int]:
-    """Return the resident memory of each process that `multiprocessing` started, without what it shares, by id."""
+    """Return the unshared resident memory of each child process of `multiprocessing`, by process id."""
     found: dict[int, int] = {}
     for child in multiprocessing.active_children():
         try:

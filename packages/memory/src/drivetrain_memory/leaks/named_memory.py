@@ -1,8 +1,8 @@
 """The memory that Python objects hold, by the name under which a user reaches them.
 
 Objects are walked from the user's names outwards, breadth first: each counts for the name with the shortest path to
-it. Elements of containers share one name, `losses[*]`, so that a container that grows shows as one name whose count
-grows. The saved tensors of autograd graphs are not Python objects; their nodes are counted.
+it. All elements of a container share one name, `losses[*]`: a growing container is one name with a growing count. The
+saved tensors of autograd graphs are not Python objects; their nodes are counted.
 """
 
 import gc

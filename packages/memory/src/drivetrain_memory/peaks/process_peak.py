@@ -119,11 +119,10 @@ class ProcessPeak:
 
 
 class PortablePeak:
-    """The peak of this process since this object was made, from `getrusage` or, if that did not rise, from samples.
+    """The peak of this process since the construction of this object, from `getrusage` or from samples.
 
-    The mark that `getrusage` tells is that of the whole life of the process. If it rose, it rose in the block, and is
-    its exact peak. If not, the largest of the samples counts: a thread takes one every 2 ms, and misses what is
-    shorter.
+    `getrusage` gives the peak of the process's entire life. If it rose in the block, it is the block's exact peak.
+    Otherwise the largest sample counts: a thread takes one every 2 ms, and misses shorter peaks.
     """
 
     def __init__(self) -> None:

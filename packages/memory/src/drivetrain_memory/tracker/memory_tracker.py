@@ -220,7 +220,7 @@ class MemoryTracker:
 
 
 class PhaseStack:
-    """The phases that run now, and the peaks of those that ran.
+    """The current phases, and the peaks of past ones.
 
     The thread that trains enters and leaves; another may read `path` at any time.
     """

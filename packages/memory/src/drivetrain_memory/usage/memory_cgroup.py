@@ -69,7 +69,7 @@ class CgroupUsage:
 def find_cgroups(
     pid: int | str = "self", *, root: Path = CGROUP_ROOT, proc: Path = PROC
 ) -> tuple[CgroupFiles, ...]:
-    """Return the control group that a process is in, and those around it that have a memory limit.
+    """Return the control group of a process, and the groups around it, as far as they limit memory.
 
     Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as
     the root of version 2, is left out.

@@ -83,7 +83,7 @@ class ProcessUsage:
 
 
 class ProcessReader:
-    """A reader of one process that keeps its file open, so that a look is one system call of some 10 us."""
+    """A reader of one process with its file kept open: a reading is one system call of some 10 us."""
 
     def __init__(self, pid: int, *, proc: Path = PROC) -> None:
         self._pid, self._proc = pid, proc

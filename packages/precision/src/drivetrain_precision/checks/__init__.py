@@ -1,1 +1,1 @@
-"""The operations in half precision: what autocast decides, what ran, and what user code should not do."""
+"""Operations in half precision: autocast's rules, a record of a run, and faults in user code."""

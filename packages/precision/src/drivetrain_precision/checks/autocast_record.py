@@ -1,4 +1,4 @@
-"""Autocast that remembers which operations ran in fp32, and which in half precision."""
+"""Autocast with a record of the operations that ran in fp32 and in half precision."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack

@@ -17,7 +17,7 @@ Rule = Literal["fp32", "half", "widest", "refused"]
 
 
 def autocast_rules(device_type: str) -> dict[str, Rule]:
-    """Return what torch's autocast does with each operation that it has a rule for; others keep their inputs' dtype.
+    """Return the rule of torch's autocast for each operation; operations without one keep their inputs' dtype.
 
     Args:
         device_type: A kind of device, such as "cuda" or "cpu". No such device has to be present.

@@ -70,7 +70,7 @@ class HalfVerdict:
 
 
 def inside_function(verdict: HalfVerdict, function: str) -> HalfVerdict:
-    """Return the verdict on a function of torch.nn.functional, from that on an operation that it runs."""
+    """Return the verdict on a function of torch.nn.functional from the verdict on one of its operations."""
     is_loss = function.endswith(("loss", "cross_entropy", "_with_logits", "kl_div"))
     return replace(verdict, kind="loss", damage="computed", mend=_MENDS["loss"]) if is_loss else verdict
 

@@ -18,7 +18,7 @@ from drivetrain_precision.errors import HalfPrecisionWarning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfOperation:
-    """An operation that computes in half precision although it needs fp32, and the advice what to write instead.
+    """An operation computed in half precision although it needs fp32, with advice.
 
     Attributes:
         operation: The name, such as "cross_entropy" or "mean of squares".
@@ -107,13 +107,12 @@ class _Calls:
 def find_half_operations(
     model: nn.Module | None = None, *, libraries: bool = False, warn: bool = True
 ) -> Generator[HalfOperations]:
-    """Run a block, such as one training step, and find what it computes in fp16 or bf16 although it needs fp32.
+    """Run a block, such as one training step, and find operations in fp16 or bf16 that need fp32.
 
     What counts: losses and log-probabilities; softmax; norms, also written by hand as a mean of squares; sums of
-    exponentials; running sums. Not reported are operations whose inputs are in fp32, what torch does by itself in
-    backward and optimizers, and, where torch's kernel computes in fp32 and rounds its result alone, calls under
-    autocast (it chose so) and those in installed libraries. Compiled models run without the compiler in the block.
-    Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
+    exponentials; running sums. Not reported are operations on fp32 inputs and torch's own work in backward and
+    optimizers. Where torch's kernel computes in fp32 and only rounds its result, calls under autocast and in
+    installed libraries are not reported either. Compiled models run without the compiler in the block. Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
     other threads are not seen. Called on any rank by itself. The result is complete at the end of the block.
 
     Args:
@@ -149,7 +148,7 @@ class _AutocastState(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at each operation below autocast, so that the dtypes are those that are computed in."""
+    """Looks at each operation below autocast, where its inputs have the dtype of the computation."""
 
     def __init__(
         self, found: HalfOperations, names: dict[int, str], autocast: _AutocastState, *, libraries: bool

@@ -18,7 +18,7 @@ _COPIES = ("original_module", "modules_to_save")
 
 
 class Refuses(Protocol):
-    """A recipe or a way to quantize, which knows the linear layers that it cannot convert."""
+    """A recipe or a quantization that can refuse linear layers."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why a linear layer cannot be converted, or None if it can."""

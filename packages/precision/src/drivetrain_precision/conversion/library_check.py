@@ -8,7 +8,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededLibrary:
-    """A library that computes converted layers, its first version that can, and the extra that installs it."""
+    """The library of converted layers, its lowest version, and the extra that installs it."""
 
     library: str
     version: str

@@ -1,4 +1,4 @@
-"""The dtypes of a run beside the one that it computes in, as one frozen value that every backend applies."""
+"""The dtypes of parameters, gradients, outputs and buffers, as one frozen value for every backend."""
 
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -39,8 +39,8 @@ def find_islands(
         known: Further models that a pattern may match in place of these, such as those prepared earlier.
 
     Raises:
-        PrecisionError: A pattern matches nothing, or all of a model; or a parameter is shared by a module that stays
-            in fp32 and one that does not.
+        PrecisionError: A pattern matches nothing, or all of a model; or a module in fp32 shares a parameter with one
+            that is not.
     """
     models, patterns = list(models), tuple(patterns)
     found = {model: [p for p in patterns if matching_modules(model, p)] for model in [*models, *known]}

@@ -59,10 +59,9 @@ def convert_model(
         model: The model; its layers are not divided among ranks yet.
         recipe: The recipe that layers are to compute in, or its name.
         filter: The layers to convert; None for the recipe's own filter.
-        device: The device that the model will compute on; None for that of its parameters or, where they are on the
-            CPU, an accelerator that it may be moved to.
-        kept: Modules that stay as they are whatever the filter says, such as those that `find_islands` returns or
-            those that another model shares and that are converted already, each with the reason for the report.
+        device: The device to compute on; None takes the device of the parameters or, if that is the CPU, this
+            machine's accelerator.
+        kept: Modules to leave as they are, with a reason each for the report, such as the result of `find_islands`.
         known: Names of linear layers of further models, which a pattern of the filter may match in place of this
             model's.
 
@@ -105,7 +104,7 @@ def restore_model(
 ) -> tuple[str, ...]:
     """Give a model its plain layers back, in place, with equal weights, and return the names of those layers.
 
-    Modules that are kept, such as those that another model shares, stay converted.
+    Modules in `kept`, such as those shared with another model, stay converted.
     """
     recipe = as_recipe(recipe)
     names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
@@ -165,7 +164,7 @@ def _change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecisi
 
 
 def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:
-    """Check that a model's device, or one that it may be moved to, can run a recipe."""
+    """Check that the model's device, or else this machine's accelerator, can run a recipe."""
     kinds = {each.device.type: each.device for each in model.parameters() if not each.is_meta}
     devices = list(kinds.values()) if device is None else [device]
     supports = {each: recipe.support(each) for each in devices}

@@ -56,7 +56,7 @@ class Requirements(NeededLibrary):
         wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
         counts_emulation: Whether its emulation on a CPU runs products that `counting` tells from plain ones.
         backends: The names of the backends that it may train under; None for all of them.
-        untried_backends: The names of backends that it has not been run under, of which a run is warned.
+        untried_backends: The names of untested backends; a run under one gets a warning.
     """
 
     capability: tuple[int, int]

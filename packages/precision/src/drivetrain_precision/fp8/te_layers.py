@@ -121,8 +121,8 @@ def to_te(module: nn.Module) -> nn.Module:
 def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
     """Return Transformer Engine's layer that computes a norm too, around the parameters of a linear layer.
 
-    The linear layer is the only reader of the norm, which `to_te` returned. The norm keeps its parameters, which the
-    new layer computes with, and hands on what it is given.
+    The linear layer is the only reader of the norm, which `to_te` returned. The norm keeps its parameters
+    and becomes the identity; the new layer computes with these parameters.
     """
     if (reason := te_refusal(linear)) is not None:
         raise PrecisionError(f"the Linear {reason}; leave it as it is")
@@ -136,8 +136,9 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
 def from_te(module: nn.Module) -> nn.Module:
     """Return the plain layer around the parameters of Transformer Engine's; of a fused one, the linear layer.
 
-    A PrecisionError refuses what a plain layer cannot do, such as tensor parallelism, or a norm whose weight is one
-    less than the factor it multiplies with: no plain weight has the same bits.
+    Raises:
+        PrecisionError: A plain layer has no such option, such as tensor parallelism, or a norm's weight that is
+            stored less one: no plain weight has the same bits.
     """
     kind = _kind_of(module)
     for name, value in kind.plain_values.items():

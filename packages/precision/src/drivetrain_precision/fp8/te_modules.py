@@ -1,9 +1,9 @@
 """Transformer Engine's layers with the state dict of torch's. Importing this module imports Transformer Engine.
 
 Its own layers add an `_extra_state` to every state dict, without which a strict load fails: a plain checkpoint could
-not be loaded, nor could a plain layer load theirs. What they keep in it, the scales of delayed scaling, is pickled,
-and the library refuses to load that unless a variable says that the file is trusted. `te_state` gives these scales
-as tensors instead.
+not be loaded, nor could a plain layer load theirs. It holds the scales of delayed scaling,
+pickled, and the library loads a pickle only where an environment variable declares the file trusted. `te_state` gives
+the scales as tensors instead.
 """
 
 from typing import Any, cast
@@ -34,7 +34,7 @@ class PlainLinear(PlainState):
 
 
 class HandsOn(PlainState):
-    """A norm that hands on what it is given, once a linear layer computes it too."""
+    """A norm that returns its input once the next linear layer computes the norm."""
 
     is_computed_by_next = False
 

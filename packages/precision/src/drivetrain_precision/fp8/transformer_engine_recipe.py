@@ -46,10 +46,10 @@ class TransformerEngineRecipe:
             checkpoint keeps. "current": the tensor's own values. "block": blocks of 128 values. "mxfp8": 32 values.
             "nvfp4": 16 values of 4 bits.
         options: Further fields of the library's recipe class, such as {"amax_history_len": 16}.
-        norms: The treatment of `nn.LayerNorm` and `nn.RMSNorm`. "keep": nothing, so that they compute what they do in
-            bf16: under autocast torch's return fp32, and the library's bf16. "convert": they become the library's.
-            "fuse": those that a converted linear layer follows in an `nn.Sequential`, whose children are called by it
-            alone, are computed by the layer's product too, and the others are converted.
+        norms: The treatment of `nn.LayerNorm` and `nn.RMSNorm`. "keep": none; they compute as in bf16 training
+            (under autocast, torch's norms return fp32 and the library's bf16). "convert": they become the library's.
+            "fuse": a norm followed by a converted linear layer in an `nn.Sequential` is computed by that layer; other
+            norms are converted.
         layers: The layers to convert; its patterns and `accept` see norms too where they are converted.
     """
 

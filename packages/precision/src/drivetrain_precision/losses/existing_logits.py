@@ -27,8 +27,8 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits that exist already, with softmax and loss in fp32.
 
-    The result is that of `torch.nn.functional.cross_entropy(logits.float(), labels)`, without the copies of all
-    logits in fp32 that it makes in forward and backward: chunks of tokens are converted one at a time. Where the
+    The result is that of `torch.nn.functional.cross_entropy(logits.float(), labels)` without its fp32 copies of all
+    logits in forward and backward: chunks of tokens are converted one at a time. Where the
     model's head can be left out, `chunked_cross_entropy` saves the logits as well: options, result and errors are as
     there.
 

@@ -98,7 +98,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
 
 
 def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> None:
-    """Check that there is an integer label for each token of the argument `what`, whose tokens have a shape."""
+    """Check that labels are integers, one for each token of the argument named `what`."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise TypeError(f"labels have the dtype {labels.dtype}: must be indices of words, such as torch.long")
     if labels.shape != shape:

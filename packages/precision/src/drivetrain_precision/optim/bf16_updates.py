@@ -37,8 +37,8 @@ class Bf16Updates:
 
     Args:
         rounding: "stochastic" or "kahan".
-        most_elements: The number of elements that are in fp32 at a time, if the optimizer is one of `torch.optim`,
-            which treats each parameter on its own; of others, all are.
+        most_elements: The maximum number of elements in fp32 at a time with optimizers of `torch.optim`, which update
+            each parameter independently; with others, all elements are.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class NonFiniteValue:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Return a clause that says what it is and where it comes from."""
+        """Return the value and its origin as a clause."""
         call = f", call {self.call}" if self.call > 1 else ""
         name = f"{self.layer or 'the model'} ({self.layer_type}, {self.dtype}{call})"
         parent = f"the forward of {self.parent or 'the model'}"

@@ -1,4 +1,4 @@
-"""Look at the values that pass between the modules of a model: what underflows in which, and what overflows first.
+"""Count underflow in the values that pass between modules, and find the first module that overflows.
 
 Hooks see what goes into each module and comes out, and the gradients of both. They count on the device; a watched
 step computes the same bits as one that is not watched.

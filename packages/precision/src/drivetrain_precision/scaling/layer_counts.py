@@ -73,7 +73,7 @@ class LayerCounts:
             self._note(table, bad, event)
 
     def first_event(self) -> tuple[int, int] | None:
-        """Return when the first value that is not finite came, and what it was; None without one. Synchronises."""
+        """Return the time and the number of the first event with a nonfinite value, or None. Synchronises."""
         first = min((int(table.first.item()) for table in self._tables.values()), default=_NEVER)
         return None if first == _NEVER else divmod(first, 2**_ID_BITS)
 

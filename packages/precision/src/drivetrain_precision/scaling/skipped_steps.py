@@ -19,11 +19,11 @@ _MOST_ROWS = 20  # of a logged table
 
 
 class SkippedSteps:
-    """The steps of models that step together that were skipped since the last one that was not.
+    """The consecutive skipped steps of models with a common optimizer step.
 
-    The layer that overflows is found by hooks (`GradientWatch`). They are attached once two steps one after another
-    were skipped, or the next skipped one would be an error: a step without trouble pays nothing for them. A run
-    whose loss scale is at its floor from the start therefore has one more step before its error, with hooks.
+    The layer that overflows is found by hooks (`GradientWatch`). They are attached after two
+    consecutive skipped steps, or when the next skip would be an error: steps without trouble pay nothing for them. A
+    run with its loss scale at the floor from the start therefore gets one more step, with hooks, before its error.
 
     Attributes:
         num_skipped: The number of steps skipped one after another.
