@@ -32,8 +32,8 @@ def plan_blocks(
     """Choose the blocks of a model: by class, by size, as the model itself declares, or the modules of its lists.
 
     A block with a parameter shared outside it is no block: the parameter is gathered with the nearest block around
-    both modules, or with the root. Without `classes`, a block has at least `min_num_params` elements. A class in neither
-    the model nor `others` is an error that names the setting `asked`.
+    both modules, or with the root. Without `classes`, a block has at least `min_num_params` elements. A class
+    in neither the model nor `others` is an error that names the setting `asked`.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}

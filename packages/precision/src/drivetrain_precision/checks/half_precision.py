@@ -112,7 +112,9 @@ def find_half_operations(
     What counts: losses and log-probabilities; softmax; norms, also written by hand as a mean of squares; sums of
     exponentials; running sums. Not reported are operations on fp32 inputs and torch's own work in backward and
     optimizers. Where torch's kernel computes in fp32 and only rounds its result, calls under autocast and in
-    installed libraries are not reported either. Compiled models run without the compiler in the block. Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
+    installed libraries are not reported either. Compiled models run without the compiler in the block.
+
+    Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
     other threads are not seen. Called on any rank by itself. The result is complete at the end of the block.
 
     Args:
