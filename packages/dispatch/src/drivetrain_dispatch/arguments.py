@@ -7,8 +7,6 @@ import torch
 
 from drivetrain_dispatch.errors import DeviceMapError
 
-_FORM = 'give a map from names to devices, such as {"": "cpu"}'
-
 
 def check_dtype(argument: str, dtype: object) -> None:
     """Check that an argument is a `torch.dtype`."""
@@ -36,18 +34,12 @@ def check_map(device_map: object, otherwise: str = "") -> None:
                 f"device_map={{{names[0]!r}: ...}}: names are text, as named_modules() gives them: {str(names[0])!r}"
             )
         return
-    example = _FORM
-    if isinstance(device_map, int | torch.device) or _is_device(device_map):
-        shown = device_map if isinstance(device_map, int) else str(device_map)
-        example = f'{_FORM}; for the whole model on one device {{"": {shown!r}}}'
-    raise DeviceMapError(f"device_map={device_map!r}: {example}{otherwise}")
-
-
-def _is_device(given: object) -> bool:
-    """Return whether a value is a string that names a device or the disk."""
-    if not isinstance(given, str):
-        return False
+    example = 'give a map from names to devices, such as {"": "cpu"}'
     try:
-        return given == "disk" or bool(torch.device(given).type)
-    except RuntimeError:
-        return False
+        is_device = device_map == "disk" or bool(torch.device(cast("str", device_map)))
+    except (RuntimeError, TypeError):
+        is_device = False
+    if is_device:
+        shown = device_map if isinstance(device_map, int) else str(device_map)
+        example += f'; for the whole model on one device {{"": {shown!r}}}'
+    raise DeviceMapError(f"device_map={device_map!r}: {example}{otherwise}")

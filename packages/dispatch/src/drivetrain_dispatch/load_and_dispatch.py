@@ -16,7 +16,7 @@ from drivetrain_dispatch.loading.checkpoint_tensors import (
     check_load_dtype,
     open_checkpoint,
 )
-from drivetrain_dispatch.loading.load_checkpoint import load_tensors
+from drivetrain_dispatch.loading.load_checkpoint import check_sharded, load_tensors
 from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
 from drivetrain_dispatch.model.model_layout import ModelLayout
@@ -86,6 +86,7 @@ def load_checkpoint_and_dispatch(
     )  # fmt: skip
     layout = _layout_of(model, dtype, keep_in_fp32_modules)
     _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
+    check_sharded(layout, device_map, options)
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_quantized_sizes(layout, opened.specs, quantization)
     if isinstance(device_map, str):

@@ -212,12 +212,8 @@ def _from_diffusers(
     if config is None:
         config = model_class.load_config(path, local_files_only=True)
     _check_options(options, tuple(signature(model_class).parameters))
-    made = (
-        config.get("_class_name", model_class.__name__)
-        if isinstance(config, Mapping)
-        else model_class.__name__
-    )
-    if made != model_class.__name__:
+    made = config.get("_class_name") if isinstance(config, Mapping) else None
+    if made not in (None, model_class.__name__):
         raise ValueError(
             f"{path / _CONFIG} describes a {made}, not a {model_class.__name__}: give that class"
         )

@@ -84,7 +84,15 @@ class ModeEstimate:
 def run(arguments: EstimateArguments) -> int:
     """Estimate the memory of training a Hugging Face model, by dtype and by way to train."""
     try:
-        weights, estimates = _estimate(arguments)
+        path = Path(arguments.model).expanduser()
+        if path.name == "config.json" or (path / "config.json").is_file() or not path.exists():
+            model = build_to_train(path, dtype=None)
+            weights = sizes_of_model(model, whole_classes(model))
+            estimates = [_estimate(path, MODES[name], weights, arguments) for name in arguments.mode]
+        else:
+            why = "the files of weights alone do not say what a step computes: add config.json"
+            weights = sizes_of_files(path)
+            estimates = [ModeEstimate(mode=MODES[name], why_not=why) for name in arguments.mode]
     except (ValueError, ImportError, OSError, CostError, WeightFilesError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
@@ -105,18 +113,7 @@ def run(arguments: EstimateArguments) -> int:
     return 0
 
 
-def _estimate(arguments: EstimateArguments) -> tuple[WeightSizes, list[ModeEstimate]]:
-    path = Path(arguments.model).expanduser()
-    has_config = path.name == "config.json" or (path / "config.json").is_file() or not path.exists()
-    if not has_config:
-        why = "the files of weights alone do not say what a step computes: add config.json"
-        return sizes_of_files(path), [ModeEstimate(mode=MODES[name], why_not=why) for name in arguments.mode]
-    model = build_to_train(path, dtype=None)
-    sizes = sizes_of_model(model, whole_classes(model))
-    return sizes, [_estimate_mode(path, MODES[name], sizes, arguments) for name in arguments.mode]
-
-
-def _estimate_mode(
+def _estimate(
     path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments
 ) -> ModeEstimate:
     try:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device, Tier, tier_of
-from drivetrain_dispatch.planning.hardware import Described, described, hardware_of
+from drivetrain_dispatch.planning.hardware import described, hardware_of
 from drivetrain_dispatch.planning.infer_device_map import rooms_of
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
@@ -118,7 +118,12 @@ def run(arguments: PlanArguments) -> int:
     """Plan where a Hugging Face model goes, what each device holds, and how long a token takes."""
     try:
         gpus = [_parse("gpu", text, described) for text in arguments.gpu]
-        budgets = _budgets(arguments, gpus)
+        here: Mapping[Device, int] = {} if gpus and arguments.cpu else get_max_memory()
+        budgets: dict[Device, int] = {device: size for device, size in here.items() if device != "cpu"}
+        if gpus:
+            budgets = dict(enumerate(size for gpu in gpus for size in gpu.sizes))
+            budgets = {device: size for device, size in budgets.items() if size}
+        budgets["cpu"] = here["cpu"] if arguments.cpu is None else _parse("cpu", arguments.cpu, parse_size)
         on_host = rooms_of(budgets)[0] == ["cpu"]
         usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
         link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
@@ -131,7 +136,10 @@ def run(arguments: PlanArguments) -> int:
         rate = ComputeRate(flops_per_second=tflops * 1e12, bytes_per_second=bandwidth)
         dtype = None if arguments.dtype is None else _DTYPES[arguments.dtype]
         model = build_empty(Path(arguments.model_dir).expanduser(), dtype)
-        seq = _tokens(model, arguments.seq)
+        most = most_tokens(model)
+        if arguments.seq is not None and most is not None and arguments.seq > most:
+            raise ValueError(f"--seq {arguments.seq}: {type(model).__name__} takes {most} tokens at most")
+        seq = arguments.seq or min(_SEQ, most or _SEQ)
         arguments = replace(arguments, seq=seq)
         found = _forecast(model, arguments, seq, budgets, rates, rate)
     except (ValueError, ImportError, OSError, CostError) as error:
@@ -146,18 +154,6 @@ def run(arguments: PlanArguments) -> int:
     return 0
 
 
-def _budgets(arguments: PlanArguments, gpus: Sequence[Described]) -> dict[Device, int]:
-    """Return the memory budget of each device in bytes: the argument, or the free memory of this machine."""
-    here: Mapping[Device, int] = {} if arguments.gpu and arguments.cpu else get_max_memory()
-    if arguments.gpu:
-        given = [size for gpu in gpus for size in gpu.sizes]
-        budgets: dict[Device, int] = {index: size for index, size in enumerate(given) if size}
-    else:
-        budgets = {device: size for device, size in here.items() if device != "cpu"}
-    budgets["cpu"] = here["cpu"] if arguments.cpu is None else _parse("cpu", arguments.cpu, parse_size)
-    return budgets
-
-
 def _parse(flag: str, text: str, parse: Callable[[str], Parsed]) -> Parsed:
     try:
         return parse(text)
@@ -169,14 +165,6 @@ def _speed(flag: str, text: str) -> int:
     if not (speed := _parse(flag, text.removesuffix("/s"), parse_size)):
         raise ValueError(f"--{flag} {text}: must be above 0")
     return speed
-
-
-def _tokens(model: nn.Module, said: int | None) -> int:
-    """Return the number of tokens in a prompt: the argument, or the default."""
-    most = most_tokens(model)
-    if said is not None and most is not None and said > most:
-        raise ValueError(f"--seq {said}: {type(model).__name__} takes {most} tokens at most")
-    return said if said is not None else min(_SEQ, most or _SEQ)
 
 
 def _forecast(

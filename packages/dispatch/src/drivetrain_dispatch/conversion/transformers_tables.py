@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import WeightFilesError
@@ -27,13 +27,18 @@ def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> d
 
     Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
     """
-    model = layout.model
-    conversion = _tables(model)
-    if conversion is None:
+    model, wanted = layout.model, layout.state
+    if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         return dict(tensors)
-    loading, transforms = conversion
-    wanted = model.state_dict()
-    found = _convert(model, loading, transforms, tensors, wanted)
+    try:
+        mapping: Any = import_module("transformers.conversion_mapping")
+        loading: Any = import_module("transformers.core_model_loading")
+        base: Any = import_module("transformers").PreTrainedModel
+    except ImportError:  # an older transformers
+        return dict(tensors)
+    if not isinstance(model, base):
+        return dict(tensors)
+    found = _convert(model, loading, mapping.get_model_conversion_mapping(model), tensors, wanted)
     # Older versions stored these tables in every layer; the model computes them now.
     tables = {buffer.rpartition(".")[2] for buffer in layout.buffers if buffer.endswith(_COMPUTED_TABLES)}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
@@ -45,25 +50,12 @@ def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> d
     return found | _computed(layout, found)
 
 
-def _tables(model: nn.Module) -> tuple[Any, list[Any]] | None:
-    """Return transformers' loading module and a model's table; None for other models or older transformers."""
-    if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
-        return None
-    try:
-        mapping: Any = import_module("transformers.conversion_mapping")
-        loading: Any = import_module("transformers.core_model_loading")
-        base: Any = import_module("transformers").PreTrainedModel
-    except ImportError:
-        return None
-    return (loading, mapping.get_model_conversion_mapping(model)) if isinstance(model, base) else None
-
-
 def _convert(
     model: Any,
     loading: Any,
     transforms: Collection[Any],
     tensors: Mapping[str, LazyTensor],
-    wanted: Collection[str],
+    wanted: Mapping[str, Tensor],
 ) -> dict[str, LazyTensor]:
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
@@ -111,7 +103,7 @@ def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTens
         absent = first in layout.parameters and tensor.is_meta and not any(name in found for name in names)
         if not absent or not _matches(first, patterns):
             continue
-        compute = partial(_initial, layout.model, first)
+        compute = partial(_initial, layout.model, first)  # on demand: it copies a module
         with torch.random.fork_rng(devices=[]):
             is_drawn = not torch.equal(compute(), compute())
         if not is_drawn:

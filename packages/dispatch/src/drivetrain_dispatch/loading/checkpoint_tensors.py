@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.conversion.fp8_checkpoint import can_be_kept, dequantised, fp8_weights
@@ -64,18 +63,11 @@ class WeightLoadOptions:
 
 
 def check_load_dtype(dtype: object) -> None:
-    """Check the dtype of a load.
-
-    Raises:
-        ValueError: The argument is not a `torch.dtype`, or no layer computes in it.
-    """
-    if dtype is None:
-        return
-    check_dtype("dtype", dtype)
-    if isinstance(dtype, torch.dtype):
-        check_computed(
-            "dtype", dtype, "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
-        )
+    """Check that a load's dtype is a `torch.dtype` in which layers compute."""
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+        instead = "load in torch.bfloat16, then apply_layerwise_casting(model, storage_dtype=...)"
+        check_computed("dtype", cast("torch.dtype", dtype), instead)
 
 
 class TensorSpec(NamedTuple):
@@ -119,18 +111,16 @@ class CheckpointTensors:
     def check_copies(self, name: str, copies: Sequence[str]) -> None:
         """Check that tensors which are one tensor of the model are equal."""
         for copy in copies:
-            if not _same(*(self.sources[each].values() for each in (name, copy))):
+            # The bytes of both, in pieces: they are pages of files.
+            one, other = (self.sources[each].values().reshape(-1).view(torch.uint8) for each in (name, copy))
+            if not all(map(torch.equal, one.split(_COMPARED_BYTES), other.split(_COMPARED_BYTES))):
                 raise TiedParametersError(
                     f"{name!r} and {copy!r} are one tensor in the model but differ in the file: untie them, or leave "
                     "one out (rename gives None for it)"
                 )
 
     def check_unchanged(self) -> None:
-        """Check that the files were not written to since they were opened.
-
-        Raises:
-            WeightFilesError: A file was written to.
-        """
+        """Check that the files were not written to since they were opened."""
         for file in dict.fromkeys(file for source in self.sources.values() for file in source.files()):
             file.check_unchanged()
 
@@ -145,40 +135,22 @@ def open_checkpoint(layout: ModelLayout, path: Path, options: WeightLoadOptions)
 
     With `rename`, the tensors keep the checkpoint's names and form. With `StoredFP8`, the values and scales of fp8
     weights that the model can keep are there too, by the names of `fp8_parts`.
-
-    Raises:
-        WeightFilesError: The path is no checkpoint, a file is damaged, or the checkpoint cannot be converted.
     """
-    held = {name: LazyTensor.in_file(file, name) for name, file in open_weights(path).items()}
-    sources = held
+    sources = {name: LazyTensor.in_file(file, name) for name, file in open_weights(path).items()}
     if options.rename is None:
-        sources = _converted(layout, held, keeps_fp8=isinstance(options.quantization, StoredFP8))
+        fp8 = fp8_weights(sources, layout.tensors.keys())
+        found = converted_names(layout, dequantised(sources, fp8))
+        if isinstance(options.quantization, StoredFP8):
+            every_values, every_scales = (converted_names(layout, part) for part in fp8)
+            for name, values in every_values.items():
+                scales = every_scales.get(name)
+                if scales is not None and can_be_kept(values, scales):
+                    found.update(zip(fp8_parts(name), (values, scales), strict=True))
+        # Tensors that are converted lie in another order than their new names.
+        if found.keys() != sources.keys() or any(found[name] is not each for name, each in sources.items()):
+            sources = dict(sorted(found.items(), key=lambda item: item[1].position()))
     specs = {
         name: TensorSpec(tuple(source.shape), source.dtype, source.divisible())
         for name, source in sources.items()
     }
     return CheckpointTensors(path=path, specs=specs, sources=sources)
-
-
-def _converted(layout: ModelLayout, held: dict[str, LazyTensor], *, keeps_fp8: bool) -> dict[str, LazyTensor]:
-    """Return a checkpoint's tensors by the model's names and in its form."""
-    fp8 = fp8_weights(held, layout.tensors.keys())
-    found = converted_names(layout, dequantised(held, fp8))
-    if keeps_fp8:
-        every_values, every_scales = (converted_names(layout, part) for part in fp8)
-        for name, values in every_values.items():
-            scales = every_scales.get(name)
-            if scales is not None and can_be_kept(values, scales):
-                found.update(zip(fp8_parts(name), (values, scales), strict=True))
-    if found.keys() == held.keys() and all(found[name] is tensor for name, tensor in held.items()):
-        return held
-    return {name: found[name] for name in sorted(found, key=lambda name: found[name].position())}
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two mapped tensors of the same shape and dtype hold the same bytes."""
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return all(
-        torch.equal(*(tensor[start : start + _COMPARED_BYTES] for tensor in flat))
-        for start in range(0, len(flat[0]), _COMPARED_BYTES)
-    )

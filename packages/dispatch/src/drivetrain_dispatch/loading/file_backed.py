@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -21,19 +21,16 @@ from drivetrain_weights.aligned_file import create_aligned
 logger = logging.getLogger(__name__)
 
 
-def with_computed_in_memory(
-    plan: LoadPlan, sources: Mapping[str, LazyTensor]
-) -> tuple[LoadPlan, tuple[str, ...]]:
-    """Move tensors that the model computes and no file holds from the disk to memory; return their names too."""
-    moved: list[str] = []
-
-    def in_memory(planned: PlannedTensor) -> PlannedTensor:
-        if not any(name in sources and not sources[name].files() for name in planned.maps):
-            return planned
-        moved.extend(planned.names)
-        return replace(planned, place=HOST, reads=planned.maps, maps=())
-
-    return replace(plan, tensors=tuple(map(in_memory, plan.tensors))), tuple(moved)
+def with_computed_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> LoadPlan:
+    """Move tensors that the model computes and no file holds from the disk to memory."""
+    computed: list[str] = []
+    tensors: list[PlannedTensor] = []
+    for planned in plan.tensors:
+        if any(name in sources and not sources[name].files() for name in planned.maps):
+            computed.extend(planned.names)
+            planned = replace(planned, place=HOST, reads=planned.maps, maps=())
+        tensors.append(planned)
+    return replace(plan, tensors=tuple(tensors), computed=tuple(computed))
 
 
 def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None) -> None:
@@ -86,8 +83,15 @@ def _write_converted_file(
     """
     recipes = "\n".join(f"{name} {dtypes[name]} {tensors[name].recipe()}" for name in sorted(dtypes))
     path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"
-    if (earlier := _open_earlier(path, dtypes)) is not None:
-        return earlier
+    if path.exists():
+        try:
+            earlier = MappedFile(path)
+        except WeightFilesError as error:
+            logger.warning("%s; it is written anew", error)
+        else:
+            if earlier.names >= dtypes.keys():
+                logger.info("reading converted weights from %s", path)
+                return earlier
     unfinished = path.with_name(f".{uuid4().hex[:12]}-{path.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,19 +122,6 @@ def _write_converted_file(
         path,
     )
     return file
-
-
-def _open_earlier(path: Path, names: Collection[str]) -> MappedFile | None:
-    """Open the file that an earlier load has written; None if it is missing, damaged or lacks a tensor."""
-    if not path.exists():
-        return None
-    try:
-        file = MappedFile(path)
-    except WeightFilesError as error:
-        logger.warning("%s; it is written anew", error)
-        return None
-    logger.info("reading converted weights from %s", path)
-    return file if file.names >= set(names) else None
 
 
 def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, torch.dtype]:

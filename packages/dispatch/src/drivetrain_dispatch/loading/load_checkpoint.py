@@ -130,7 +130,7 @@ def load_checkpoint_in_model(
     check_load_dtype(dtype)
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
     path = Path(checkpoint)
-    _check_sharded(layout, device_map, options)  # on all ranks alike, before one opens files for the others
+    check_sharded(layout, device_map, options)  # on all ranks alike, before one opens files for the others
     each = options.read_by == "each"
     reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
     opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
@@ -149,7 +149,6 @@ def load_tensors(
 
     Called on all ranks that the reader reads for.
     """
-    _check_sharded(layout, device_map, options)
     load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
     with load:
         plan = reader.together(load.plan)
@@ -161,9 +160,8 @@ def load_tensors(
         return load.report(plan)
 
 
-def _check_sharded(
-    layout: ModelLayout, device_map: Mapping[str, Device] | None, options: WeightLoadOptions
-) -> None:
+def check_sharded(layout: ModelLayout, device_map: object, options: WeightLoadOptions) -> None:
+    """Check that each rank reads its own part of a sharded model, to where that part is."""
     sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
     if sharded and (device_map is not None or options.read_by != "each"):
         raise ValueError(
@@ -185,7 +183,6 @@ class _Load:
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     sources: ChainMap[str, LazyTensor] = field(default_factory=ChainMap[str, LazyTensor])
     packer: WeightPacker | None = None
-    computed: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
         self.sources = ChainMap({}, dict(self.checkpoint.sources))
@@ -198,37 +195,15 @@ class _Load:
 
     def plan(self) -> LoadPlan:
         """Plan and check the load, and allocate its memory."""
-        layout, checkpoint, options = self.layout, self.checkpoint, self.options
-        devices = self.device_map
+        layout, options, devices = self.layout, self.options, self.device_map
         if devices is None:
             devices = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
         places = places_of_tensors(layout, devices)
         check_places(places.values())
-        plan = plan_load(layout, checkpoint, places, options)
-        if any(planned.on_disk for planned in plan.tensors):
-            checkpoint = self._opened_here()
-        plan, self.computed = with_computed_in_memory(plan, self.sources)
-        if options.read_by == "each":
-            plan = with_mapped_in_memory(plan, self.sources)
-        check_folder(plan, self.sources, options.offload_folder)
-        if self.sources:
-            for planned in plan.tensors:
-                checkpoint.check_copies(planned.stored, planned.copies)
-        if plan.quantized:
-            quantization = options.quantization
-            if quantization is None or isinstance(quantization, StoredFP8):
-                self.packer = KeepStoredFP8(self.checkpoint.specs, self.sources)
-            else:
-                placements = placements_of(layout, devices).items()
-                on = {name: placement.device for name, placement in placements}
-                self.packer = QuantizeOnLoad(quantization, on, options.offload_folder)
-        allocate(plan.tensors, self.values)
-        return plan
-
-    def _opened_here(self) -> CheckpointTensors:
-        """Return the checkpoint, opened on this rank if it has only its descriptions from rank 0."""
-        if not self.sources:
-            opened = open_checkpoint(self.layout, self.checkpoint.path, self.options)
+        plan = plan_load(layout, self.checkpoint, places, options)
+        if not self.sources and any(planned.on_disk for planned in plan.tensors):
+            # Open the checkpoint here too: this rank has only its descriptions from rank 0.
+            opened = open_checkpoint(layout, self.checkpoint.path, options)
             if opened.specs != self.checkpoint.specs:
                 raise WeightFilesError(
                     f"{opened.path} is not on this rank what it is on rank 0: copy it here again"
@@ -236,7 +211,21 @@ class _Load:
             # In rank 0's order, which all ranks read and broadcast in: here the tensors may lie in other files.
             self.checkpoint = replace(opened, specs=self.checkpoint.specs)
             self.sources.update(opened.sources)
-        return self.checkpoint
+        plan = with_computed_in_memory(plan, self.sources)
+        if options.read_by == "each":
+            plan = with_mapped_in_memory(plan, self.sources)
+        check_folder(plan, self.sources, options.offload_folder)
+        if self.sources:
+            for planned in plan.tensors:
+                self.checkpoint.check_copies(planned.stored, planned.copies)
+        if plan.quantized and options.quantization is not None:
+            if isinstance(options.quantization, StoredFP8):
+                self.packer = KeepStoredFP8(self.checkpoint.specs, self.sources)
+            else:
+                on = {name: placement.device for name, placement in placements_of(layout, devices).items()}
+                self.packer = QuantizeOnLoad(options.quantization, on, options.offload_folder)
+        allocate(plan.tensors, self.values)
+        return plan
 
     def write_converted(self, plan: LoadPlan) -> LoadPlan:
         """Write the tensors that the disk keeps in another form than the checkpoint's."""
@@ -255,10 +244,8 @@ class _Load:
         def read(targets: Mapping[str, Tensor]) -> None:
             self.reader.read(self.checkpoint, targets, boxes, progress.add)
 
-        def packed(
-            planned: PlannedTensor, packer: WeightPacker
-        ) -> nn.Parameter:  # one weight is held in full
-            memory = self.reader.together(lambda: packer.allocate(planned))
+        def packed(planned: PlannedTensor, packer: WeightPacker) -> nn.Parameter:
+            memory = self.reader.together(lambda: packer.allocate(planned))  # one weight is held in full
             read(memory)
             return self.reader.together(lambda: packer.pack(planned, memory))
 
@@ -299,7 +286,7 @@ class _Load:
             missing=plan.missing,
             unexpected=plan.unexpected,
             mapped=mapped,
-            computed=self.computed,
+            computed=plan.computed,
             converted_at_use={
                 name: planned.dtype
                 for planned in plan.tensors

@@ -1,7 +1,7 @@
 """Plan which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,11 +86,18 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The plan of a load; unexpected names are the checkpoint's after renaming."""
+    """The plan of a load.
+
+    Attributes:
+        unexpected: The checkpoint's names, after renaming, that the model lacks.
+        computed: Names of tensors that the map places on the disk but that are in memory, since the model computes
+            them and no file holds them.
+    """
 
     tensors: tuple[PlannedTensor, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    computed: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> list[PlannedTensor]:
@@ -106,14 +113,19 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load, and check all that can be known before any tensor is read. Works on the meta device.
 
-    Raises:
-        WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device.
-        ValueError: `rename` maps two tensors to one name, or a tensor is quantised already or is sharded in an
-            unsupported way.
+    A WeightsMismatchError names what does not fit, and what would stay on the meta device.
     """
     stored = checkpoint.weights
-    found = _renamed(stored, options.rename)
-    known = layout.model.state_dict(keep_vars=True).keys() & layout.tensors.keys()
+    found: dict[str, str] = {}  # the name in the checkpoint of each name to look for in the model
+    for name in stored:
+        new = name if options.rename is None else options.rename(name)
+        if new in found:
+            raise ValueError(
+                f"rename: {found[new]!r} and {name!r} both become {new!r}: give each its own name"
+            )
+        if new is not None:
+            found[new] = name
+    known = layout.state.keys() & layout.tensors.keys()
     diff = StateDictDiff(checkpoint=str(checkpoint.path), strict=options.strict)
     planner = _Planner(layout, places, checkpoint.specs, known, found, diff)
     planned = list(map(planner.plan, layout.aliases))
@@ -160,37 +172,14 @@ class _Planner(NamedTuple):
             place, tier = HOST, Tier.HOST
         box = target.box()
         quantized_bytes = None if tier is Tier.META else layout.special_sizes.get(names[0])
-        reads, maps = _sources(first, stored, tier, packs=quantized_bytes is not None)
+        # What is packed is read in full, wherever it goes, unless the checkpoint holds it packed.
+        names_of_parts = fp8_parts(first) if quantized_bytes is not None else (first,)
+        is_stored_so = names_of_parts[0] in stored
+        parts = names_of_parts if is_stored_so else (first,)
+        is_read = tier in (Tier.DEVICE, Tier.HOST) or not is_stored_so
         return PlannedTensor(
-            names=names, target=target, stored=first, copies=tuple(copies), reads=reads, maps=maps,
+            names=names, target=target, stored=first, copies=tuple(copies),
+            reads=parts if is_read else (), maps=parts if tier is Tier.DISK and not is_read else (),
             shape=spec.shape if box is None else box.sizes, stored_dtype=stored[first].dtype, dtype=spec.dtype,
             place=place, box=box, quantized_bytes=quantized_bytes,
         )  # fmt: skip
-
-
-def _sources(
-    name: str, stored: Collection[str], tier: Tier, *, packs: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in the checkpoint that are read for a tensor, and those whose values stay on the disk."""
-    kept = packs and fp8_parts(name)[0] in stored
-    names = fp8_parts(name) if kept else (name,)
-    if packs and not kept:
-        return names, ()  # read in full to be packed, wherever it goes
-    if tier is Tier.DISK:
-        return (), names
-    return (() if tier is Tier.META else names), ()
-
-
-def _renamed(names: Collection[str], rename: Callable[[str], str | None] | None) -> dict[str, str]:
-    """Return the name in the checkpoint of each name to look for in the model."""
-    found: dict[str, str] = {}
-    for name in names:
-        new = name if rename is None else rename(name)
-        if new is None:
-            continue
-        if new in found:
-            raise ValueError(
-                f"rename: {found[new]!r} and {name!r} both become {new!r}: give each its own name"
-            )
-        found[new] = name
-    return found

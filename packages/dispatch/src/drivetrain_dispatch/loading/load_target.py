@@ -64,12 +64,7 @@ class ShardedTarget(LoadTarget):
         return torch.device(sharded.device_mesh.device_type) if self.tensor.is_meta else self.tensor.device
 
     def box(self) -> Box | None:
-        """Return the position of this rank's shard in the whole tensor.
-
-        Raises:
-            ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk`
-                cuts.
-        """
+        """Return the position of this rank's shard in the whole tensor."""
         return box_of_dtensor(self.tensor, name=repr(self.name))
 
     def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value

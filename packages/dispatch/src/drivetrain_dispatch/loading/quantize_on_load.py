@@ -43,12 +43,7 @@ class QuantizeOnLoad:
         return {planned.stored: torch.empty(planned.shape, dtype=planned.dtype, device=device)}
 
     def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:
-        """Return the packed weight in its place.
-
-        Raises:
-            ValueError: The weight cannot be packed.
-            WeightFilesError: The disk has no room.
-        """
+        """Return the packed weight in its place."""
         full = read[planned.stored]
         weight = self._quantization.pack(full)
         if planned.on_disk:
@@ -74,16 +69,12 @@ class QuantizeOnLoad:
 def with_quantized_sizes(
     layout: ModelLayout, stored: Mapping[str, TensorSpec], quantization: Quantization | StoredFP8 | None
 ) -> ModelLayout:
-    """Return a layout with the sizes of the weights that a load packs or keeps packed.
-
-    Raises:
-        ValueError: There is nothing to pack, or packing a weight fails.
-    """
+    """Return a layout with the sizes of the weights that a load packs or keeps packed."""
     if quantization is None:
         return layout
-    if isinstance(quantization, StoredFP8):
-        return replace(layout, special_sizes=kept_sizes(layout, stored))
-    return replace(layout, special_sizes=packed_sizes(layout, quantization))
+    keeps = isinstance(quantization, StoredFP8)
+    sizes = _kept_sizes(layout, stored) if keeps else packed_sizes(layout, quantization)
+    return replace(layout, special_sizes=sizes)
 
 
 def refuse_to_save(model: nn.Module) -> None:
@@ -138,7 +129,7 @@ class KeepStoredFP8:
         """Delete nothing: the files are the checkpoint's, or those of converted tensors."""
 
 
-def kept_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
+def _kept_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
     """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by every name."""
     sizes: dict[str, int] = {}
     for names in layout.aliases:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors
 from drivetrain_dispatch.loading.tensor_reader import (
@@ -87,10 +86,14 @@ class Rank0Broadcast:
         failure: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
 
+            def read_piece(piece: ReadRange, buffer: Tensor) -> None:
+                values = buffer[: piece.size_bytes].view(piece.dtype)
+                checkpoint.sources[piece.name].read_piece(values, start=piece.start, buffer=buffer)
+
             def begin(index: int) -> Future[None] | None:
                 if not self._is_reader or index == len(pieces):
                     return None
-                return thread.submit(_read, pieces[index], checkpoint.sources, buffers[index % 2])
+                return thread.submit(read_piece, pieces[index], buffers[index % 2])
 
             reading = begin(0) if pieces else None
             for index, piece in enumerate(pieces):
@@ -126,8 +129,3 @@ class Rank0Broadcast:
         if (target := targets.get(piece.name)) is not None:
             values = handed[:-1].view(piece.dtype)
             target.view(-1)[piece.start : piece.stop].copy_(values)
-
-
-def _read(piece: ReadRange, sources: Mapping[str, LazyTensor], buffer: Tensor) -> None:
-    values = buffer[: piece.size_bytes].view(piece.dtype)
-    sources[piece.name].read_piece(values, start=piece.start, buffer=buffer)

@@ -71,9 +71,6 @@ class EachRank:
 
         Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their
         file.
-
-        Raises:
-            WeightFilesError: A file is truncated.
         """
         pieces, sources = pieces_of(checkpoint.specs, targets, boxes), checkpoint.sources
         buffers: SimpleQueue[Tensor] = SimpleQueue()

@@ -121,17 +121,14 @@ def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObj
     """Return a deep copy of a model and of its inputs with all tensors on the meta device.
 
     A tensor that occurs several times is one object in the copy too. No data is copied, and the arguments stay
-    unchanged.
-
-    Raises:
-        TypeError: Some object in the model or in the inputs cannot be copied.
+    unchanged. A TypeError says that some object cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, tensor in layout.tensors.items():
         if id(tensor) not in memo:
-            empty = _empty(tensor, layout.dtypes[name])
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+            empty = memo[id(tensor)] = _empty(tensor, layout.dtypes[name])
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(empty, requires_grad=False)
     with _Emptying():
         return copy.deepcopy((layout.model, inputs), memo)
 

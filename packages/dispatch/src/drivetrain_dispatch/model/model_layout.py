@@ -87,6 +87,11 @@ class ModelLayout:
         return {**self.parameters, **self.buffers}
 
     @cached_property
+    def state(self) -> Mapping[str, Tensor]:
+        """What checkpoints of the model hold, by name; a hook of the model may add entries."""
+        return self.model.state_dict(keep_vars=True)
+
+    @cached_property
     def aliases(self) -> list[tuple[str, ...]]:
         """The names of each distinct tensor, in the model's order; a tied tensor has several."""
         names: dict[int, list[str]] = {}

@@ -45,12 +45,9 @@ def cpu_offload(
         ValueError: The model has no module of a named class.
     """
     return dispatch_model(
-        model,
-        {"": "cpu"},
-        main_device=_chosen(execution_device),
-        offload_buffers=offload_buffers,
+        model, {"": "cpu"}, main_device=_chosen(execution_device), offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-    )
+    )  # fmt: skip
 
 
 def disk_offload(
@@ -87,15 +84,10 @@ def disk_offload(
         ValueError: The model has no module of a named class.
     """
     return dispatch_model(
-        model,
-        {"": "disk"},
-        main_device=_chosen(execution_device),
-        offload_dir=offload_dir,
-        write_back=write_back,
-        release_pages=release_pages,
-        offload_buffers=offload_buffers,
+        model, {"": "disk"}, main_device=_chosen(execution_device), offload_dir=offload_dir,
+        write_back=write_back, release_pages=release_pages, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
-    )
+    )  # fmt: skip
 
 
 class OffloadHook(NotCopied):
@@ -177,8 +169,7 @@ def cpu_offload_with_hook(
     check_places([device])
     if not isinstance(device, torch.device):
         raise DeviceMapError("execution_device='disk' does not compute: give an accelerator or 'cpu'")
-    hook = OffloadHook(model.to("cpu"), device, prev_module_hook)
-    return model, hook
+    return model, OffloadHook(model.to("cpu"), device, prev_module_hook)
 
 
 def _chosen(device: Device | None) -> Device:

@@ -17,7 +17,6 @@ from drivetrain_dispatch.model.quantized_tensor import KeptLayout, why_unready
 from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
 from drivetrain_dispatch.offload.dispatched_model import (
-    Removable,
     check_has_weights,
     check_not_dispatched,
     mark_dispatched,
@@ -98,7 +97,11 @@ def dispatch_model(
     dispatched.handles += [
         KeptLayout(unit.module) for unit in [*units, *in_place] if not quantized.isdisjoint(unit.tensors)
     ]
-    dispatched.handles += _move_inputs(model, plan.placements, skip_keys)
+    if any(placement.device != HOST for placement in plan.placements.values()):
+        # Inputs go to the device that computes: those of the model, and of each module on another device.
+        modules = dict(model.named_modules())
+        for name, device in devices_of_parts(modules, plan.placements).items():
+            dispatched.handles += InputMover(device, skip_keys, returns=name == "").attach(modules[name])
     # Other libraries read the map. For encoder-decoders, `generate` would look for Accelerate's hooks then
     # (transformers 5.23).
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -128,9 +131,18 @@ def plan_dispatch(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> DispatchPlan:
     """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`."""
-    layout = ModelLayout.of(model)
+    layout, given = ModelLayout.of(model), dtypes or {}
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    _check_dtypes(layout, dtypes or {})
+    if unknown := sorted(given.keys() - layout.tensors.keys()):
+        raise ValueError(
+            f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
+        )
+    for name, dtype in given.items():
+        check_dtype(f"dtypes[{name!r}]", dtype)
+        if name in layout.quantized and dtype != layout.tensors[name].dtype:
+            raise DeviceMapError(
+                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
+            )
     if write_back and not any(placement.on_disk for placement in placements.values()):
         raise DeviceMapError(
             "write_back=True: device_map puts nothing on 'disk' that training could change; leave it out, or put "
@@ -138,9 +150,7 @@ def plan_dispatch(
         )
     check_dispatchable(layout, placements)
     # Norms write to running statistics in a forward, and nothing tells so: these keep their dtype.
-    compute_dtypes = {
-        name: dtype for name, dtype in (dtypes or {}).items() if name not in layout.running_statistics
-    }
+    compute_dtypes = {name: dtype for name, dtype in given.items() if name not in layout.running_statistics}
     fetched = [
         name for name, placement in placements.items() if name in compute_dtypes or placement.is_fetched
     ]
@@ -153,20 +163,6 @@ def plan_dispatch(
         fetched=fetched,
         fetched_units=units,
     )
-
-
-def _check_dtypes(layout: ModelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Check the compute dtypes of single tensors."""
-    if unknown := sorted(dtypes.keys() - layout.tensors.keys()):
-        raise ValueError(
-            f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
-        )
-    for name, dtype in dtypes.items():
-        check_dtype(f"dtypes[{name!r}]", dtype)
-        if name in layout.quantized and dtype != layout.tensors[name].dtype:
-            raise DeviceMapError(
-                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
-            )
 
 
 def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
@@ -219,18 +215,6 @@ def _offload_engine(
         for unit in plan.fetched_units
     ]
     names = [unit.name for unit in plan.fetched_units]
-    return OffloadEngine(
-        units,
-        names=names,
-        window_bytes=_windows(device_map, names, units),
-        files=list(dict.fromkeys(files[name] for name in plan.fetched if name in files)),
-    )
-
-
-def _windows(
-    device_map: Mapping[str, Device], names: Sequence[str], units: Sequence[Sequence[OffloadedTensor]]
-) -> dict[torch.device, int]:
-    """Return the transfer window in bytes of each device that computes: the map's, or else the default."""
     windows = default_windows(
         [
             (name, unit[0].request.device, sum(tensor.request.device_bytes for tensor in unit))
@@ -242,17 +226,9 @@ def _windows(
         place = place_of(device)
         if isinstance(place, torch.device) and place in windows:
             windows[place] = size_bytes
-    return windows
-
-
-def _move_inputs(
-    model: nn.Module, placements: Mapping[str, Placement], skip_keys: Collection[str]
-) -> list[Removable]:
-    """Move inputs to the device that computes: those of the model, and of each module on another device."""
-    if all(placement.device == HOST for placement in placements.values()):
-        return []
-    modules = dict(model.named_modules())
-    handles: list[Removable] = []
-    for name, device in devices_of_parts(modules, placements).items():
-        handles += InputMover(device, skip_keys, returns=name == "").attach(modules[name])
-    return handles
+    return OffloadEngine(
+        units,
+        names=names,
+        window_bytes=windows,
+        files=list(dict.fromkeys(files[name] for name in plan.fetched if name in files)),
+    )

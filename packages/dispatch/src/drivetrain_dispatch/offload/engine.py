@@ -108,8 +108,11 @@ class OffloadEngine:
         tensors = self._units[index]
         with self._lock:
             recomputed = not thread.recorder.depth and self._join_or_end_backward()
-            if recomputed:
-                self._cancel_stale(index)
+            if recomputed and any(each.is_stale for each in tensors):
+                # An optimizer has stepped within the backward.
+                self._backward_prefetcher.cancel_from(index)
+                if self._backward_unit == index:
+                    self._cancel_backward_unit()
             if not thread.take(index):
                 self._request_for_use(tensors)
             try:
@@ -232,14 +235,6 @@ class OffloadEngine:
         if unit is not None:
             self._residency.cancel(self._units[unit])
 
-    def _cancel_stale(self, unit: int) -> None:
-        """Cancel the requests for a unit that has changed since: an optimizer may step within the backward."""
-        tensors = [tensor for tensor in self._units[unit] if tensor.transfer is not None]
-        if any(tensor.requested_version != tensor.version for tensor in tensors):
-            self._backward_prefetcher.cancel_from(unit)
-            if self._backward_unit == unit:
-                self._cancel_backward_unit()
-
     def _join_or_end_backward(self) -> bool:
         """Await the end of the backward that this thread is in, and return True; if in none, end the last one."""
         try:
@@ -332,11 +327,7 @@ class UnitUse(NamedTuple):
 
 
 class OffloadTrace:
-    """The uses of forwards, in the order in which they ended.
-
-    Attributes:
-        uses: The uses of units.
-    """
+    """The uses of units in forwards, in the order in which they ended."""
 
     def __init__(self) -> None:
         self.uses: list[UnitUse] = []

@@ -64,11 +64,7 @@ class MethodWrapper(NotCopied):
         return self._around(self, args, kwargs)
 
     def call_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the replaced method.
-
-        Raises:
-            OffloadedError: The module was freed.
-        """
+        """Call the replaced method."""
         if self._binds:
             return self._function(self.alive_module(), *args, **kwargs)
         return self._function(*args, **kwargs)

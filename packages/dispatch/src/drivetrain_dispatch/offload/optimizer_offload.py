@@ -54,10 +54,8 @@ class OptimizerOffload:
     def kept(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in an unnamed file of its own, which is freed with the copy.
 
-        A small tensor, or one that is in such a file or not on the host, is returned as it is.
-
-        Raises:
-            WeightFilesError: The disk has no room.
+        A small tensor, or one that is in such a file or not on the host, is returned as it is. A WeightFilesError
+        says that the disk has no room.
         """
         if tensor in self._kept or tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor

@@ -143,22 +143,24 @@ class PageReader:
         return bool(self.used) and self.used[-1] != index and self._uses_left[index] <= 0
 
     def _read(self) -> None:
-        while (step := self._next_step()) is not None:
+        """Read the pieces in order, each once there is room for it."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_read)
+                if self._stopped or self._next == len(self._steps):
+                    return
+                step = self._steps[self._next]
+                self._next += 1
+                if self._is_done(step.unit):  # a reader that fell behind must not read what was released
+                    continue
             if not populate(step.address, step.size_bytes):
                 return  # the forward reads the rest by page faults
 
-    def _next_step(self) -> "_Step | None":
-        """Return the next piece once there is room for it; None after the last one."""
-        with self._changed:
-            while not self._stopped and self._next < len(self._steps):
-                step = self._steps[self._next]
-                if step.before_bytes > self._used_bytes + self._limits.ahead_bytes:
-                    self._changed.wait()
-                    continue
-                self._next += 1
-                if not self._is_done(step.unit):  # a reader that fell behind must not read what was released
-                    return step
-        return None
+    def _may_read(self) -> bool:
+        """Return whether a reader has something to do now, or nothing any more."""
+        if self._stopped or self._next == len(self._steps):
+            return True
+        return self._steps[self._next].before_bytes <= self._used_bytes + self._limits.ahead_bytes
 
 
 class _Step(NamedTuple):

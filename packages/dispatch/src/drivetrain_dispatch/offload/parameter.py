@@ -80,7 +80,18 @@ def _compute_with_fetched(
     result: Any = None
     acquired: list[tuple[TensorFetcher, list[Tensor]]] = []
     try:
-        for fetcher, tensors in _by_fetcher((args, given)).items():
+        offloaded: dict[
+            TensorFetcher, dict[int, Tensor]
+        ] = {}  # by the engine whose forward this thread is in
+        for tensor in tensors_in((args, given)):
+            if (
+                is_offloaded(tensor)
+                and (fetcher := _fetcher_of(tensor)) is not None
+                and fetcher.is_computing()
+            ):
+                offloaded.setdefault(fetcher, {})[id(tensor)] = tensor
+        for fetcher, distinct in offloaded.items():
+            tensors = list(distinct.values())
             fetched = fetcher.acquire(tensors)
             acquired.append((fetcher, tensors))
             replaced.update(zip(map(id, tensors), fetched, strict=True))
@@ -171,17 +182,6 @@ def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
 def _fetcher_of(tensor: Tensor) -> TensorFetcher | None:
     found = cast("ref[TensorFetcher] | None", tensor.__dict__.get("_fetcher"))
     return None if found is None else found()
-
-
-def _by_fetcher(value: object) -> dict[TensorFetcher, list[Tensor]]:
-    """Return the distinct offloaded tensors among arguments, by the engine whose forward this thread is in."""
-    found: dict[TensorFetcher, dict[int, Tensor]] = {}
-    for tensor in tensors_in(value):
-        if is_offloaded(tensor):
-            fetcher = _fetcher_of(tensor)
-            if fetcher is not None and fetcher.is_computing():
-                found.setdefault(fetcher, {})[id(tensor)] = tensor
-    return {fetcher: list(tensors.values()) for fetcher, tensors in found.items()}
 
 
 def call_plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

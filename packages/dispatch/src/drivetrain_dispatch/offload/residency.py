@@ -87,6 +87,11 @@ class OffloadedTensor:
         """The count of in-place writes to the stored tensor."""
         return version_of(self.request.stored)
 
+    @property
+    def is_stale(self) -> bool:
+        """True if the stored tensor was written to since its values were requested."""
+        return self.transfer is not None and self.requested_version != self.version
+
     def show(self, value: Tensor) -> None:
         """Show the values to modules, with a gradient path to the parameter where autograd needs one."""
         shown, tracked = self.shown, torch.is_grad_enabled() and self.tensor.requires_grad

@@ -16,6 +16,7 @@ from drivetrain_dispatch.model.quantized_tensor import made_of, parts_of
 
 _CHUNK_BYTES = 16 << 20  # of pinned memory: enough for the link's full rate
 _SMALL_BYTES = 64 << 10
+_THREAD = "drivetrain-offload"  # the prefix of its name
 _NUM_CHUNKS = 3  # one is filled, one is in transfer, one waits
 
 
@@ -141,8 +142,7 @@ class PendingTransfer:
 class TransferCompletion:
     """The completion of copies that nothing waits for; also once they were cancelled.
 
-    Args:
-        may_be_running: Whether the thread may still be making the copies.
+    `may_be_running` says that the thread may still be making the copies.
     """
 
     def __init__(self, event: torch.Event | None, *, may_be_running: bool = False) -> None:
@@ -172,7 +172,7 @@ class TransferEngine:
     """The background thread and side streams that transfer tensors, in the order of the requests."""
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = _new_thread()
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, _THREAD)
         self._process = os.getpid()
         self._streams: dict[torch.device, torch.Stream] = {}
         self._chunks: _PinnedChunks | None = None
@@ -184,7 +184,7 @@ class TransferEngine:
         for request in requests:
             if not request.quick and self._thread is not None:
                 if self._process != os.getpid():  # a fork lacks its parent's threads
-                    self._process, self._thread = os.getpid(), _new_thread()
+                    self._process, self._thread = os.getpid(), ThreadPoolExecutor(1, _THREAD)
                 return PendingTransfer(work=self._thread.submit(self._transfer, requests))
         if torch.is_inference_mode_enabled():
             with self._no_inference_mode:
@@ -199,15 +199,10 @@ class TransferEngine:
 
     def _transfer(self, requests: Sequence[TransferRequest]) -> Copies:
         begin = perf_counter()
-        event = None
-        if requests[0].device.type == "cpu":
-            tensors = [request.copied(_copy_on_host) for request in requests]
-        else:
-            tensors, event = self._enqueue_copies(requests)
-        return Copies(tensors, event, (begin, perf_counter()))
-
-    def _enqueue_copies(self, requests: Sequence[TransferRequest]) -> tuple[list[Tensor], torch.Event]:
         device = requests[0].device
+        if device.type == "cpu":
+            tensors = [request.copied(_copy_on_host) for request in requests]
+            return Copies(tensors, None, (begin, perf_counter()))
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
@@ -218,7 +213,7 @@ class TransferEngine:
         with stream:
             tensors = [request.copied(partial(self._copy, device, stream)) for request in requests]
             event.record(stream)
-        return tensors, event
+        return Copies(tensors, event, (begin, perf_counter()))
 
     def _copy(self, device: torch.device, stream: torch.Stream, stored: Tensor, dtype: torch.dtype) -> Tensor:
         if stored.is_pinned() or stored.device.type != "cpu" or not stored.is_contiguous():
@@ -232,17 +227,12 @@ def _copy_on_host(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored.clone() if stored.dtype is dtype else stored.to(dtype)
 
 
-def _new_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="drivetrain-offload")
-
-
 class _PinnedChunks:
     """A ring of pinned chunks, through which tensors that are not pinned are copied."""
 
     def __init__(self) -> None:
-        self._chunks = [
-            torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_CHUNKS)
-        ]
+        chunks = torch.empty(_NUM_CHUNKS, _CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._chunks = chunks.unbind()
         self._events: list[torch.Event | None] = [None] * _NUM_CHUNKS
         self._next = 0
 

@@ -45,19 +45,15 @@ def measure_rates(
         raise ValueError(
             f"disk_path={str(disk_path)!r} is missing: name a file to read, or a folder to write to"
         )
-    (link,) = remembered(kept, ("link", *_machine(place)), ["bytes_per_second"], lambda: [_link(place)])
+    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if place.type != "cpu":
+        module = torch.get_device_module(place)
+        name = str(module.get_device_name(place)) if hasattr(module, "get_device_name") else place.type
+    machine = ("link", platform.node(), place.type, name, torch.__version__)
+    (link,) = remembered(kept, machine, ["bytes_per_second"], lambda: [_link(place)])
     disk = ("disk", platform.node(), str(found.stat().st_dev))
     (read,) = remembered(kept, disk, ["bytes_per_second"], lambda: [_disk(found)])
     return Bandwidths(to_device=link, from_disk=read)
-
-
-def _machine(device: torch.device) -> tuple[str, ...]:
-    """Return the properties of a machine and device that its rates depend on, as part of the cache's key."""
-    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
-    return (platform.node(), device.type, name, torch.__version__)
 
 
 def _link(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
+from math import isclose
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -115,20 +116,16 @@ def rows_of(
         computes = device if device not in ("cpu", "disk") else computing
         follows = outer == stem and number.isdecimal() and last.isdecimal() and int(number) == int(last) + 1
         same_device = None in (computing, computes) or computes == computing
-        alike = bool(rows) and rows[-1].size_bytes == row.size_bytes and _close(rows[-1].seconds, row.seconds)
-        if follows and same_device and alike:
+        before = rows[-1] if rows else row._replace(size_bytes=-1)
+        times = (before.seconds or 0.0, row.seconds or 0.0)
+        near = (before.seconds is None) == (row.seconds is None) and isclose(*times, rel_tol=1e-3)
+        if follows and same_device and near and before.size_bytes == row.size_bytes:
             first = rows[-1].name.removesuffix(f"-{last}")
             rows[-1] = rows[-1]._replace(name=f"{first}-{number}", devices=(*rows[-1].devices, device))
         else:
             rows.append(row)
         stem, last, computing = outer, number, computes
     return rows
-
-
-def _close(one: float | None, other: float | None) -> bool:
-    return one == other or (
-        one is not None and other is not None and abs(one - other) <= 1e-3 * max(one, other)
-    )
 
 
 def place_of(device: Device) -> Place:

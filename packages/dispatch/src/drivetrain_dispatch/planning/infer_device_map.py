@@ -89,7 +89,15 @@ def plan_device_map(
     described: list[str] = []
 
     def transfer_rates() -> Bandwidths:
-        found, source = _rates_of(computing[0]) if rates is None else (rates, "given")
+        found, source = rates, "given"
+        if found is None:
+            place = place_of(computing[0])
+            try:
+                check_places([place])
+                found, source = measure_rates(str(place)), "measured"
+            except DeviceMapError:
+                found = assumed_rates("cuda" if place == "disk" else place.type)
+                source = f"assumed, as {place} is not here"
         link, disk = found.to_device / 1e9, found.from_disk / 1e9
         described.append(f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})")
         return found
@@ -158,17 +166,6 @@ def map_of(
             seconds[outermost[block.name]] += costs[block.name].seconds
     windows = {device: size for device, size in zip(computing, plan.windows, strict=True) if size}
     return DeviceMap(merged, sizes=sizes, seconds=seconds, window_bytes=windows)
-
-
-def _rates_of(device: Device) -> tuple[Bandwidths, str]:
-    """Return the transfer rates of a device and their source: measured here, or assumed for a device of its kind."""
-    place = place_of(device)
-    try:
-        check_places([place])
-    except DeviceMapError:
-        kind = "cuda" if place == "disk" else place.type
-        return assumed_rates(kind), f"assumed, as {place} is not here"
-    return measure_rates(str(place)), "measured"
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:

@@ -175,10 +175,12 @@ class Search:
             for group in come:
                 if group in fixed or groups.sizes[group] > room:
                     continue
-                while needy and sources[needy[-1]] is _DEVICE:
-                    needy.pop()
-                others = needy if needy[-1] != group else _second(needy, sources)
-                need = groups.needs[others[-1]] if others and not self._budgets.in_place else 0
+                # The largest window of the others that come; those at the end have left already.
+                others = (
+                    other for other in reversed(needy) if other != group and sources[other] is not _DEVICE
+                )
+                largest = None if self._budgets.in_place else next(others, None)
+                need = 0 if largest is None else groups.needs[largest]
                 if groups.sizes[group] + need <= room:
                     room -= groups.sizes[group]
                     sources[group] = _DEVICE
@@ -215,11 +217,3 @@ def _with(placed: Placed, changes: dict[int, Tier]) -> Placed:
     for index, source in changes.items():
         sources[index] = source
     return Placed(sources, placed.devices)
-
-
-def _second(needy: list[int], sources: Sequence[Tier]) -> list[int]:
-    """Return the offloaded group with the second-largest window, in a list; an empty list if there is none."""
-    last = len(needy) - 2
-    while last >= 0 and sources[needy[last]] is _DEVICE:
-        last -= 1
-    return [needy[last]] if last >= 0 else []

@@ -73,24 +73,19 @@ def placements_of(
         name: Placement(places[entry] if name in may_leave else devices[entry], devices[entry])
         for name, entry in entries.items()
     }
-    _unite_tied(layout, placements)
+    for group in layout.aliases:
+        if len(computing := {placements[name].device for name in group}) > 1:
+            raise DeviceMapError(
+                f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
+                f"{' and '.join(sorted(map(str, computing)))} would compute with: give them to one device"
+            )
+        fastest = min((placements[name] for name in group), key=lambda placement: tier_of(placement.home))
+        placements.update(dict.fromkeys(group, fastest))
     return placements
 
 
 def _computes(place: Place) -> TypeGuard[torch.device]:
     return tier_of(place) < Tier.HOST
-
-
-def _unite_tied(layout: ModelLayout, placements: dict[str, Placement]) -> None:
-    """Give all names of a tied tensor one home."""
-    for group in layout.aliases:
-        if len(devices := {placements[name].device for name in group}) > 1:
-            raise DeviceMapError(
-                f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
-                f"{' and '.join(sorted(map(str, devices)))} would compute with: give them to one device"
-            )
-        fastest = min((placements[name] for name in group), key=lambda placement: tier_of(placement.home))
-        placements.update(dict.fromkeys(group, fastest))
 
 
 def devices_of_parts(

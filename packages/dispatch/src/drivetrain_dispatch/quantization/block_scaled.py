@@ -1,6 +1,7 @@
 """The fp8 weights with one scale per block of 128 x 128 elements, as in DeepSeek-V3's checkpoints."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,12 +98,15 @@ class BlockScaledTensor(Tensor):
         return func(*map_tensors(args, _dequantise), **map_tensors(given, _dequantise))
 
 
-def _same(tensor: BlockScaledTensor) -> BlockScaledTensor:
-    return BlockScaledTensor(tensor.values, tensor.scales, tensor.dtype)
-
-
-def _cloned(tensor: BlockScaledTensor, **_: object) -> BlockScaledTensor:
-    return BlockScaledTensor(tensor.values.clone(), tensor.scales.clone(), tensor.dtype)
+def _changed(
+    tensor: BlockScaledTensor,
+    *,
+    change: Callable[[Tensor], Tensor],
+    dtype: torch.dtype | None = None,
+    **_: object,
+) -> BlockScaledTensor:
+    """Return a weight with both parts changed; other options of the operation do not matter to them."""
+    return BlockScaledTensor(change(tensor.values), change(tensor.scales), dtype or tensor.dtype)
 
 
 def _moved(
@@ -114,25 +118,23 @@ def _moved(
     **_: object,
 ) -> BlockScaledTensor:
     """Move the parts; a new dtype changes only the dtype to compute in."""
-    values, scales = (
-        part.to(device, non_blocking=non_blocking, copy=True) for part in (tensor.values, tensor.scales)
+    return _changed(
+        tensor, change=lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype=dtype
     )
-    return BlockScaledTensor(values, scales, dtype or tensor.dtype)
 
 
 def _selected(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
     """Select one of several matrices; None if `dim` is one of a matrix's own dims."""
     if dim % tensor.dim() >= tensor.dim() - 2:
         return None
-    values, scales = (part.select(dim % tensor.dim(), index) for part in (tensor.values, tensor.scales))
-    return BlockScaledTensor(values, scales, tensor.dtype)
+    return _changed(tensor, change=lambda part: part.select(dim % tensor.dim(), index))
 
 
 _ATEN: Any = torch.ops.aten
 _ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
-    _ATEN.detach.default: _same,
-    _ATEN.alias.default: _same,
-    _ATEN.clone.default: _cloned,
+    _ATEN.detach.default: partial(_changed, change=Tensor.detach),
+    _ATEN.alias.default: partial(_changed, change=Tensor.detach),
+    _ATEN.clone.default: partial(_changed, change=Tensor.clone),
     TO_COPY: _moved,
     _ATEN.select.int: _selected,
 }
