@@ -1,7 +1,7 @@
 """Models for the tests of dispatching, and ways to dispatch them."""
 
-import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import pytest
@@ -240,12 +240,10 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 
 def run_threads(work: Callable[[int], object], count: int) -> None:
     """Run a function with each index in a thread of its own."""
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(count) as threads:
+        wait(futures := [threads.submit(work, index) for index in range(count)], timeout=60)
+    for future in futures:
+        future.result()
 
 
 @contextmanager

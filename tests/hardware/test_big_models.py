@@ -213,7 +213,7 @@ def takes_as_long_as_planned(folder: Path) -> str:
     size = sum(parameter.nbytes for parameter in model.parameters())
     blocks = blocks_of(ModelLayout.of(model), offload_buffers=False)
     computing, rooms = rooms_of({0: size // 2, "cpu": size})
-    plan = plan_places(blocks, {}, rooms, measure_rates(0, disk_path=folder, cache=folder / "rates.json"))
+    plan = plan_places(blocks, {}, rooms, measure_rates(0, cache=folder / "rates.json"))
     dispatch_model(model, map_of(plan, blocks, computing, {}))
     taken: list[float] = []
     with torch.no_grad():

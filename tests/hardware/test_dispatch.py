@@ -73,8 +73,8 @@ def makes_weights() -> None:
 
 
 def measures_rates(folder: Path) -> float:
-    rates = measure_rates(first(), disk_path=folder, cache=folder / "rates.json")
-    assert measure_rates(first(), disk_path=folder, cache=folder / "rates.json") == rates
+    rates = measure_rates(first(), cache=folder / "rates.json")
+    assert measure_rates(first(), cache=folder / "rates.json") == rates
     return rates.to_device
 
 

@@ -51,11 +51,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have torch call a function at the end of the backward that this thread is in.
-
-    Raises:
-        RuntimeError: The thread is in no backward.
-    """
+    """Have torch call a function at the end of the backward that this thread is in; a RuntimeError if in none."""
     Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
 

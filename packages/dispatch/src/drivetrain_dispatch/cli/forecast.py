@@ -13,18 +13,12 @@ from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """The memory of a device at its peak.
+    """The memory of a device at its peak."""
 
-    Attributes:
-        budget_bytes: The memory budget; None for no limit.
-        moving_bytes: The transfer window, for weights that are fetched at use.
-        kept_bytes: The bytes that a forward leaves for later ones, such as keys and values.
-    """
-
-    budget_bytes: int | None
+    budget_bytes: int | None  # the memory budget; None for no limit
     weight_bytes: int = 0
-    moving_bytes: int = 0
-    kept_bytes: int = 0
+    moving_bytes: int = 0  # the transfer window, for weights that are fetched at use
+    kept_bytes: int = 0  # the bytes that a forward leaves for later ones, such as keys and values
     activation_bytes: int = 0
 
     @property
@@ -51,11 +45,7 @@ def forecast(
     prefill: Mapping[str, BlockCost],
     token: Mapping[str, BlockCost],
 ) -> Forecast:
-    """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token.
-
-    Raises:
-        DeviceMapError: The model does not fit the budgets.
-    """
+    """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token."""
     computing, room = rooms_of(budgets)
     costs: dict[str, BlockCost] = {}
     for name, cost in prefill.items():  # the time of a token, with the memory that the larger forward takes

@@ -138,11 +138,7 @@ def check_length(model: nn.Module, num_tokens: int) -> None:
 
 
 def prompt_of(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments of the forward over a prompt of shape (batch_size, num_tokens), on the meta device.
-
-    Raises:
-        ValueError: The prompt is too long for the model.
-    """
+    """Return the arguments of the forward over a prompt of shape (batch_size, num_tokens), on the meta device."""
     check_length(model, num_tokens)
     ids = torch.empty(batch_size, num_tokens, dtype=torch.long, device="meta")
     # Generation needs only the logits of the last token.

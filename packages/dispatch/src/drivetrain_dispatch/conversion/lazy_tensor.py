@@ -32,16 +32,12 @@ class TensorInFile(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A recorded call that makes a tensor from others.
-
-    Attributes:
-        position: The index of the tensor in the function's result; None if the result is a tensor.
-    """
+    """A recorded call that makes a tensor from others."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    position: int | None
+    position: int | None  # the index of the tensor in the function's result; None if the result is a tensor
 
 
 Origin: TypeAlias = TensorInFile | Operation

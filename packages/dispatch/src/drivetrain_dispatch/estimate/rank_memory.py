@@ -28,19 +28,14 @@ _NUM_GATHERED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """The memory of one rank, in bytes.
-
-    Attributes:
-        gathered: The bytes of blocks that are gathered for computing, and of the gradients of one of them.
-        peak: The most bytes that are allocated at once in a step; at most the sum of what each phase holds.
-    """
+    """The memory of one rank, in bytes."""
 
     weights: int
     gradients: int
     optimizer_states: int
-    gathered: int
+    gathered: int  # the bytes of blocks that are gathered for computing, and of the gradients of one of them
     activations: int
-    peak: int
+    peak: int  # the most bytes that are allocated at once in a step; at most the sum of what each phase holds
 
 
 def memory_of_rank(

@@ -22,38 +22,30 @@ from drivetrain_dispatch.errors import CostError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """The memory of a training step, in bytes.
-
-    Attributes:
-        activations: The bytes that the forward leaves for the backward, with its outputs and the loss.
-        computing: The most bytes that forward and backward hold at once beside weights and gradients: activations
-            and temporary results, such as the gradient of the logits.
-        stepping: The most bytes of temporary results in the optimizer's step.
-        peak: The most bytes that are allocated at once in a step, from the second step on. Less than the sum, since
-            gradients come as activations go.
-    """
+    """The memory of a training step, in bytes."""
 
     weights: int
     gradients: int = 0
     optimizer_states: int = 0
-    activations: int = 0
+    activations: int = 0  # the bytes that the forward leaves for the backward, with its outputs and the loss
+    # The most bytes that forward and backward hold at once beside weights and gradients: activations and
+    # temporary results, such as the gradient of the logits.
     computing: int
-    stepping: int = 0
+    stepping: int = 0  # the most bytes of temporary results in the optimizer's step
+    # The most bytes that are allocated at once in a step, from the second step on. Less than the sum,
+    # since gradients come as activations go.
     peak: int
 
 
 class StorageTally(TorchDispatchMode):
-    """A mode that counts the bytes of all storages that operations under it create, until they are freed.
-
-    Attributes:
-        computing_bytes: The most bytes that were allocated at once since `restart`, without gradients.
-    """
+    """A mode that counts the bytes of all storages that operations under it create, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
+        # The most bytes that were allocated at once since `restart`, without gradients.
         self.computing_bytes = 0
         self._seen = WeakIdKeyDictionary()
 
@@ -97,11 +89,7 @@ class StorageTally(TorchDispatchMode):
 
 
 def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
-    """Measure the memory of a forward without autograd, as `measure_step` does that of a step.
-
-    Raises:
-        CostError: The forward depends on the values of tensors, or fails.
-    """
+    """Measure the memory of a forward without autograd, as `measure_step` does that of a step."""
     tally = StorageTally()
     with _explained(model), tally, torch.no_grad():
         tally.add((*model.parameters(), *model.buffers()))
@@ -130,7 +118,35 @@ def measure_step(
         )
     tally = StorageTally()
     with _explained(model), tally:
-        return _step(tally, model, trained, inputs, loss_of, make_optimizer, autocast)
+        tally.add((*model.parameters(), *model.buffers()))
+        weights = tally.live_bytes
+        tally.add(value for value in inputs.values() if isinstance(value, Tensor))
+        before = tally.live_bytes
+        tally.restart()
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(tally.note_gradient)
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            outputs = model(**inputs)
+            loss = loss_of(outputs)
+        activations = tally.live_bytes - before
+        loss.backward()
+        del outputs, loss
+        computing_peak, computing = tally.peak_bytes, tally.computing_bytes - weights
+        tally.restart()
+        optimizer = make_optimizer(trained)
+        optimizer.step()
+        leaves = tree_leaves(list(optimizer.state.values()))
+        states = sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        held = tally.gradient_bytes + weights + states
+        return StepMemory(
+            weights=weights,
+            gradients=tally.gradient_bytes,
+            optimizer_states=states,
+            activations=activations,
+            computing=computing,
+            stepping=max(0, tally.peak_bytes - held),
+            peak=max(computing_peak + states, tally.peak_bytes),
+        )
 
 
 @contextmanager
@@ -145,46 +161,6 @@ def _explained(model: nn.Module) -> Generator[None]:
         raise CostError(
             f"{type(model).__name__}: {what if depends else 'a step without data fails'} ({first})"
         ) from error
-
-
-def _step(
-    tally: StorageTally,
-    model: nn.Module,
-    trained: list[nn.Parameter],
-    inputs: Mapping[str, Any],
-    loss_of: Callable[[Any], Tensor],
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    autocast: torch.dtype | None,
-) -> StepMemory:
-    tally.add((*model.parameters(), *model.buffers()))
-    weights = tally.live_bytes
-    tally.add(value for value in inputs.values() if isinstance(value, Tensor))
-    before = tally.live_bytes
-    tally.restart()
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(tally.note_gradient)
-    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        outputs = model(**inputs)
-        loss = loss_of(outputs)
-    activations = tally.live_bytes - before
-    loss.backward()
-    del outputs, loss
-    computing_peak, computing = tally.peak_bytes, tally.computing_bytes - weights
-    tally.restart()
-    optimizer = make_optimizer(trained)
-    optimizer.step()
-    leaves = tree_leaves(list(optimizer.state.values()))
-    states = sum(_size_bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-    held = tally.gradient_bytes + weights + states
-    return StepMemory(
-        weights=weights,
-        gradients=tally.gradient_bytes,
-        optimizer_states=states,
-        activations=activations,
-        computing=computing,
-        stepping=max(0, tally.peak_bytes - held),
-        peak=max(computing_peak + states, tally.peak_bytes),
-    )
 
 
 def _size_bytes(tensor: Tensor) -> int:

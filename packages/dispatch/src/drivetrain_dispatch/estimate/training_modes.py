@@ -12,16 +12,12 @@ Parameters = list[nn.Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMode:
-    """A way to train.
-
-    Attributes:
-        dtype: The dtype of the weights; None for that of the configuration.
-        autocast: The dtype that the forward computes in; None for that of the weights.
-    """
+    """A way to train."""
 
     name: str
     about: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # the dtype of the weights; None for that of the configuration
+    # The dtype that the forward computes in; None for that of the weights.
     autocast: torch.dtype | None = None
     is_lora: bool = False
     trains: bool = True

@@ -16,14 +16,10 @@ _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """The number of a model's parameters, and what they take in each dtype.
-
-    Attributes:
-        num_parameters: The number of parameters; tied ones count once.
-    """
+    """The number of a model's parameters, and what they take in each dtype."""
 
     model: str
-    num_parameters: int
+    num_parameters: int  # the number of parameters; tied ones count once
     largest_block: str
     largest_block_parameters: int
 
@@ -50,11 +46,7 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
 
 
 def sizes_of_files(path: Path) -> WeightSizes:
-    """Count the tensors in files of weights by their headers; a block is what has a number in its name.
-
-    Raises:
-        WeightFilesError: There are no such files, or one is damaged.
-    """
+    """Count the tensors in files of weights by their headers; a block is what has a number in its name."""
     blocks: dict[str, int] = defaultdict(int)
     num_parameters = 0
     for name, file in open_weights(path).items():

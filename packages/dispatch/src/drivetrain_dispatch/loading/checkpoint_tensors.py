@@ -71,15 +71,11 @@ def check_load_dtype(dtype: object) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """The description of a tensor without its values.
-
-    Attributes:
-        divisible: Whether the file can be read from any element of the tensor on.
-    """
+    """The description of a tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    divisible: bool = True
+    divisible: bool = True  # whether the file can be read from any element of the tensor on
 
     @property
     def size_bytes(self) -> int:
@@ -92,14 +88,11 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTensors:
-    """The tensors of a checkpoint, by its names, or by the model's if it is converted.
-
-    Attributes:
-        sources: The tensors, which are read on demand; empty on a rank that has not opened the files.
-    """
+    """The tensors of a checkpoint, by its names, or by the model's if it is converted."""
 
     path: Path
     specs: Mapping[str, TensorSpec]
+    # The tensors, which are read on demand; empty on a rank that has not opened the files.
     sources: Mapping[str, LazyTensor]
 
     @property

@@ -145,10 +145,7 @@ def load_tensors(
     options: WeightLoadOptions,
     reader: WeightReader,
 ) -> LoadReport:
-    """Load the tensors of an open checkpoint into a model; see `load_checkpoint_in_model`.
-
-    Called on all ranks that the reader reads for.
-    """
+    """Load the tensors of an open checkpoint; all ranks that the reader reads for call it."""
     load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
     with load:
         plan = reader.together(load.plan)

@@ -22,29 +22,20 @@ from drivetrain_weights import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """A tensor of the model that gets values.
-
-    Attributes:
-        stored: The name of the tensor in the checkpoint.
-        copies: Further names in the checkpoint for the same tensor; their values must be equal.
-        reads: The names in the checkpoint that are read into memory for it.
-        maps: The names in the checkpoint whose values stay on the disk for it.
-        box: The position of this rank's shard in the whole tensor; None if it is not sharded.
-        quantized_bytes: The bytes of the packed tensor; None if it is not packed.
-    """
+    """A tensor of the model that gets values."""
 
     names: tuple[str, ...]
     target: LoadTarget
-    stored: str
-    copies: tuple[str, ...]
-    reads: tuple[str, ...]
-    maps: tuple[str, ...]
+    stored: str  # the name of the tensor in the checkpoint
+    copies: tuple[str, ...]  # further names in the checkpoint for the same tensor; their values must be equal
+    reads: tuple[str, ...]  # the names in the checkpoint that are read into memory for it
+    maps: tuple[str, ...]  # the names in the checkpoint whose values stay on the disk for it
     shape: tuple[int, ...]
     stored_dtype: torch.dtype
     dtype: torch.dtype
     place: Place
-    box: Box | None = None
-    quantized_bytes: int | None = None
+    box: Box | None = None  # the position of this rank's shard in the whole tensor; None if it is not sharded
+    quantized_bytes: int | None = None  # the bytes of the packed tensor; None if it is not packed
 
     @property
     def numel(self) -> int:
@@ -86,17 +77,13 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The plan of a load.
-
-    Attributes:
-        unexpected: The checkpoint's names, after renaming, that the model lacks.
-        computed: Names of tensors that the map places on the disk but that are in memory, since the model computes
-            them and no file holds them.
-    """
+    """The plan of a load."""
 
     tensors: tuple[PlannedTensor, ...]
     missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    unexpected: tuple[str, ...]  # the checkpoint's names, after renaming, that the model lacks
+    # Names of tensors that the map places on the disk but that are in memory, since the model computes
+    # them and no file holds them.
     computed: tuple[str, ...] = ()
 
     @property

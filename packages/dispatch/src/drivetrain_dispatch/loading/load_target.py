@@ -99,14 +99,11 @@ def load_target(name: str, tensor: Tensor) -> LoadTarget:
 
 
 class Assignment(NamedTuple):
-    """A change to a model.
-
-    Attributes:
-        kept: The tensor that gets the value in place; None to replace what has the names.
-    """
+    """A change to a model."""
 
     names: tuple[str, ...]
     value: Tensor | nn.Module
+    # The tensor that gets the value in place; None to replace what has the names.
     kept: LoadTarget | None = None
 
 

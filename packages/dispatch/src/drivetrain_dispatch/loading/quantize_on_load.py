@@ -24,14 +24,12 @@ class QuantizeOnLoad:
     """A packer that reads weights in full on the device that computes them, and quantises them there.
 
     A load calls `allocate`, reads the values of that memory, and calls `pack`, one weight after the other.
-
-    Attributes:
-        files: The files of packed weights that stay on the disk, by the checkpoint's names.
     """
 
     def __init__(
         self, quantization: Quantization, devices: Mapping[str, torch.device], folder: Path | str | None
     ) -> None:
+        # The files of packed weights that stay on the disk, by the checkpoint's names.
         self.files: dict[str, MappedFile] = {}
         self._quantization = quantization
         self._devices = devices
@@ -92,13 +90,10 @@ def refuse_to_save(model: nn.Module) -> None:
 
 
 class KeepStoredFP8:
-    """A packer that reads the values and scales of fp8 weights, and makes weights of them.
-
-    Attributes:
-        files: The files of weights that stay on the disk, by the checkpoint's names.
-    """
+    """A packer that reads the values and scales of fp8 weights, and makes weights of them."""
 
     def __init__(self, stored: Mapping[str, TensorSpec], sources: Mapping[str, LazyTensor]) -> None:
+        # The files of weights that stay on the disk, by the checkpoint's names.
         self.files: dict[str, MappedFile] = {}
         self._stored = stored
         self._sources = sources

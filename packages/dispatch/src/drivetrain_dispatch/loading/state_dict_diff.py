@@ -13,15 +13,12 @@ _NUM_SHOWN = 5  # names of each kind, in an error message
 
 
 class StateDictDiff:
-    """The mismatches between a checkpoint and a model.
-
-    Attributes:
-        missing: The tensors that the checkpoint lacks, by the model's names.
-        unexpected: The tensors that the model lacks, by the checkpoint's names after renaming.
-    """
+    """The mismatches between a checkpoint and a model."""
 
     def __init__(self, *, checkpoint: str, strict: bool) -> None:
+        # The tensors that the checkpoint lacks, by the model's names.
         self.missing: dict[str, TensorSpec] = {}
+        # The tensors that the model lacks, by the checkpoint's names after renaming.
         self.unexpected: dict[str, TensorSpec] = {}
         self._checkpoint = checkpoint
         self._strict = strict
@@ -53,9 +50,9 @@ class StateDictDiff:
         """Report all mismatches in one error."""
         parts: list[str] = []
         if self._strict and self.missing:
-            parts.append(f"{len(self.missing)} missing: {_shown(_listed(self.missing))}")
+            parts.append(f"{len(self.missing)} missing: {_listed(self.missing)}")
         if self._strict and self.unexpected:
-            parts.append(f"{len(self.unexpected)} unexpected: {_shown(_listed(self.unexpected))}")
+            parts.append(f"{len(self.unexpected)} unexpected: {_listed(self.unexpected)}")
         if self._differing:
             parts.append(f"{len(self._differing)} that differ: {_shown(self._differing)}")
         if self._empty:
@@ -80,8 +77,8 @@ class StateDictDiff:
         )
 
 
-def _listed(tensors: Mapping[str, TensorSpec]) -> list[str]:
-    return [f"{name!r} {stored}" for name, stored in tensors.items()]
+def _listed(tensors: Mapping[str, TensorSpec]) -> str:
+    return _shown([f"{name!r} {stored}" for name, stored in tensors.items()])
 
 
 def _shown(texts: Sequence[str]) -> str:

@@ -21,19 +21,14 @@ Result = TypeVar("Result")
 
 
 class ReadRange(NamedTuple):
-    """A range of a tensor's elements that are read at once, in the order of the tensor.
-
-    Attributes:
-        start: The first element, counted in this rank's shard.
-        skipped: The number of elements of the tensor before this rank's shard.
-        box: The position of this rank's shard if it is not contiguous in the file; the piece is the whole shard.
-    """
+    """A range of a tensor's elements that are read at once, in the order of the tensor."""
 
     name: str
     dtype: torch.dtype
-    start: int
+    start: int  # the first element, counted in this rank's shard
     stop: int
-    skipped: int = 0
+    skipped: int = 0  # the number of elements of the tensor before this rank's shard
+    # The position of this rank's shard if it is not contiguous in the file; the piece is the whole shard.
     box: Box | None = None
 
     @property

@@ -124,11 +124,10 @@ def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObj
     unchanged. A TypeError says that some object cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for name, tensor in layout.tensors.items():
-        if id(tensor) not in memo:
-            empty = memo[id(tensor)] = _empty(tensor, layout.dtypes[name])
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(empty, requires_grad=False)
+    for tensor in layout.tensors.values():
+        empty = _empty(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo.setdefault(id(tensor), nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
     with _Emptying():
         return copy.deepcopy((layout.model, inputs), memo)
 
@@ -145,12 +144,12 @@ class _Emptying(TorchFunctionMode):
     ) -> object:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
-            memo[id(tensor)] = _empty(tensor, tensor.dtype)
-            return memo[id(tensor)]
+            empty = memo[id(tensor)] = _empty(tensor)
+            return empty
         if func is Tensor.clone:  # nn.Parameter.__deepcopy__ calls it
-            return _empty(args[0], args[0].dtype)
+            return _empty(args[0])
         return func(*args, **(kwargs or {}))
 
 
-def _empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=False)

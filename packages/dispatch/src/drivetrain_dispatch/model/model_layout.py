@@ -26,20 +26,17 @@ class ModelLayout:
     """The modules and tensors of a model, and the dtypes and sizes that the tensors will have.
 
     A layout describes the model as it was when `of` walked it. The properties are computed on first use and kept.
-
-    Attributes:
-        modules: The modules under every name that they have, each before its submodules.
-        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion. Integer
-            and boolean tensors keep their dtype, as in `Module.to(dtype)`.
-        special_sizes: The bytes of single tensors by name, which take precedence over dtypes: packed weights.
     """
 
     model: nn.Module
-    modules: dict[str, nn.Module]
+    modules: dict[str, nn.Module]  # the modules under every name that they have, each before its submodules
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    # The dtype that floating-point and complex tensors will be converted to; None for no conversion.
+    # Integer and boolean tensors keep their dtype, as in `Module.to(dtype)`.
     dtype: torch.dtype | None = None
     special_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    # The bytes of single tensors by name, which take precedence over dtypes: packed weights.
     special_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod

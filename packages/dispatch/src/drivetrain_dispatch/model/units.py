@@ -17,14 +17,11 @@ _ONLY_HOLD = (nn.ParameterList, nn.ParameterDict)
 
 
 class Unit(NamedTuple):
-    """A module with the tensors that its forward needs.
-
-    Attributes:
-        tensors: The module's own tensors, under the model's names; also those of its submodules if it stays whole.
-    """
+    """A module with the tensors that its forward needs."""
 
     name: str
     module: nn.Module
+    # The module's own tensors, under the model's names; also those of its submodules if it stays whole.
     tensors: Mapping[str, Tensor]
 
 

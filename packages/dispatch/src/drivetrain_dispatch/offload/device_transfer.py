@@ -60,10 +60,8 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 class InputMover(NotCopied):
     """A pair of hooks that move a module's inputs to its device at each call, and its outputs back.
 
-    They cover the forward of the module and its other methods that compute.
-
-    Args:
-        returns: Whether outputs move back to the device of the inputs; otherwise they stay for the next module.
+    They cover the forward of the module and its other methods that compute. Without `returns`, outputs stay on
+    the device for the next module.
     """
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), *, returns: bool) -> None:

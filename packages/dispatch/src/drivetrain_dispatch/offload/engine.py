@@ -263,13 +263,7 @@ class OffloadEngine:
 
 
 class _ThreadState:
-    """The state of one thread: the forward that it is in, its prefetched units, and what it uses.
-
-    Attributes:
-        hooks: The saved-tensor hooks of each nested forward.
-        viewed: The tensors that the forward has views of.
-        waits: When each unit that the thread is in was waited for.
-    """
+    """The state of one thread: the forward that it is in, its prefetched units, and what it uses."""
 
     __slots__ = ("hooks", "num_units", "prefetcher", "recorder", "viewed", "waits")
 
@@ -277,9 +271,9 @@ class _ThreadState:
         self.recorder = OrderRecorder()
         self.prefetcher = prefetcher
         self.num_units = 0
-        self.hooks: list[ExitStack] = []
-        self.viewed: list[OffloadedTensor] = []
-        self.waits: list[tuple[float, float]] = []
+        self.hooks: list[ExitStack] = []  # the saved-tensor hooks of each nested forward
+        self.viewed: list[OffloadedTensor] = []  # the tensors that the forward has views of
+        self.waits: list[tuple[float, float]] = []  # when each unit that the thread is in was waited for
 
     def is_computing(self) -> bool:
         """Return whether the thread computes with the model."""
@@ -312,17 +306,13 @@ def _unmark(tensors: Iterable[OffloadedTensor]) -> None:
 
 
 class UnitUse(NamedTuple):
-    """A use of a unit; each time span is its begin and end in seconds.
-
-    Attributes:
-        fetched: The span in which its weights were copied or read; empty if they were there already.
-        waited: The span in which the forward waited for them.
-        computed: The span from then until the module returned; on an accelerator, until its work was enqueued.
-    """
+    """A use of a unit; each time span is its begin and end in seconds."""
 
     name: str
+    # The span in which its weights were copied or read; empty if they were there already.
     fetched: tuple[float, float]
-    waited: tuple[float, float]
+    waited: tuple[float, float]  # the span in which the forward waited for them
+    # The span from then until the module returned; on an accelerator, until its work was enqueued.
     computed: tuple[float, float]
 
 

@@ -51,20 +51,15 @@ class ExecutionOrder:
 
 
 class OrderRecorder:
-    """The units that a run has used, and its position in an order that all threads share.
-
-    Attributes:
-        order: The order of the outermost run that goes on, or of the last one.
-        depth: The number of nested runs; 0 while none goes on.
-    """
+    """The units that a run has used, and its position in an order that all threads share."""
 
     __slots__ = ("depth", "order", "position", "used")
 
     def __init__(self) -> None:
-        self.order = ExecutionOrder()
+        self.order = ExecutionOrder()  # the order of the outermost run that goes on, or of the last one
         self.position = 0
         self.used: list[int] = []
-        self.depth = 0
+        self.depth = 0  # the number of nested runs; 0 while none goes on
 
     def begin(self, order: ExecutionOrder) -> None:
         """Begin a run in an order; a nested run counts as part of the outer one's order."""

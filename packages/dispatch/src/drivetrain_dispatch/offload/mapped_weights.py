@@ -42,10 +42,7 @@ class MappedWeightsEngine:
     all pages in memory registers no hooks: it costs the same as with weights in memory.
 
     Where the host has no room for all pages, by its own memory or by a container's limit, a part stays and the others
-    are released behind the forward, so that no page is evicted before its use.
-
-    Args:
-        releases: Whether pages are always released, and none of them stays.
+    are released behind the forward, so that no page is evicted before its use. With `releases` none stays.
     """
 
     def __init__(self, units: Sequence[Unit], files: Mapping[str, MappedFile], *, releases: bool) -> None:

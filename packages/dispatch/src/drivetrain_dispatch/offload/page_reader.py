@@ -19,15 +19,11 @@ _NUM_READERS = 2  # one waits for the disk while the other requests the next pie
 
 
 class MappedPart(NamedTuple):
-    """The pages of a tensor, or of one part of a quantized tensor.
-
-    Attributes:
-        tensor: A weak reference to the tensor; None if it is quantized.
-    """
+    """The pages of a tensor, or of one part of a quantized tensor."""
 
     pages: Pages
     file: MappedFile
-    tensor: ref[Tensor] | None
+    tensor: ref[Tensor] | None  # A weak reference to the tensor; None if it is quantized
 
     @classmethod
     def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[MappedPart]":
@@ -45,24 +41,17 @@ class MappedPart(NamedTuple):
 
 
 class PageLimits(NamedTuple):
-    """The limits on the pages that a forward holds in memory.
-
-    Attributes:
-        kept_bytes: The bytes that stay in memory after their use, those used first; None for all.
-        leaves_cache: Whether released pages leave the page cache too, where they would evict the pages used next.
-    """
+    """The limits on the pages that a forward holds in memory."""
 
     ahead_bytes: int
+    # The bytes that stay in memory after their use, those used first; None for all.
     kept_bytes: int | None = None
+    # Whether released pages leave the page cache too, where they would evict the pages used next.
     leaves_cache: bool = False
 
 
 class PageReader:
-    """The threads that read the pages of one forward in order; pages are released behind it.
-
-    Args:
-        reads: Whether pages are read; if not, all are in memory already.
-    """
+    """The threads that read the pages of one forward in order, unless all are there; pages are released behind it."""
 
     def __init__(
         self,
@@ -164,13 +153,9 @@ class PageReader:
 
 
 class _Step(NamedTuple):
-    """A piece that is read at once.
-
-    Attributes:
-        before_bytes: The bytes of all pieces before it.
-    """
+    """A piece that is read at once."""
 
     address: int
     size_bytes: int
-    before_bytes: int
+    before_bytes: int  # the bytes of all pieces before it
     unit: int

@@ -20,14 +20,10 @@ _STEP_BYTES = 8 << 20  # read in one call; a thread can stop only between two ca
 
 
 class Pages(NamedTuple):
-    """A contiguous range of pages of a mapping.
-
-    Attributes:
-        size_bytes: The bytes from there to the end of the used part.
-    """
+    """A contiguous range of pages of a mapping."""
 
     first: int
-    size_bytes: int
+    size_bytes: int  # the bytes from there to the end of the used part
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pages":

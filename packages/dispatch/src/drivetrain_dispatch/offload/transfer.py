@@ -21,21 +21,16 @@ _NUM_CHUNKS = 3  # one is filled, one is in transfer, one waits
 
 
 class TransferRequest(NamedTuple):
-    """A request to transfer one tensor.
-
-    Attributes:
-        parts: The tensors of its values, in memory, pinned memory or the pages of a file; several if it is packed.
-        quick: Whether a transfer takes this thread less time than a request to another one.
-        device_bytes: The bytes that it takes on `device`, including those for a conversion there.
-    """
+    """A request to transfer one tensor."""
 
     stored: Tensor
+    # The tensors of its values, in memory, pinned memory or the pages of a file; several if it is packed.
     parts: tuple[Tensor, ...]
     device: torch.device
     dtype: torch.dtype
-    quick: bool
+    quick: bool  # whether a transfer takes this thread less time than a request to another one
     size_bytes: int
-    device_bytes: int
+    device_bytes: int  # the bytes that it takes on `device`, including those for a conversion there
 
     @classmethod
     def of(cls, stored: Tensor, device: torch.device, dtype: torch.dtype) -> "TransferRequest":
@@ -63,16 +58,11 @@ class TransferRequest(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The copies that a transfer has made.
-
-    Attributes:
-        event: The event after the copies on the side stream; None for copies of the host.
-        span: When the copies began and were enqueued, in seconds.
-    """
+    """The copies that a transfer has made."""
 
     tensors: list[Tensor]
-    event: torch.Event | None
-    span: tuple[float, float]
+    event: torch.Event | None  # the event after the copies on the side stream; None for copies of the host
+    span: tuple[float, float]  # when the copies began and were enqueued, in seconds
 
 
 class PendingTransfer:

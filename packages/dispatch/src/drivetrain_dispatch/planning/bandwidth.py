@@ -28,32 +28,25 @@ _LOG = logging.getLogger(__name__)
 _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
 
 
-def measure_rates(
-    device: torch.device | str | int, *, disk_path: Path | str | None = None, cache: Path | None = None
-) -> Bandwidths:
+def measure_rates(device: torch.device | str | int, *, cache: Path | None = None) -> Bandwidths:
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
     The link is measured once per machine, device and torch version, the disk once per machine and file system; later
-    calls read the cache. The disk is measured by reading `disk_path`, past the page cache where possible, or a
-    temporary file of 32 MiB if that is a folder.
+    calls read the cache. The disk is that of the cache: a temporary file of 32 MiB is read there, past the page cache
+    where possible.
     """
     place, kept = torch.device(device), cache or default_cache()
-    found = kept.parent if disk_path is None else Path(disk_path).expanduser()
-    if disk_path is None:
-        found = next(folder for folder in (found, *found.parents) if folder.is_dir())
-    if not found.exists():
-        raise ValueError(
-            f"disk_path={str(disk_path)!r} is missing: name a file to read, or a folder to write to"
-        )
+    folder = next(folder for folder in kept.parents if folder.is_dir())
     name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if place.type != "cpu":
         module = torch.get_device_module(place)
         name = str(module.get_device_name(place)) if hasattr(module, "get_device_name") else place.type
     machine = ("link", platform.node(), place.type, name, torch.__version__)
-    (link,) = remembered(kept, machine, ["bytes_per_second"], lambda: [_link(place)])
-    disk = ("disk", platform.node(), str(found.stat().st_dev))
-    (read,) = remembered(kept, disk, ["bytes_per_second"], lambda: [_disk(found)])
-    return Bandwidths(to_device=link, from_disk=read)
+    disk = ("disk", platform.node(), str(folder.stat().st_dev))
+    return Bandwidths(
+        to_device=remembered(kept, machine, lambda: _link(place)),
+        from_disk=remembered(kept, disk, lambda: _disk(folder)),
+    )
 
 
 def _link(device: torch.device) -> float:
@@ -73,33 +66,24 @@ def _link(device: torch.device) -> float:
     return _COPIED_BYTES / max(min(taken[1:]), 1e-9)
 
 
-def _disk(path: Path) -> float:
-    """Return the bytes per second at which a file is read, or a temporary file in a folder."""
-    if path.is_file():
-        return _read_rate(path)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".drivetrain-rate-") as folder:
-        written = Path(folder) / "read"
-        with written.open("wb") as file:
+def _disk(folder: Path) -> float:
+    """Return the bytes per second at which a temporary file in a folder is read."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".drivetrain-rate-") as inside:
+        path = Path(inside) / "read"
+        with path.open("wb") as file:
             file.write(os.urandom(2**20) * (_WRITTEN_BYTES // 2**20))
             file.flush()
             os.fsync(file.fileno())
-        return _read_rate(written)
+        direct = getattr(os, "O_DIRECT", 0)  # past the page cache
+        try:
+            return _read_rate(path, direct)
+        except OSError:  # a file system without direct reads, such as tmpfs
+            if not direct:
+                raise
+            return _read_rate(path, 0)
 
 
-def _read_rate(path: Path) -> float:
-    """Return the bytes per second of a file, bypassing the page cache if the file system supports it."""
-    if path.stat().st_size < _PIECE_BYTES:
-        raise ValueError(f"disk_path={str(path)!r} has less than {_PIECE_BYTES} bytes: name a larger file")
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        return _read_rate_with(path, direct)
-    except OSError:  # a file system without direct reads, such as tmpfs
-        if not direct:
-            raise
-        return _read_rate_with(path, 0)
-
-
-def _read_rate_with(path: Path, flags: int) -> float:
+def _read_rate(path: Path, flags: int) -> float:
     num_pieces = path.stat().st_size // _PIECE_BYTES
     begun = time.perf_counter()
 
@@ -124,25 +108,34 @@ def default_cache() -> Path:
     return Path.home() / _FOLDERS.get(sys.platform, Path(".cache")) / "drivetrain" / "rates.json"
 
 
-def remembered(
-    cache: Path, what: Sequence[str], names: Sequence[str], measure: Callable[[], Sequence[float]]
-) -> list[float]:
-    """Return cached numbers, or measure and cache them.
+def remembered(cache: Path, what: Sequence[str], measure: Callable[[], float]) -> float:
+    """Return a cached number, or measure and cache it.
 
     A damaged file counts as missing and is replaced atomically. If the file cannot be written, each call measures
     again.
     """
     key = json.dumps(list(what))
-    known = _read(cache).get(key, {})
-    if all(name in known for name in names):
-        return [known[name] for name in names]
-    found = dict(zip(names, measure(), strict=True))
-    # Read again: another process may have written during the measurement.
-    _write(cache, {**_read(cache), key: found})
-    return list(found.values())
+    if (known := _read(cache).get(key)) is not None:
+        return known
+    found = measure()
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=cache.parent, prefix=f".{cache.name}.", delete=False
+        ) as file:
+            # Read again: another process may have written during the measurement.
+            file.write(json.dumps({**_read(cache), key: found}, indent=1))
+        try:
+            os.replace(file.name, cache)
+        except OSError:
+            os.unlink(file.name)
+            raise
+    except OSError as error:
+        _LOG.info("measured rates are not kept: %s", error)
+    return found
 
 
-def _read(cache: Path) -> dict[str, dict[str, float]]:
+def _read(cache: Path) -> dict[str, float]:
     """Return the valid entries of the file; none if it is missing or damaged."""
     try:
         said: object = read_json(cache)
@@ -151,24 +144,5 @@ def _read(cache: Path) -> dict[str, dict[str, float]]:
     if not isinstance(said, Mapping):
         return {}
     return {
-        key: dict(numbers)
-        for key, numbers in said.items()
-        if isinstance(numbers, Mapping)
-        and all(type(one) in (int, float) and math.isfinite(one) and one > 0 for one in numbers.values())
+        key: one for key, one in said.items() if type(one) in (int, float) and math.isfinite(one) and one > 0
     }
-
-
-def _write(cache: Path, numbers: Mapping[str, Mapping[str, float]]) -> None:
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=cache.parent, prefix=f".{cache.name}.", delete=False
-        ) as file:
-            file.write(json.dumps(numbers, indent=1))
-        try:
-            os.replace(file.name, cache)
-        except OSError:
-            os.unlink(file.name)
-            raise
-    except OSError as error:
-        _LOG.info("measured rates are not kept: %s", error)

@@ -26,22 +26,17 @@ class BlockCost:
 
 
 class Groups(NamedTuple):
-    """The groups of a model, as one list per property; blocks that share tensors are one group.
-
-    Attributes:
-        stays: The bytes of each group's tensors that always stay on the device that computes.
-        needs: The bytes of window that it takes to fetch a unit of the group, including the units in use around it.
-        kept: The bytes that each group's blocks leave on the device.
-        of_blocks: The index of each block's group; None if every block is a group of its own.
-    """
+    """The groups of a model, as one list per property; blocks that share tensors are one group."""
 
     firsts: list[int]
     sizes: list[int]
-    stays: list[int]
+    stays: list[int]  # the bytes of each group's tensors that always stay on the device that computes
+    # The bytes of window that it takes to fetch a unit of the group, including the units in use around
+    # it.
     needs: list[int]
     peaks: list[int]
-    kept: list[int]
-    of_blocks: list[int] | None
+    kept: list[int]  # the bytes that each group's blocks leave on the device
+    of_blocks: list[int] | None  # the index of each block's group; None if every block is a group of its own
 
     def by_block(self, values: list[_Value]) -> list[_Value]:
         """Return values given for each group as values for each block."""

@@ -13,26 +13,21 @@ from drivetrain_dispatch.model.units import UnitNames
 
 
 class Block(NamedTuple):
-    """A part of a model that is placed as a whole: a module, or a tensor of a module that is itself divided.
-
-    Attributes:
-        size_bytes: The bytes of its tensors; a tensor that an earlier block shares counts only there.
-        group: The index of the first block that shares a tensor with it, directly or through others; its own index if
-            there is none.
-        units: The bytes of each unit in it, fetched one by one if it is offloaded; () to fetch the block at once.
-        stay_bytes: The bytes of its tensors that stay on the device that computes, wherever the others are kept.
-        around_bytes: The bytes of its units that enclose other units: they are fetched before those and stay in use
-            as long as those.
-        end: The index of the block with which the enclosing units are released; -1 for this block.
-    """
+    """A part of a model that is placed as a whole: a module, or a tensor of a module that is itself divided."""
 
     name: str
-    size_bytes: int
+    size_bytes: int  # the bytes of its tensors; a tensor that an earlier block shares counts only there
+    # The index of the first block that shares a tensor with it, directly or through others; its own index
+    # if there is none.
     group: int
+    # The bytes of each unit in it, fetched one by one if it is offloaded; () to fetch the block at once.
     units: tuple[int, ...] = ()
+    # The bytes of its tensors that stay on the device that computes, wherever the others are kept.
     stay_bytes: int = 0
+    # The bytes of its units that enclose other units: they are fetched before those and stay in use as
+    # long as those.
     around_bytes: int = 0
-    end: int = -1
+    end: int = -1  # the index of the block with which the enclosing units are released; -1 for this block
 
     @property
     def coming(self) -> tuple[int, ...]:

@@ -45,8 +45,6 @@ def measure_costs(
     *,
     blocks: Sequence[Block],
     rate: ComputeRate,
-    dtype: torch.dtype | None = None,
-    special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, BlockCost]:
     """Measure the cost of each block in one forward, by running a copy of the model on the meta device.
 
@@ -56,7 +54,7 @@ def measure_costs(
     output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data. A
     block that never runs costs nothing.
     """
-    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes)
+    layout = ModelLayout.of(model)
     if layout.quantized:
         raise CostError(
             f"{min(layout.quantized)!r} is quantised and cannot compute without data: measure the model before it is "

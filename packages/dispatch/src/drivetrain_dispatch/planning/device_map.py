@@ -81,13 +81,9 @@ class DeviceMap(dict[str, Device]):
 
 
 class Row(NamedTuple):
-    """A row of a device map's table.
+    """A row of a device map's table."""
 
-    Attributes:
-        name: The name of a module, or of several: `layers.0-21`.
-    """
-
-    name: str
+    name: str  # the name of a module, or of several: `layers.0-21`
     devices: tuple[Device, ...]
     size_bytes: int | None
     seconds: float | None

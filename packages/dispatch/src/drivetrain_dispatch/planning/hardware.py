@@ -14,16 +14,12 @@ _SERIES = re.compile(r"\b(?:nvidia|geforce|quadro|tesla|rtx|gtx|amd|instinct)")
 
 
 class Hardware(NamedTuple):
-    """The rates of a kind of device.
+    """The rates of a kind of device."""
 
-    Attributes:
-        link_bytes_per_second: The achievable bandwidth from the host's memory, about four fifths of the bus's peak.
-        tflops: 10^12 dense operations per second in bfloat16, or in the fastest dtype without bfloat16.
-    """
-
+    # The achievable bandwidth from the host's memory, about four fifths of the bus's peak.
     link_bytes_per_second: float
     memory_bytes_per_second: float
-    tflops: float
+    tflops: float  # 10^12 dense operations per second in bfloat16, or in the fastest dtype without bfloat16
 
 
 # PCIe 5, 4 and 3 with 16 lanes: the bandwidth that copies from pinned memory reach.

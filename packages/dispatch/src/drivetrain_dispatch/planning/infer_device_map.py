@@ -7,6 +7,7 @@ from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
@@ -170,30 +171,11 @@ def map_of(
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
     """Return for each name the outermost enclosing name whose parts are all on one device."""
-    # The device that all parts of a name share; None if they differ.
-    common: dict[str, Device | None] = {}
+    common: dict[str, Device | None] = {}  # the device that all parts of a name share; None if they differ
     for name, device in devices.items():
-        outer: str | None = name
-        while outer is not None:
-            if outer not in common:
-                common[outer] = device
-            elif common[outer] in (None, device):
-                break  # the names further out are settled already
-            else:
-                common[outer] = None
-            outer = _around(outer)
-    found: dict[str, str] = {}
-    return {name: _furthest(name, common, found) for name in devices}
-
-
-def _furthest(name: str, common: Mapping[str, Device | None], found: dict[str, str]) -> str:
-    """Return the outermost name around one whose parts are all on one device, memoised in `found`."""
-    if name not in found:
-        outer = _around(name)
-        found[name] = name if outer is None or common[outer] is None else _furthest(outer, common, found)
-    return found[name]
-
-
-def _around(name: str) -> str | None:
-    """Return the name of the enclosing module."""
-    return name.rpartition(".")[0] if name else None
+        for outer in enclosing_modules(name):
+            common[outer] = device if common.get(outer, device) == device else None
+    return {
+        name: next((outer for outer in enclosing_modules(name) if common[outer] is not None), name)
+        for name in devices
+    }

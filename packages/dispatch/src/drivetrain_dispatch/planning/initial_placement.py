@@ -15,18 +15,12 @@ _MANY = 2_000  # groups; a larger model tries fewer strategies, to save time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """The memory budgets of a plan, in bytes.
-
-    Attributes:
-        host: The bytes of host memory for offloaded weights; 0 if the host itself computes.
-        disk: The bytes on disk; None for no limit.
-        in_place: Whether weights on disk are used in place, as the host can: they need no window.
-    """
+    """The memory budgets of a plan, in bytes."""
 
     devices: tuple[int, ...]
-    host: int
-    disk: int | None = None
-    in_place: bool = False
+    host: int  # the bytes of host memory for offloaded weights; 0 if the host itself computes
+    disk: int | None = None  # the bytes on disk; None for no limit
+    in_place: bool = False  # whether weights on disk are used in place, as the host can: they need no window
 
 
 class Placed(NamedTuple):
@@ -37,17 +31,15 @@ class Placed(NamedTuple):
 
 
 class OffloadStrategy(NamedTuple):
-    """A strategy for offloading.
-
-    Attributes:
-        due: The fraction of a group's bytes that must be owed before the group is offloaded: 0.5 spreads evenly, 1
-            keeps the first groups on the device.
-        shifts: The number of groups by which each device's segment begins later than its share of the bytes implies.
-    """
+    """A strategy for offloading."""
 
     window_bytes: int
     largest: int
+    # The fraction of a group's bytes that must be owed before the group is offloaded: 0.5 spreads evenly,
+    # 1 keeps the first groups on the device.
     due: float = 0.5
+    # The number of groups by which each device's segment begins later than its share of the bytes
+    # implies.
     shifts: tuple[int, ...] = ()
 
 

@@ -19,16 +19,12 @@ _NEAREST = 6  # resident groups on either side of an offloaded one that are trie
 
 
 class Found(NamedTuple):
-    """A placement that respects the budgets.
-
-    Attributes:
-        coming_bytes: The bytes that one forward fetches.
-        windows: The bytes that each device has left for fetched weights, at most what it ever fetches.
-    """
+    """A placement that respects the budgets."""
 
     seconds: float
-    coming_bytes: int
+    coming_bytes: int  # the bytes that one forward fetches
     placed: Placed
+    # The bytes that each device has left for fetched weights, at most what it ever fetches.
     windows: tuple[int, ...]
 
     @property

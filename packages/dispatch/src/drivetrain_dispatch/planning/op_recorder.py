@@ -30,16 +30,12 @@ class MeasuredOperation(NamedTuple):
 
 
 class MemoryChange(NamedTuple):
-    """An allocation or release of memory, or, with a size of 0, the start of a block.
-
-    Attributes:
-        memory: The number of the storage, from 0 in the order in which storages are first seen; -1 for none.
-        size_bytes: The bytes of the storage; negative for a release.
-    """
+    """An allocation or release of memory, or, with a size of 0, the start of a block."""
 
     block: int
+    # The number of the storage, from 0 in the order in which storages are first seen; -1 for none.
     memory: int
-    size_bytes: int
+    size_bytes: int  # the bytes of the storage; negative for a release
 
 
 class OpRecorder(TorchDispatchMode):

@@ -17,13 +17,9 @@ _NUM_SHOWN = 5  # names in an error message
 
 
 class Placement(NamedTuple):
-    """The placement of a tensor.
+    """The placement of a tensor."""
 
-    Attributes:
-        home: The place that holds the tensor's values while no forward uses them.
-    """
-
-    home: Place
+    home: Place  # the place that holds the tensor's values while no forward uses them
     device: torch.device
 
     @property

@@ -30,16 +30,11 @@ _FEW, _SHIFTED = 200, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
-    """The home and the computing device of each block.
-
-    Attributes:
-        devices: The device that computes each block, as an index into `Budgets.devices`.
-        windows: The most bytes of fetched weights that each device may hold at once.
-    """
+    """The home and the computing device of each block."""
 
     sources: tuple[Tier, ...]
-    devices: tuple[int, ...]
-    windows: tuple[int, ...]
+    devices: tuple[int, ...]  # the device that computes each block, as an index into `Budgets.devices`
+    windows: tuple[int, ...]  # the most bytes of fetched weights that each device may hold at once
     seconds: float
 
 

@@ -23,10 +23,7 @@ def grid_of(shape: Sequence[int]) -> tuple[int, ...]:
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a dequantised weight: each block times its scale, computed in fp32.
 
-    Args:
-        values: The fp8 values, of shape (..., rows, columns).
-        scales: The scales, of shape (..., ceil(rows / 128), ceil(columns / 128)).
-        dtype: The dtype of the result.
+    The values have the shape (..., rows, columns), the scales (..., ceil(rows / 128), ceil(columns / 128)).
     """
     rows, columns = values.shape[-2:]
     full = values.to(torch.float32)
@@ -39,12 +36,8 @@ def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
 class BlockScaledTensor(Tensor):
     """A weight in fp8 with its scales, which each operation that computes with it dequantises.
 
-    Selecting one of several matrices (an expert of a stack) dequantises nothing.
-
-    Args:
-        values: The fp8 values, of shape (..., rows, columns).
-        scales: The scales, of shape (..., ceil(rows / 128), ceil(columns / 128)).
-        dtype: The dtype that the tensor reports and computes in.
+    Selecting one of several matrices (an expert of a stack) dequantises nothing. The shapes of the parts are those of
+    `dequantise`; `dtype` is the one that the tensor reports and computes in.
     """
 
     values: Tensor  # type: ignore[assignment] Tensor.values is a method of sparse tensors
