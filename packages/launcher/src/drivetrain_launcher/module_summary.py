@@ -1,13 +1,25 @@
 """Read what a module says of itself without running it: its imports may take seconds."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ast import Module
+
 
 def module_summary(module: str) -> str:
     """Return the first line of a module's docstring; empty if its source is not at hand."""
-    from ast import get_docstring, parse  # imported here: most commands need none of it
+    from ast import get_docstring  # imported here: most commands need none of it
+
+    return (get_docstring(parse_module(module)) or "").partition("\n")[0]
+
+
+def parse_module(module: str) -> "Module":
+    """Return the syntax tree of a module; an empty one if its source is not at hand."""
+    from ast import parse
     from importlib.util import find_spec
 
     spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return ""
+        return parse("")
     with open(spec.origin, encoding="utf-8") as source:
-        return (get_docstring(parse(source.read())) or "").partition("\n")[0]
+        return parse(source.read())

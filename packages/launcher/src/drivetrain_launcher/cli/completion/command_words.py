@@ -6,18 +6,17 @@ A test holds what is read to the parser's own flags.
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from drivetrain_config import sections
 from drivetrain_config.plugins.installed import EntryPoint
 from drivetrain_config.settings.plugin_names import plugin_names
-from drivetrain_config.settings.schema import FieldSpec, flags, specs
+from drivetrain_config.settings.schema import flags, specs
 from drivetrain_config.values.kinds import choices, is_sequence, item_kind, members
-from drivetrain_launcher.module_summary import module_summary
+from drivetrain_launcher.module_summary import module_summary, parse_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,27 @@ class CommandWords:
 
 def read_commands(found: Mapping[str, EntryPoint]) -> tuple[CommandWords, ...]:
     """Return the words of every command, sorted by name."""
-    return tuple(_command(name.replace(".", " "), point) for name, point in sorted(found.items()))
+    commands: list[CommandWords] = []
+    for name, point in sorted(found.items()):
+        module, _, function = point.value.partition(":")
+        fields = _argument_fields(module, function)
+        own = [
+            flag
+            for field, kind, metadata in fields
+            if kind != "Layers" and not (metadata.get("rest") or metadata.get("positional"))
+            for flag in _flag_words(field, kind, metadata)
+        ]
+        commands.append(
+            CommandWords(
+                name=name.replace(".", " "),
+                about=module_summary(module),
+                flags=tuple(own),
+                has_sections=any(kind == "Layers" for _, kind, _ in fields),
+                takes_rest=any(metadata.get("rest") for *_, metadata in fields),
+                has_positionals=any(metadata.get("positional") for *_, metadata in fields),
+            )
+        )
+    return tuple(commands)
 
 
 def section_flags() -> tuple[FlagWords, ...]:
@@ -71,27 +90,18 @@ def section_flags() -> tuple[FlagWords, ...]:
     for section, kind in sections().items():
         known = {spec.name: spec for spec in specs(kind, section)}
         for flag in flags(kind, section):
-            about = flag.help.replace("%%", "%")
+            spec, about = known[flag.field], flag.help.replace("%%", "%")
             if flag.is_switch:
                 found += _switch(flag.name, about)
-            else:
-                found.append(
-                    FlagWords(
-                        name=flag.name,
-                        about=about,
-                        choices=flag.choices or _offered(known[flag.field]),
-                        is_path=Path in members(known[flag.field].kind),
-                    )
-                )
+                continue
+            offered = flag.choices or ()
+            if spec.plugins is not None:
+                offered = _plugin_words(spec.plugins, spec.other_words)
+            elif not offered and is_sequence(spec.kind):
+                offered = tuple(map(str, choices(item_kind(spec.kind)) or ()))
+            is_path = Path in members(spec.kind)
+            found.append(FlagWords(name=flag.name, about=about, choices=offered, is_path=is_path))
     return tuple(found)
-
-
-def _offered(spec: FieldSpec) -> tuple[str, ...]:
-    """Return the values to offer for a field whose type is not a closed list."""
-    if spec.plugins is not None:
-        return _plugin_words(spec.plugins, spec.other_words)
-    items = choices(item_kind(spec.kind)) if is_sequence(spec.kind) else None
-    return tuple(map(str, items or ()))
 
 
 def _plugin_words(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
@@ -104,29 +114,6 @@ def _switch(name: str, about: str) -> list[FlagWords]:
         FlagWords(name=name, about=about, takes_value=False),
         FlagWords(name=f"--no-{name[2:]}", about=f"Not: {about}", takes_value=False),
     ]
-
-
-def _command(name: str, point: EntryPoint) -> CommandWords:
-    module, _, attribute = point.value.partition(":")
-    own: list[FlagWords] = []
-    has_sections = takes_rest = has_positionals = False
-    for field, kind, metadata in _arguments(module, attribute):
-        if kind == "Layers":
-            has_sections = True
-        elif metadata.get("rest"):
-            takes_rest = True
-        elif metadata.get("positional"):
-            has_positionals = True
-        else:
-            own += _flag_words(field, kind, metadata)
-    return CommandWords(
-        name=name,
-        about=module_summary(module),
-        flags=tuple(own),
-        has_sections=has_sections,
-        takes_rest=takes_rest,
-        has_positionals=has_positionals,
-    )
 
 
 def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[FlagWords]:
@@ -143,51 +130,39 @@ def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[Flag
     return [FlagWords(name=name, about=about, choices=tuple(values), is_path="Path" in parts)]
 
 
-def _arguments(module: str, attribute: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield name, annotation and metadata of each field of the dataclass that a command's function takes."""
-    tree = _tree(module)
-    function = next(
-        (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == attribute), None
-    )
-    if function is None or not function.args.args or function.args.args[0].annotation is None:
-        return
-    found = _class(module, ast.unparse(function.args.args[0].annotation).strip("'\""))
+def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return name, annotation and metadata of each field of the dataclass that a command's function takes."""
+    kinds = [
+        ast.unparse(node.args.args[0].annotation).strip("'\"")
+        for node in parse_module(module).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+        if node.args.args and node.args.args[0].annotation is not None
+    ]
+    found = _find_class(module, kinds[0]) if kinds else None
+    fields: list[tuple[str, str, Mapping[str, Any]]] = []
     for node in [] if found is None else found.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
+        calls = node.value.keywords if isinstance(node.value, ast.Call) else []
+        options = {each.arg: _literal(each.value) for each in calls}
         kind = ast.unparse(node.annotation)
-        options = _keywords(node.value)
-        if kind.startswith("ClassVar") or options.get("init") is False:
-            continue
-        yield node.target.id, kind, options.get("metadata", {})
+        if not kind.startswith("ClassVar") and options.get("init") is not False:
+            fields.append((node.target.id, kind, options.get("metadata", {})))
+    return fields
 
 
-def _class(module: str, name: str) -> ast.ClassDef | None:
+def _find_class(module: str, name: str) -> ast.ClassDef | None:
     """Return the definition of a class, in a module or where the module imports it from."""
-    for node in _tree(module).body:
+    for node in parse_module(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and node.module and name in {each.name for each in node.names}:
-            return _class(node.module, name)
+            return _find_class(node.module, name)
     return None
 
 
-def _tree(module: str) -> ast.Module:
-    spec = find_spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return ast.Module(body=[], type_ignores=[])
-    with open(spec.origin, encoding="utf-8") as source:
-        return ast.parse(source.read())
-
-
-def _keywords(value: ast.expr | None) -> dict[str, Any]:
-    """Return the literal arguments of a call of `field(...)`; in a mapping, those items that are literal."""
-    if not isinstance(value, ast.Call):
-        return {}
-    return {each.arg: _literal(each.value) for each in value.keywords if each.arg is not None}
-
-
 def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, None for another expression; of a mapping, the items that are literal."""
     if isinstance(node, ast.Dict):
         return {
             _literal(key): _literal(value)
