@@ -6,8 +6,9 @@ from textwrap import fill, shorten
 
 import questionary
 
-from drivetrain_launcher.wizard.answer_check import shown_answer
+from drivetrain_config.values.kinds import describe
 from drivetrain_launcher.wizard.questionnaire import Choice, Question
+from drivetrain_launcher.wizard.settings_text import as_typed
 
 _STYLE = questionary.Style(
     [
@@ -26,49 +27,43 @@ class ArrowAsker:
     def choose(self, text: str, why: str, choices: tuple[Choice, ...]) -> Choice:
         """Return the choice of the user; Enter takes the first."""
         width = max(len(choice.label) for choice in choices)
+        # A line that is wrapped would look like two choices.
+        columns = max(10, max(40, get_terminal_size().columns - 6) - width - 2)
         shown = [
-            questionary.Choice(title=_title(choice, width), value=str(index))
+            questionary.Choice(
+                title=f"{choice.label:<{width}}  {shorten(choice.about, columns, placeholder=' ...')}".rstrip(),
+                value=str(index),
+            )
             for index, choice in enumerate(choices)
         ]
-        reason = _reason(choices[0].label, why)
         chosen = questionary.select(
             text,
             choices=shown,
             style=_STYLE,
-            instruction=f"(arrow keys, then Enter)\n{reason}",
+            instruction=f"(arrow keys, then Enter)\n{_reason(choices[0].label, why)}",
             erase_when_done=True,
         ).unsafe_ask()
         found = choices[int(chosen)]
-        _say_answer(text, found.label)
+        _show_answer(text, found.label)
         return found
 
     def enter(self, question: Question) -> str:
         """Return the text that the user typed; Enter takes the recommended answer."""
-        shown = shown_answer(question, question.recommended)
-        has_answer = question.recommended is not MISSING
-        reason = f"{_reason(shown, question.why)}\n" if has_answer else ""
-        hint = "(Enter takes it)" if has_answer else f"({shown})"
+        if question.recommended is MISSING:
+            shown = describe(question.kind)
+            hint = f"  ({shown})"
+        else:
+            shown = as_typed(question.recommended) or "none"
+            hint = f"{_reason(shown, question.why)}\n  (Enter takes it)"
         typed: str = questionary.text(
-            question.text, style=_STYLE, instruction=f"\n{reason}  {hint} ", erase_when_done=True
+            question.text, style=_STYLE, instruction=f"\n{hint} ", erase_when_done=True
         ).unsafe_ask()
-        _say_answer(question.text, typed.strip() or shown)
+        _show_answer(question.text, typed.strip() or shown)
         return typed
 
     def refuse(self, message: str) -> None:
         """Show why an answer was refused."""
-        _say(f"  {message}", "fg:ansired")
-
-
-def _title(choice: Choice, width: int) -> str:
-    """Return the line of a choice, cut to the terminal's width: a wrapped one would look like two."""
-    columns = max(40, get_terminal_size().columns - 6)
-    line = f"{choice.label:<{width}}  {choice.about}".rstrip()
-    return (
-        line
-        if len(line) <= columns
-        else f"{choice.label:<{width}}  "
-        + shorten(choice.about, max(10, columns - width - 2), placeholder=" ...")
-    )
+        questionary.print(f"  {message}", style="fg:ansired")
 
 
 def _reason(label: str, why: str) -> str:
@@ -76,10 +71,6 @@ def _reason(label: str, why: str) -> str:
     return fill(f"Recommended: {label}: {why}.", columns, initial_indent="  ", subsequent_indent="  ")
 
 
-def _say_answer(text: str, answer: str) -> None:
+def _show_answer(text: str, answer: str) -> None:
     questionary.print(text, style="bold", end=" ")
-    _say(answer, "fg:ansicyan")
-
-
-def _say(text: str, style: str) -> None:
-    questionary.print(text, style=style)
+    questionary.print(answer, style="fg:ansicyan")

@@ -6,8 +6,9 @@ from dataclasses import MISSING
 from typing import Any, Protocol
 
 from drivetrain_config import environ
+from drivetrain_config.settings.schema import specs
+from drivetrain_config.values.conversion import ConversionError, convert
 from drivetrain_launcher.errors import LaunchError, UsageError
-from drivetrain_launcher.wizard.answer_check import check_answer, read_answer
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key, Question, plan_questions
 
 _CHOSEN = "chosen by you"
@@ -30,7 +31,7 @@ class Asker(Protocol):
 
 
 def ask_all(
-    asker: Asker,
+    asker: Asker | None,
     sections: Mapping[str, type[Any]],
     facts: Mapping[str, Any],
     answers: Mapping[Key, GivenAnswer],
@@ -39,11 +40,14 @@ def ask_all(
     """Ask every open question, then offer the sections that were not asked about.
 
     Args:
-        asker: The terminal that asks.
+        asker: The terminal that asks; None takes every recommended answer.
         sections: The dataclasses of the sections, by name.
         facts: The facts of the machine.
         answers: The answers that are given already, by flags.
         earlier: The settings of an earlier file, which become recommendations.
+
+    Raises:
+        LaunchError: Without an asker, a question has no recommended answer, or one that its section refuses.
     """
     found = dict(answers)
     opened: list[str] = []
@@ -51,60 +55,75 @@ def ask_all(
         plan = plan_questions(sections, facts, found, earlier=earlier, opened=opened)
         if plan.questions:
             question = plan.questions[0]
-            found[question.key] = _ask(asker, question, sections[question.section], found)
-        elif (section := _offer(asker, plan.further)) is not None:
-            opened.append(section)
-        else:
-            return {**{key: answer for key, answer in earlier.items() if key not in found}, **found}
+            found[question.key] = _answer(asker, question, sections[question.section], found)
+            continue
+        section = None if asker is None or not plan.further else _offer(asker, plan.further)
+        if section is None:
+            return {**earlier, **found}
+        opened.append(section)
 
 
-def take_recommended(
-    sections: Mapping[str, type[Any]],
-    facts: Mapping[str, Any],
-    answers: Mapping[Key, GivenAnswer],
-    earlier: Mapping[Key, GivenAnswer],
-) -> dict[Key, GivenAnswer]:
-    """Answer every open question with its recommendation, and ask nothing.
-
-    Raises:
-        LaunchError: A question has no recommended answer; the message says how to give one.
-    """
-    found = dict(answers)
-    while questions := plan_questions(sections, facts, found, earlier=earlier).questions:
-        question = questions[0]
-        if question.recommended is MISSING:
-            flag = f"--{question.section}-{question.field}".replace("_", "-")
-            raise LaunchError(
-                f"{question.section}.{question.field} has no recommended answer: say {flag} VALUE, or run drivetrain "
-                "config in a terminal without --yes"
-            )
-        check_answer(sections[question.section], question, question.recommended, found)
-        found[question.key] = GivenAnswer(value=question.recommended, why=question.why)
-    return {**{key: answer for key, answer in earlier.items() if key not in found}, **found}
-
-
-def _ask(
-    asker: Asker, question: Question, section: type[Any], answers: Mapping[Key, GivenAnswer]
+def _answer(
+    asker: Asker | None, question: Question, section: type[Any], answers: Mapping[Key, GivenAnswer]
 ) -> GivenAnswer:
     """Ask one question until its answer is valid."""
     while True:
         try:
-            if question.choices:
+            if asker is None:
+                value = _recommended(question)
+            elif question.choices:
                 value = asker.choose(question.text, question.why, question.choices).value
             else:
-                value = read_answer(question, asker.enter(question))
-            check_answer(section, question, value, answers)
+                value = _read(question, asker.enter(question))
+            _check(section, question, value, answers)
         except UsageError as error:
+            if asker is None:
+                raise
             asker.refuse(str(error))
             continue
         is_recommended = question.recommended is not MISSING and value == question.recommended
         return GivenAnswer(value=value, why=question.why if is_recommended else _CHOSEN)
 
 
+def _recommended(question: Question) -> Any:
+    if question.recommended is MISSING:
+        flag = f"--{question.section}-{question.field}".replace("_", "-")
+        raise LaunchError(
+            f"{question.section}.{question.field} has no recommended answer: say {flag} VALUE, or run drivetrain "
+            "config in a terminal without --yes"
+        )
+    return question.recommended
+
+
+def _read(question: Question, text: str) -> Any:
+    """Return the value of a typed answer; an empty one takes the recommended value."""
+    typed = text.strip()
+    if not typed and question.recommended is not MISSING:
+        return question.recommended
+    try:
+        return convert(typed, question.kind, text=True)
+    except ConversionError as error:
+        # A file says null where a user types none.
+        raise UsageError(f"{typed!r}: {str(error).replace(' or null', ' or none')}") from error
+
+
+def _check(section: type[Any], question: Question, value: Any, answers: Mapping[Key, GivenAnswer]) -> None:
+    """Check a value as the launch will, together with the answers to the other questions of its section."""
+    given = {field: answer.value for (name, field), answer in answers.items() if name == question.section}
+    given[question.field] = value
+    known = {spec.name: spec for spec in specs(section, question.section)}
+    if any(spec.default is MISSING and name not in given for name, spec in known.items()):
+        return  # a later question asks for the rest
+    try:
+        section(**{name: convert(each, known[name].kind) for name, each in given.items()})
+    except ConversionError as error:
+        raise UsageError(f"{value!r}: {error}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def _offer(asker: Asker, further: Mapping[str, str]) -> str | None:
     """Offer the sections that were not asked about; return the one to go through."""
-    if not further:
-        return None
     done = Choice(value=None, label="no, write the file")
     sections = (Choice(value=name, label=name, about=text) for name, text in further.items())
     return asker.choose(

@@ -84,19 +84,22 @@ def detect_machine() -> MachineFacts:
         LaunchError: The variables of a cluster contradict each other.
     """
     placement = find_placement(environ.child_environment())
-    accelerators = _accelerators() if accelerator_may_exist() else {}
+    backends = _summaries("drivetrain.backends")
+    for name, section in sections(only=backends).items():
+        missing = [module for module in getattr(section, "requires", ()) if find_spec(module) is None]
+        if missing:
+            backends[name] = f"needs {', '.join(missing)}, which is not installed"
+    knows_memory = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
     return MachineFacts(
         host=platform.node() or "localhost",
         folder=Path.cwd().name or "run",
-        num_cpus=_num_cpus(),
-        memory_bytes=_memory_bytes(),
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if knows_memory else None,
         cluster=None if placement is None else placement.cluster,
         num_nodes=None if placement is None else placement.num_nodes,
-        backends={
-            name: _with_missing(name, text) for name, text in _summaries("drivetrain.backends").items()
-        },
+        backends=backends,
         trackers=_summaries("drivetrain.trackers"),
-        **accelerators,
+        **(_accelerators() if accelerator_may_exist() else {}),
     )
 
 
@@ -116,26 +119,6 @@ def _accelerators() -> dict[str, Any]:
         "can_fp16": group.ability.fp16,
         "can_bf16": group.ability.bf16,
     }
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # the system does not tell
-        return None
-
-
-def _with_missing(backend: str, summary: str) -> str:
-    """Return the summary of a backend, or which modules it lacks, as the section of its name lists them."""
-    needed: tuple[str, ...] = getattr(sections(only={backend}).get(backend), "requires", ())
-    missing = [name for name in needed if find_spec(name) is None]
-    return f"needs {', '.join(missing)}, which is not installed" if missing else summary
 
 
 def _summaries(group: str) -> dict[str, str]:

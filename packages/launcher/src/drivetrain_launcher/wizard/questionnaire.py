@@ -5,7 +5,7 @@ that the section of a third party takes part by itself: a field without a defaul
 of its own when that function says so, and every other field only when the user goes through its section.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any
@@ -111,38 +111,27 @@ def plan_questions(
         opened: The sections that the user goes through in full.
     """
     before = earlier or {}
-    known = known_so_far(sections, facts, answers, before)
-    names = [name for name in in_order(sections) if _is_relevant(name, known)]
-    found = [
-        question
-        for name in names
-        for question in _questions_of(sections[name], name, known, answers, before, name in opened)
-    ]
-    further = {
-        name: (sections[name].__doc__ or "").partition("\n")[0]
-        for name in names
-        if name not in opened and any(_is_further(spec, answers) for spec in specs(sections[name], name))
-    }
+    known = _known_so_far(sections, facts, {**before, **answers})
+    backends = known.get("installed.backends", {})
+    found: list[Question] = []
+    further: dict[str, str] = {}
+    for name in in_order(sections):
+        if name in backends and known.get("run.backend") != name:
+            continue  # the section of a backend that is not chosen
+        unanswered = [
+            spec
+            for spec in specs(sections[name], name)
+            if not spec.secret and (name, spec.name) not in answers
+        ]
+        for spec in unanswered:
+            advice = advice_of(spec.ask, known)
+            if advice is not None or name in opened or spec.default is MISSING:
+                found.append(_question(spec, advice or {}, before.get((name, spec.name))))
+        if unanswered and name not in opened:
+            further[name] = (sections[name].__doc__ or "").partition("\n")[0]
     waited_for = {f"{question.section}.{question.field}" for question in found}
     ready = [question for question in found if waited_for.isdisjoint(question.after)]
     return Questionnaire(questions=tuple(ready), further=further)
-
-
-def known_so_far(
-    sections: Mapping[str, type[Any]],
-    facts: Mapping[str, Any],
-    answers: Mapping[Key, GivenAnswer],
-    earlier: Mapping[Key, GivenAnswer],
-) -> dict[str, Any]:
-    """Return what the fields' functions are told: the facts, and the value of every setting so far."""
-    known = dict(facts)
-    for name, kind in sections.items():
-        known |= {
-            f"{name}.{spec.name}": spec.default for spec in specs(kind, name) if spec.default is not MISSING
-        }
-    for (section, field), answer in {**earlier, **answers}.items():
-        known[f"{section}.{field}"] = answer.value
-    return {**known, "plan.num_processes": _num_processes(known)}
 
 
 def in_order(sections: Iterable[str]) -> list[str]:
@@ -150,26 +139,20 @@ def in_order(sections: Iterable[str]) -> list[str]:
     return sorted(sections, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
 
 
-def _is_relevant(section: str, known: Mapping[str, Any]) -> bool:
-    """Return whether a section applies: that of a backend does if the backend is the chosen one."""
-    return section not in known.get("installed.backends", {}) or known.get("run.backend") == section
-
-
-def _questions_of(
-    kind: type[Any],
-    section: str,
-    known: Mapping[str, Any],
-    answers: Mapping[Key, GivenAnswer],
-    earlier: Mapping[Key, GivenAnswer],
-    is_opened: bool,
-) -> Iterator[Question]:
-    for spec in specs(kind, section):
-        if (section, spec.name) in answers or spec.secret:
-            continue
-        advice = advice_of(spec.ask, known)
-        if advice is None and not is_opened and spec.default is not MISSING:
-            continue
-        yield _question(spec, advice or {}, earlier.get((section, spec.name)))
+def _known_so_far(
+    sections: Mapping[str, type[Any]], facts: Mapping[str, Any], answers: Mapping[Key, GivenAnswer]
+) -> dict[str, Any]:
+    """Return what the fields' functions take: the facts, and the value of every setting so far."""
+    known = dict(facts)
+    for name, kind in sections.items():
+        known |= {
+            f"{name}.{spec.name}": spec.default for spec in specs(kind, name) if spec.default is not MISSING
+        }
+    known |= {f"{section}.{field}": answer.value for (section, field), answer in answers.items()}
+    nodes = known.get("cluster.num_nodes") or known.get("launch.num_nodes") or 1
+    per_node = known.get("launch.processes_per_node") or max(1, known.get("machine.accelerator_count", 0))
+    total = known.get("launch.num_processes")
+    return {**known, "plan.num_processes": nodes * per_node if total is None else total}
 
 
 def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: GivenAnswer | None) -> Question:
@@ -192,19 +175,16 @@ def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: Given
 
 
 def _choices(spec: FieldSpec, given: Mapping[Any, str] | None, recommended: Any) -> tuple[Choice, ...]:
-    """Return the answers to choose from, the recommended one first."""
-    if given is not None:
-        found = [Choice(value=value, label=_label(value), about=about) for value, about in given.items()]
-    elif members(spec.kind) == (bool,):
-        found = [Choice(value=True, label="yes"), Choice(value=False, label="no")]
-    elif (known := closed_list(spec.kind)) is not None:
-        found = [Choice(value=value, label=_label(value)) for value in known]
-    else:
-        return ()
-    if is_optional(spec.kind) and not any(choice.value is None for choice in found) and given is None:
-        found.append(Choice(value=None, label="not set"))
-    if recommended is not MISSING and not any(choice.value == recommended for choice in found):
-        found.insert(0, Choice(value=recommended, label=_label(recommended)))
+    """Return the answers to choose from, the recommended one first; none where the answer is typed."""
+    abouts = given
+    if abouts is None:
+        values = (True, False) if members(spec.kind) == (bool,) else closed_list(spec.kind)
+        if values is None:
+            return ()
+        abouts = dict.fromkeys((*values, None) if is_optional(spec.kind) else values, "")
+    if recommended is not MISSING and recommended not in abouts:
+        abouts = {recommended: "", **abouts}
+    found = [Choice(value=value, label=_label(value), about=about) for value, about in abouts.items()]
     return tuple(sorted(found, key=lambda choice: choice.value != recommended))
 
 
@@ -214,16 +194,3 @@ def _label(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(value)
-
-
-def _is_further(spec: FieldSpec, answers: Mapping[Key, GivenAnswer]) -> bool:
-    return not spec.secret and (spec.section, spec.name) not in answers
-
-
-def _num_processes(known: Mapping[str, Any]) -> int:
-    """Return the number of processes on all nodes that the answers so far amount to."""
-    nodes = known.get("cluster.num_nodes") or known.get("launch.num_nodes") or 1
-    if (total := known.get("launch.num_processes")) is not None:
-        return total
-    per_node = known.get("launch.processes_per_node") or max(1, known.get("machine.accelerator_count", 0))
-    return nodes * per_node

@@ -1,16 +1,20 @@
-"""Write settings as commented YAML, each with its help and the reason for its value."""
+"""Settings of a file: read as answers, and written as commented YAML with the reason for each value."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
 from shlex import quote
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import Any
 
-from drivetrain_config.settings.schema import FieldSpec, flag_name, specs
-from drivetrain_config.values.kinds import plain
+from drivetrain_config import Source
+from drivetrain_config.files.settings_file import Contents
+from drivetrain_config.settings.schema import flag_name, specs
+from drivetrain_config.settings.vocabulary import Vocabulary, check_field, converted
+from drivetrain_config.source import Entry
+from drivetrain_config.values.kinds import field_types, plain
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.wizard.questionnaire import GivenAnswer, Key, in_order
 
@@ -21,6 +25,24 @@ _FOUND = (
     "~/.config/drivetrain/config.yaml. --config FILE takes another file, --config none takes none; flags and "
     "variables win over it."
 )
+
+
+def answers_of(contents: Contents, why: str) -> dict[Key, GivenAnswer]:
+    """Return the settings of a file as answers, whose reason is `why` and their place in the file.
+
+    Raises:
+        ConfigError: A section or setting is unknown, or a value has the wrong type.
+    """
+    vocabulary = Vocabulary({})
+    found: dict[Key, GivenAnswer] = {}
+    for section, values in contents.data.items():
+        types = field_types(vocabulary.section(section, Source("file", contents.where(section))))
+        for name, value in (values or {}).items():
+            source = Source("file", contents.where(section, name))
+            check_field(section, name, types, source)
+            setting = converted(section, name, types[name], Entry(value, source))
+            found[section, name] = GivenAnswer(value=setting, why=f"{why} {source}")
+    return found
 
 
 def settings_text(
@@ -35,7 +57,7 @@ def settings_text(
         sections: The dataclasses of the sections, by name.
         heading: The paragraphs at the top of the file.
     """
-    lines = [line for paragraph in (*heading, _FOUND) for line in _comment(paragraph, "")]
+    lines = _comments([*heading, _FOUND], "")
     for name in in_order(sections):
         given = [spec for spec in specs(sections[name], name) if (name, spec.name) in answers]
         if not given:
@@ -43,7 +65,13 @@ def settings_text(
         is_empty = all(answers[name, spec.name].value is None for spec in given)
         lines += ["", f"{name}: {{}}" if is_empty else f"{name}:"]
         for spec in given:
-            lines += _setting(spec, answers[name, spec.name])
+            answer = answers[name, spec.name]
+            lines += _comments([spec.help, f"Why: {answer.why}."], "  ")
+            if answer.value is not None:
+                lines.append(f"  {spec.name}: {yaml_value(answer.value)}")
+            else:
+                example = "" if spec.default in (None, MISSING) else f" {yaml_value(spec.default)}"
+                lines.append(f"  # {spec.name}:{example}")
     return "\n".join([*lines, ""])
 
 
@@ -68,8 +96,25 @@ def launch_line(
             answer = answers.get((name, spec.name))
             if answer is None or spec.secret or answer.value == spec.default:
                 continue
-            words += _flag(spec, answer.value)
+            if isinstance(answer.value, bool):
+                words.append(flag_name(name, spec.name, negated=not answer.value))
+            else:
+                words += [flag_name(name, spec.name), as_typed(answer.value)]
     return " ".join(map(quote, [*words, "train.py"]))
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as a user types it, after a flag or for an answer."""
+    written = plain(value)
+    if isinstance(written, list):
+        return ",".join(map(str, written))
+    if isinstance(written, dict):
+        import json
+
+        return json.dumps(written)
+    if isinstance(written, bool):
+        return str(written).lower()
+    return "none" if written is None else str(written)
 
 
 def yaml_value(value: Any) -> str:
@@ -80,38 +125,17 @@ def yaml_value(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _flag(spec: FieldSpec, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag_name(spec.section, spec.name, negated=not value)]
-    written = plain(value)
-    if isinstance(written, list):
-        text = ",".join(map(str, written))
-    elif isinstance(written, dict):
-        import json
-
-        text = json.dumps(written)
-    else:
-        text = "none" if written is None else str(written)
-    return [flag_name(spec.section, spec.name), text]
-
-
-def _setting(spec: FieldSpec, answer: GivenAnswer) -> list[str]:
-    lines = [line for text in (spec.help, f"Why: {answer.why}.") for line in _comment(text, "  ") if text]
-    if answer.value is None:
-        example = "" if spec.default in (None, MISSING) else f" {yaml_value(spec.default)}"
-        return [*lines, f"  # {spec.name}:{example}"]
-    return [*lines, f"  {spec.name}: {yaml_value(answer.value)}"]
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    return wrap(
-        text,
+def _comments(texts: Iterable[str], indent: str) -> list[str]:
+    """Return paragraphs as comments."""
+    begin = f"{indent}# "
+    wrapper = TextWrapper(
         width=_WIDTH,
-        initial_indent=f"{indent}# ",
-        subsequent_indent=f"{indent}# ",
+        initial_indent=begin,
+        subsequent_indent=begin,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line for text in texts for line in wrapper.wrap(text)]
 
 
 def backup_of(path: Path) -> Path:

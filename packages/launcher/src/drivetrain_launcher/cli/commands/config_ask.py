@@ -9,18 +9,22 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any
 
-from drivetrain_config import ConfigError, Layers, sections
+from drivetrain_config import Layers, sections
 from drivetrain_config.files.settings_file import read_file
 from drivetrain_config.settings.plugin_names import check_plugins
 from drivetrain_config.settings.schema import specs
-from drivetrain_config.settings.vocabulary import check_field, converted
-from drivetrain_config.source import Entry, Source
-from drivetrain_config.values.kinds import field_types
+from drivetrain_config.settings.vocabulary import converted
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.wizard.interview import Asker, ask_all, choose_asker, take_recommended
-from drivetrain_launcher.wizard.machine_facts import MachineFacts, detect_machine
+from drivetrain_launcher.wizard.interview import Asker, ask_all, choose_asker
+from drivetrain_launcher.wizard.machine_facts import detect_machine
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
-from drivetrain_launcher.wizard.settings_text import backup_of, launch_line, settings_text, write_settings
+from drivetrain_launcher.wizard.settings_text import (
+    answers_of,
+    backup_of,
+    launch_line,
+    settings_text,
+    write_settings,
+)
 from drivetrain_messages import say
 
 _FILE = Path("drivetrain.yaml")
@@ -78,36 +82,20 @@ def _run(arguments: ConfigArguments, command: str) -> int:
     kinds = sections()
     given = _given(arguments.layers, kinds)
     if arguments.from_ is not None:
-        answers = {**_settings_of(arguments.from_, kinds, "as in"), **given}
-        heading = [f"The settings of a drivetrain run, converted from {arguments.from_}."]
+        answers = {**_settings_of(arguments.from_, "as in"), **given}
+        heading = f"The settings of a drivetrain run, converted from {arguments.from_}."
     else:
         machine = detect_machine()
         sys.stdout.write(f"{machine}\n")
-        answers = _answers(arguments, machine, asker, given)
-        heading = [f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."]
-    kept = write_settings(arguments.output, settings_text(answers, kinds, heading=heading))
-    line = launch_line(answers, kinds, command=command)
-    _report(arguments.output, kept, answers, line, command=command)
+        before = arguments.output if arguments.output.is_file() else None
+        if arguments.layers.file is not None:
+            before = arguments.layers.file.path
+        earlier = {} if before is None else _settings_of(before, "as before, in")
+        answers = ask_all(asker, kinds, machine.known(), given, earlier)
+        heading = f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."
+    kept = write_settings(arguments.output, settings_text(answers, kinds, heading=[heading]))
+    _report(arguments.output, kept, answers, launch_line(answers, kinds, command=command), command=command)
     return 0
-
-
-def _answers(
-    arguments: ConfigArguments, machine: MachineFacts, asker: Asker | None, given: dict[Key, GivenAnswer]
-) -> dict[Key, GivenAnswer]:
-    """Return the answers to all questions, from flags, the user or the recommendations."""
-    kinds = sections()
-    before = _earlier_file(arguments)
-    earlier = {} if before is None else _settings_of(before, kinds, "as before, in")
-    if asker is None:
-        return take_recommended(kinds, machine.known(), given, earlier)
-    return ask_all(asker, kinds, machine.known(), given, earlier)
-
-
-def _earlier_file(arguments: ConfigArguments) -> Path | None:
-    """Return the file whose settings become recommendations: that of --config, or the one to be replaced."""
-    if arguments.layers.file is not None:
-        return arguments.layers.file.path
-    return arguments.output if arguments.output.is_file() else None
 
 
 def _may_write(arguments: ConfigArguments, asker: Asker | None) -> bool:
@@ -148,59 +136,38 @@ def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer
     return found
 
 
-def _settings_of(path: Path, kinds: dict[str, type[Any]], why: str) -> dict[Key, GivenAnswer]:
-    """Return the settings of a file, checked.
-
-    Raises:
-        ConfigError: The file cannot be read, or a setting of it is invalid.
-    """
+def _settings_of(path: Path, why: str) -> dict[Key, GivenAnswer]:
+    """Return the settings of a file, and report what it says that drivetrain meets in another way."""
     contents = read_file(path)
     for line in contents.notices:
         say(line)
-    found: dict[Key, GivenAnswer] = {}
-    for section, values in contents.data.items():
-        if section not in kinds:
-            raise ConfigError(
-                f"{contents.where(section)}: there is no section {section!r}; mend or remove it first"
-            )
-        types = field_types(kinds[section])
-        for name, value in (values or {}).items():
-            source = Source("file", contents.where(section, name))
-            check_field(section, name, types, source)
-            found[section, name] = GivenAnswer(
-                value=converted(section, name, types[name], Entry(value, source)), why=f"{why} {source}"
-            )
-    return found
+    return answers_of(contents, why)
 
 
 def _report(
     path: Path, kept: Path | None, answers: Mapping[Key, GivenAnswer], line: str, *, command: str
 ) -> None:
-    copy = "" if kept is None else f"; the one that was there is {kept}"
+    num_nodes, rendezvous = (answers.get(("launch", name)) for name in ("num_nodes", "rdzv_backend"))
+    needs_node_rank = (
+        num_nodes is not None
+        and num_nodes.value > 1
+        and (rendezvous is None or rendezvous.value == "static")
+        and ("launch", "node_rank") not in answers
+    )
     words = [command]
     words += [] if path == _FILE else [f"--config {quote(str(path))}"]
-    words += ["--node-rank N"] if _needs_node_rank(answers) else []
-    columns = get_terminal_size().columns - 4
-    wrapped = " \\\n".join(
-        wrap(
-            line,
-            columns,
-            initial_indent="  ",
-            subsequent_indent="      ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    words += ["--node-rank N"] if needs_node_rank else []
+    shown = wrap(
+        line,
+        get_terminal_size().columns - 4,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    each = " on each machine, with its own N from 0," if _needs_node_rank(answers) else ""
+    same_line = " \\\n".join(shown)
+    copy = "" if kept is None else f"; the one that was there is {kept}"
+    each = " on each machine, with its own N from 0," if needs_node_rank else ""
     sys.stdout.write(
-        f"\nWrote {path}{copy}.\n\n  {' '.join([*words, 'train.py'])}\n\nis{each} now the same as\n\n{wrapped}\n"
-    )
-
-
-def _needs_node_rank(answers: Mapping[Key, GivenAnswer]) -> bool:
-    """Return whether each launch must say which machine it is on."""
-    num_nodes, rendezvous = (answers.get(("launch", name)) for name in ("num_nodes", "rdzv_backend"))
-    is_told = rendezvous is None or rendezvous.value == "static"
-    return (
-        num_nodes is not None and num_nodes.value > 1 and is_told and ("launch", "node_rank") not in answers
+        f"\nWrote {path}{copy}.\n\n  {' '.join([*words, 'train.py'])}\n\nis{each} now the same as\n\n{same_line}\n"
     )

@@ -2,9 +2,8 @@
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
-from drivetrain_config import Layers, Source, resolve, sections
+from drivetrain_config import Layers, resolve, sections
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.wizard.questionnaire import in_order
@@ -26,24 +25,18 @@ def run(arguments: ConfigShowArguments) -> int:
     file = arguments.layers.file
     sys.stdout.write(f"# file: {'none' if file is None else file}\n")
     kinds = sections()
-    for name in in_order(kinds):
-        lines = _lines(name, kinds[name], arguments)
-        if lines:
-            sys.stdout.write("\n".join([f"{name}:", *lines, ""]))
+    for section in in_order(kinds):
+        resolved = resolve(kinds[section], section=section, layers=arguments.layers)
+        lines = [f"{section}:"]
+        for spec in specs(kinds[section], section):
+            source, value = resolved.sources[spec.name], getattr(resolved.value, spec.name)
+            if source.kind == "default" and not arguments.defaults:
+                continue
+            if spec.secret and value is not None:
+                lines.append(f"  # {spec.name}: a secret, from {source}")
+            else:
+                text = f"  {spec.name}: {yaml_value(plain(value))}"
+                lines.append(f"{text:<{_MOST_COLUMNS}}  # {source}")
+        if len(lines) > 1:
+            sys.stdout.write("\n".join([*lines, ""]))
     return 0
-
-
-def _lines(name: str, kind: type[Any], arguments: ConfigShowArguments) -> list[str]:
-    resolved = resolve(kind, section=name, layers=arguments.layers)
-    lines: list[str] = []
-    for spec in specs(kind, name):
-        source: Source = resolved.sources[spec.name]
-        if source.kind == "default" and not arguments.defaults:
-            continue
-        value = getattr(resolved.value, spec.name)
-        if spec.secret and value is not None:
-            lines.append(f"  # {spec.name}: a secret, from {source}")
-            continue
-        text = f"  {spec.name}: {yaml_value(plain(value))}"
-        lines.append(f"{text:<{_MOST_COLUMNS}}  # {source}")
-    return lines

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drivetrain_launcher.cli.commands.config_validate import file_or_found
 from drivetrain_launcher.wizard.settings_text import write_settings
-from drivetrain_launcher.wizard.settings_update import parse_change, updated_text
+from drivetrain_launcher.wizard.settings_update import updated_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,7 @@ class ConfigUpdateArguments:
 def run(arguments: ConfigUpdateArguments) -> int:
     """Change settings of a file with its comments kept; a file of Accelerate becomes one of drivetrain."""
     path = file_or_found(arguments.file)
-    changes = [parse_change(text) for text in arguments.set]
-    removals = [parse_change(f"{name}=") for name in arguments.unset]
-    text, lines = updated_text(path, changes, [(each.section, each.field) for each in removals])
+    text, lines = updated_text(path, arguments.set, arguments.unset)
     if not lines:
         sys.stdout.write(f"{path}: nothing to change\n")
         return 0
