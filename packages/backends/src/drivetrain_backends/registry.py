@@ -17,6 +17,10 @@ class BackendRegistry:
 
     Attributes:
         added: The added backend classes by name; they take precedence over installed ones.
+
+    Example:
+        >>> "ddp" in BackendRegistry().names()
+        True
     """
 
     added: Mapping[str, type[Any]] = field(default_factory=dict)

@@ -18,7 +18,12 @@ def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
-    """The settings by which DistributedDataParallel buckets, compresses and reduces gradients."""
+    """The settings by which DistributedDataParallel buckets, compresses and reduces gradients.
+
+    Example:
+        >>> DDPSettings(find_unused_parameters=True).static_graph
+        False
+    """
 
     reduce: Literal["overlap", "at_close"] | None = _setting(
         None,

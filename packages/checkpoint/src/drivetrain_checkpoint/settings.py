@@ -10,7 +10,12 @@ Staging: TypeAlias = Literal["copy", "overlap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """The `checkpoint` section: where checkpoints are saved, when, and how many are kept."""
+    """The `checkpoint` section: where checkpoints are saved, when, and how many are kept.
+
+    Example:
+        >>> CheckpointSettings(save_every_steps=500, keep_last=3).keep_last
+        3
+    """
 
     directory: str | Path | None = field(
         default=None,

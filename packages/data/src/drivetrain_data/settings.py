@@ -14,7 +14,12 @@ def _setting(default: Any, text: str, *, needs: str = "a prepared loader") -> An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The `data` section: how loaders are sharded over ranks."""
+    """The `data` section: how loaders are sharded over ranks.
+
+    Example:
+        >>> DataSettings(seed=7, even="pad").seed
+        7
+    """
 
     even: UnevenPolicy = _setting(  # noqa: RUF009 it returns a field
         "uneven",

@@ -8,6 +8,10 @@ class Shard:
     """A shard of the data: one of `count` equal parts, with an index from 0.
 
     Ranks that must see the same batches, as in tensor parallelism, share an index.
+
+    Example:
+        >>> Shard(index=1, count=4)
+        Shard(index=1, count=4)
     """
 
     index: int

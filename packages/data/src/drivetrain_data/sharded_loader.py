@@ -70,6 +70,11 @@ def shard_loader(
 
     Raises:
         TypeError, ValueError: It is not a loader, the settings do not fit it, or the ranks' data differ.
+
+    Example:
+        >>> loader = DataLoader(range(10), batch_size=2)
+        >>> [batch.tolist() for batch in shard_loader(loader, Shard(0, 2))]
+        [[0, 1], [4, 5], [8]]
     """
     _check(loader, shard, even, seed, copy_ahead)
     sharding = DataSharding(

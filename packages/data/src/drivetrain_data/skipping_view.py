@@ -43,6 +43,13 @@ def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> Skipped
     Raises:
         TypeError: The loader is not sharded.
         ResumedLoaderError: A state was loaded in the middle of an epoch: the loader already continues from there.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from drivetrain_data import Shard, shard_loader
+        >>> loader = shard_loader(DataLoader(range(6), batch_size=2), Shard(0, 1))
+        >>> [batch.tolist() for batch in skip_first_batches(loader, 2)]
+        [[4, 5]]
     """
     if type(num_batches) is not int or num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: must be an integer, 0 or more batches")

@@ -10,7 +10,13 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a URL after `Path` has dropp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings of every run: precision, backend, accumulation, seed, destination of results."""
+    """The settings of every run: precision, backend, accumulation, seed, destination of results.
+
+    Example:
+        >>> RunSettings(gradient_accumulation_steps=0)
+        Traceback (most recent call last):
+        ValueError: gradient_accumulation_steps=0: must be at least 1 micro-batch
+    """
 
     mixed_precision: Literal["no", "fp16", "bf16", "fp8", "auto"] = field(
         default="no",

@@ -26,6 +26,10 @@ def suggest(
         known: The names that there are.
         likeness: The least likeness of two names; see `find_near`.
         show: A function from the nearest name to what is shown for it, such as its path.
+
+    Example:
+        >>> suggest("steps", ["step", "loss"])
+        '; did you mean step'
     """
     near = find_near(name, known, likeness=likeness)
     return "" if near is None else f"; did you mean {show(near)}"

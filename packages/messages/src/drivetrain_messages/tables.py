@@ -13,6 +13,11 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
 
     Returns:
         One line per row, without blanks at the end, joined by line breaks; "" without a row.
+
+    Example:
+        >>> print(format_table([("rank", "loss"), ("0", "0.5")]))
+        rank  loss
+        0     0.5
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (

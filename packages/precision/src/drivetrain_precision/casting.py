@@ -69,6 +69,13 @@ def autocast(
         record: Whether to record which operations run in fp32 and which in half precision. Recording looks at each
             call, and keeps torch.compile from fusing; use it for a step.
         model: The model, for the names of modules in the record.
+
+    Example:
+        >>> from drivetrain_precision import choose_policy
+        >>> policy = choose_policy("bf16", torch.device("cpu"))
+        >>> with autocast(policy, torch.device("cpu")):
+        ...     torch.nn.Linear(4, 2)(torch.ones(1, 4)).dtype
+        torch.bfloat16
     """
     if model is not None and not record:
         raise TypeError("model= names the modules of a record: pass record=True too, or leave it out")

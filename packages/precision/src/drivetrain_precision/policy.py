@@ -68,6 +68,10 @@ def choose_policy(
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
             Or the dtypes of the settings contradict it, or they or the argument name no recipe.
+
+    Example:
+        >>> choose_policy("bf16", torch.device("cpu")).mode
+        'bf16'
     """
     support = supported_modes(device)
     if settings is not None:

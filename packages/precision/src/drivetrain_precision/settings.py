@@ -17,6 +17,10 @@ class PrecisionSettings:
     """The loss scale of fp16 training, what ends a run whose steps are skipped, fp8, and the dtypes of a model.
 
     bf16 and fp32 have no loss scale. Their steps are skipped with `run.nonfinite_gradients="skip"` alone.
+
+    Example:
+        >>> PrecisionSettings(param_dtype="bf16", keep_fp32=("*.norm",)).keep_fp32
+        ('*.norm',)
     """
 
     initial_scale: float = _setting(

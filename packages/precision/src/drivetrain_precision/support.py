@@ -40,7 +40,12 @@ _VOLTA = (7, 0)
 
 
 def supported_modes(device: torch.device) -> dict[str, Support]:
-    """Return how well `device` supports each of "no" (fp32), "fp16" and "bf16", and why."""
+    """Return how well `device` supports each of "no" (fp32), "fp16" and "bf16", and why.
+
+    Example:
+        >>> supported_modes(torch.device("cpu"))["bf16"].level != "none"
+        True
+    """
     fp32 = Support(level="native", reason="fp32 is computed everywhere")
     if device.type == "cuda" and not torch.cuda.is_available():
         low = _modes(*["torch finds no CUDA device here"] * 2, levels=("none", "none"))

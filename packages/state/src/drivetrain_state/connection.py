@@ -62,6 +62,12 @@ def connect(
         DeviceError: If there is no such device, or the node has fewer devices than processes.
         GroupMismatchError: If the existing group has another world size or rank, or no backend for the device.
         ConnectError: If the ranks cannot connect, or torch has no collectives for the device.
+
+    Example:
+        >>> context = connect(StateSettings(device="cpu"))
+        >>> context.topology.world_size, context.device
+        (1, device(type='cpu'))
+        >>> context.close()
     """
     kind, index = _asked(device)
     if settings is None:

@@ -58,6 +58,10 @@ class ParallelDims:
         context: The number of processes that split each sequence.
         tensor: The number of processes that split each matrix.
         pipeline: The number of stages that the layers are split into.
+
+    Example:
+        >>> ParallelDims(data=2, tensor=2).plan(4).data_shard(3)
+        (1, 2)
     """
 
     data: int | None = None

@@ -15,7 +15,12 @@ def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSettings:
-    """The `state` section: the device, the timeouts for other ranks, and the checks and watchdog on them."""
+    """The `state` section: the device, the timeouts for other ranks, and the checks and watchdog on them.
+
+    Example:
+        >>> StateSettings(device="cpu", timeout_seconds=60).timeout_seconds
+        60
+    """
 
     device: DeviceChoice = _setting(  # noqa: RUF009 it returns a field
         "auto",

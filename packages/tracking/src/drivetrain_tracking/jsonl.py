@@ -53,6 +53,14 @@ class JSONLTracker:
         media_kinds: Every kind: media are files beside the log.
         path: The absolute path of the file.
         steps: The order of the steps; from `start` on that of an earlier run in the file.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     tracker = JSONLTracker(folder)
+        ...     tracker.start("project", {"lr": 0.1})
+        ...     tracker.log({"loss": 0.5}, step=1)
+        ...     tracker.finish()
     """
 
     name = "jsonl"

@@ -31,6 +31,11 @@ def find_ties(
         source: A module, whose parameters and buffers are tied if they are the same object; or tensors by name, which
             are tied if they are exactly the same memory. Views that overlap but differ are not tied.
         rename: A function from a name in `source` to the one in the result, such as one without a wrapper's prefix.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> find_ties({"embed": weight, "head": weight})
+        {'head': 'embed'}
     """
     if isinstance(source, nn.Module):
         named = chain(
@@ -66,6 +71,13 @@ def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
     Raises:
         TiedParametersError: The model lacks a name, or two parameters of a group have different values, so that one
             would be lost. The model stays unchanged then.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
+        >>> model["head"].weight = torch.nn.Parameter(model["embed"].weight.detach().clone())
+        >>> retie_parameters(model, [["embed.weight", "head.weight"]])
+        >>> model["head"].weight is model["embed"].weight
+        True
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     chosen = [_chosen(by_name, group) for group in tied]

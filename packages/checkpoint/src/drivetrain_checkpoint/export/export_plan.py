@@ -96,6 +96,11 @@ def plan_export(
     Raises:
         StateError: A tensor cannot be stored, because of its name, its dtype or its tie.
         ValueError: The size is invalid.
+
+    Example:
+        >>> state = {"a": torch.ones(256), "b": torch.ones(256)}
+        >>> list(plan_export(state, max_shard_size="1KiB").files)
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     limit = parse_shard_size(max_shard_size)
     ties = dict(ties or {})

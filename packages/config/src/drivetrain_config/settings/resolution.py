@@ -81,6 +81,14 @@ def resolve(
 
     Raises:
         ConfigError: A field is unknown or missing, or a value has the wrong type or is out of range.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class LoggingSettings:
+        ...     every_steps: int = 10
+        >>> resolved = resolve(LoggingSettings, section="logging", code={"every_steps": 50}, layers=Layers({}))
+        >>> resolved.value.every_steps, str(resolved.sources["every_steps"])
+        (50, 'code')
     """
     if layers is None:
         layers = Layers.of_process(sections={section: section_type})

@@ -143,7 +143,15 @@ def flag_name(section: str, field: str, *, negated: bool = False) -> str:
 
 
 def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
-    """Return a section's flags; secret fields have none, since all users of a machine can see its command lines."""
+    """Return a section's flags; secret fields have none, since all users of a machine can see its command lines.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class LoggingSettings:
+        ...     every_steps: int = 10
+        >>> [flag.name for flag in flags(LoggingSettings, section="logging")]
+        ['--logging-every-steps']
+    """
     return tuple(
         Flag(
             name=flag_name(section, spec.name),

@@ -44,7 +44,7 @@ def init_empty_weights(*, include_buffers: bool = False) -> Generator[None]:
 
     Example:
         >>> with init_empty_weights():
-        ...     model = torch.nn.Linear(100_000, 100_000)
+        ...     model = torch.nn.Linear(1000, 1000)
         >>> model.weight.is_meta
         True
     """

@@ -35,6 +35,10 @@ def compute_module_sizes(
 
     Raises:
         ValueError: `special_dtypes` or `special_sizes` names a tensor that the model does not have.
+
+    Example:
+        >>> compute_module_sizes(torch.nn.Linear(4, 2, device="meta"))
+        {'': 40, 'weight': 32, 'bias': 8}
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
     sizes = dict.fromkeys(layout.modules, 0) | layout.sizes

@@ -43,6 +43,11 @@ def cpu_offload(
         DeviceMapError: The device does not exist.
         OffloadedError: The model is dispatched already.
         ValueError: The model has no module of a named class.
+
+    Example:
+        >>> model = cpu_offload(torch.nn.Linear(4, 2), torch.device("cpu"))
+        >>> model(torch.ones(1, 4)).shape
+        torch.Size([1, 2])
     """
     return dispatch_model(
         model, {"": "cpu"}, main_device=_chosen(execution_device), offload_buffers=offload_buffers,
@@ -155,6 +160,13 @@ def cpu_offload_with_hook(
         DeviceMapError: The device does not exist, or the model has no weights yet.
         OffloadedError: The model is dispatched already, or has such a hook.
         ValueError: `prev_module_hook` is not an `OffloadHook`.
+
+    Example:
+        >>> host = torch.device("cpu")
+        >>> encoder, hook = cpu_offload_with_hook(torch.nn.Linear(4, 4), host)
+        >>> decoder, _ = cpu_offload_with_hook(torch.nn.Linear(4, 2), host, prev_module_hook=hook)
+        >>> decoder(encoder(torch.ones(1, 4))).shape
+        torch.Size([1, 2])
     """
     if prev_module_hook is not None and not isinstance(cast("object", prev_module_hook), OffloadHook):
         raise ValueError(

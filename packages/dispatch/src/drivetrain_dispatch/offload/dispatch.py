@@ -74,6 +74,11 @@ def dispatch_model(
         WeightFilesError: The weights could not be written to the disk.
         OffloadedError: The model is dispatched already.
         ValueError: The model lacks a named class or tensor, or a dtype is not a `torch.dtype`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> dispatch_model(model, {"0": "cpu", "1": "cpu"})(torch.ones(1, 4)).shape
+        torch.Size([1, 2])
     """
     check_release(release_pages)
     plan = plan_dispatch(

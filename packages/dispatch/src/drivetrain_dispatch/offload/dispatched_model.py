@@ -76,6 +76,13 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     Raises:
         OffloadedError: A forward is running, or the forward, `encode` or `decode` of a module was replaced after the
             dispatch. The model is unchanged.
+
+    Example:
+        >>> import torch
+        >>> from drivetrain_dispatch import dispatch_model
+        >>> model = dispatch_model(torch.nn.Linear(4, 2), {"": "cpu"})
+        >>> type(remove_hooks(model))
+        <class 'torch.nn.modules.linear.Linear'>
     """
     dispatched: Dispatched | None = model.__dict__.get(_ATTRIBUTE)
     if dispatched is not None:

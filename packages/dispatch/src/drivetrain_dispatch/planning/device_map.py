@@ -39,6 +39,10 @@ class DeviceMap(dict[str, Device]):
         window_bytes: The most bytes of fetched weights that each device may hold at once, including those in use. A
             device that is left out keeps room for any three consecutive parts.
         rates: A description of the transfer rates that the plan assumes, for the table.
+
+    Example:
+        >>> DeviceMap({"embed": 0, "head": "cpu"})["head"]
+        'cpu'
     """
 
     def __init__(

@@ -61,6 +61,11 @@ def infer_auto_device_map(
     Raises:
         DeviceMapError: The budgets cannot hold the model; the message says which would.
         ValueError: A named class or tensor is not in the model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1000))
+        >>> dict(infer_auto_device_map(model, {"cpu": "6MB"}))
+        {'0': 'cpu', '1': 'disk'}
     """
     layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
     blocks = blocks_of(

@@ -27,6 +27,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     Raises:
         DeviceMapError: There is no such kind of device.
         ValueError: `max_memory` is not a mapping, or a size is invalid.
+
+    Example:
+        >>> get_max_memory({"cpu": "6MB"})
+        {'cpu': 6000000}
     """
     if max_memory is not None:
         if not isinstance(cast("object", max_memory), Mapping):

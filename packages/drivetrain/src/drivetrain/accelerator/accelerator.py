@@ -65,6 +65,17 @@ class Accelerator(Ranks, Training, Saving, Results):
         ConfigError: A setting is unknown or out of range; the message names its source.
         PrecisionError: The device does not support the requested precision.
         UnknownBackendError: The backend does not exist.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> for batch in torch.ones(2, 8, 4):
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(model(batch).square().mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> accelerator.end_training()
     """
 
     def __init__(

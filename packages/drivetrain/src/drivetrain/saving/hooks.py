@@ -7,6 +7,11 @@ class CheckpointHook:
     """A base class of hooks for `Accelerator.register_checkpoint_hook`; override the methods you need.
 
     Hooks are called in the order of their registration. The save or load raises any error of a hook.
+
+    Example:
+        >>> class Announce(CheckpointHook):
+        ...     def after_commit(self, folder):
+        ...         print("saved", folder.name)
     """
 
     def before_save(self, step: int) -> None:

@@ -111,6 +111,15 @@ def find_executable_batch_size(
             call, the arguments do not fit the function.
         ValueError: `starting_batch_size` is below 1; at a call, `reduce_batch_size` did not return a smaller size.
         NoBatchSizeFitsError: At a call, every batch size ran out of memory.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size):
+        ...     if batch_size > 16:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train()
+        16
     """
     if starting_batch_size < 1:
         raise ValueError(f"starting_batch_size={starting_batch_size!r}: must be at least 1")

@@ -38,6 +38,12 @@ def release_memory(*objects: Any) -> list[None]:
 
     Args:
         *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; others are left as they are.
+
+    Example:
+        >>> model, optimizer = torch.nn.Linear(4, 2), None
+        >>> model, optimizer = release_memory(model, optimizer)
+        >>> model is None
+        True
     """
     released = _Released(objects)
     released.empty()

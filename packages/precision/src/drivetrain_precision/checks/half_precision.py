@@ -121,6 +121,13 @@ def find_half_operations(
         model: The model, for the names of modules; without it they are named by their classes.
         libraries: Whether to report results that kernels round in code of installed libraries, and under autocast.
         warn: Whether to give a HalfPrecisionWarning at the end if something was found.
+
+    Example:
+        >>> scores, labels = torch.randn(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
+        >>> with find_half_operations(warn=False) as found:
+        ...     loss = torch.nn.functional.cross_entropy(scores, labels)
+        >>> [operation.operation for operation in found.operations]
+        ['cross_entropy']
     """
     found = HalfOperations()
     with ExitStack() as stack:

@@ -62,6 +62,10 @@ class TorchaoRecipe:
         round_scales: Whether scales of float8 are rounded down to powers of 2, which loses less in a product.
         all_gather: Whether FSDP2 gathers weights in float8, half the bytes of bf16; "tensorwise" alone.
         layers: The layers to convert.
+
+    Example:
+        >>> TorchaoRecipe(scaling="rowwise").name
+        'torchao_rowwise'
     """
 
     scaling: Scaling = "tensorwise"

@@ -66,6 +66,13 @@ def chunked_cross_entropy(
     Raises:
         TypeError: The labels are not integers; the dtypes differ and none was chosen; or the weight is sharded.
         ValueError: Shapes do not fit, or a value is outside its range.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
+        >>> labels = torch.randint(10, (6,))
+        >>> loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=2)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, labels))
+        True
     """
     _check_shapes(hidden, weight, bias)
     check_labels(

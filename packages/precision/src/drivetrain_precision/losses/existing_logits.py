@@ -39,6 +39,11 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         label_smoothing: The share of the target that is spread over all words, from 0 to 1.
         chunk_tokens: The number of tokens of a chunk. By default as many as have 256 MiB of logits in fp32.
+
+    Example:
+        >>> logits, labels = torch.randn(6, 10, dtype=torch.bfloat16), torch.randint(10, (6,))
+        >>> torch.allclose(cross_entropy(logits, labels), torch.nn.functional.cross_entropy(logits.float(), labels))
+        True
     """
     refuse_parts(logits, "logits", "for words split by tensor parallelism, use torch's loss_parallel")
     if logits.dim() < 1:

@@ -88,6 +88,9 @@ def get_logger(
         context: The context with ranks and group. Without one, each call reads them from the process group, else
             from the launcher's environment, else assumes a single process.
         log_level: The level to set.
+
+    Example:
+        >>> get_logger("train").info("printed by rank 0 alone")
     """
     if not isinstance(context, Context | None):  # pyright: ignore[reportUnnecessaryIsInstance] Accelerate's order
         raise TypeError(

@@ -21,6 +21,10 @@ class Table(Medium):
         columns: The names of the columns.
         rows: The rows, each with one value per column.
         caption: A line of text to show with it.
+
+    Example:
+        >>> Table(columns=["prompt", "answer"], rows=[["2 + 2", "4"]]).columns
+        ['prompt', 'answer']
     """
 
     columns: Sequence[str]

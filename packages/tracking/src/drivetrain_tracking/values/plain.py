@@ -35,6 +35,11 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Plain]:
 
     Raises:
         ValueNotLoggableError: A value has any other type; the message names its path and type.
+
+    Example:
+        >>> import torch
+        >>> plain_values({"loss": torch.tensor(0.5), "lr": 1})
+        {'loss': 0.5, 'lr': 1}
     """
     return _mapping(values, ())
 
