@@ -83,7 +83,12 @@ def _members(found: Mapping[str, EntryPoint], group: str) -> dict[str, EntryPoin
 
 def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
     rows = [
-        (name, _summary(found[name]) if name in found else _summary_of_group(_members(found, name)))
+        (
+            name,
+            module_summary(found[name].value.partition(":")[0])
+            if name in found
+            else _summary_of_group(_members(found, name)),
+        )
         for name in _first_words(found)
     ]
     about = "Write a PyTorch training loop once; run it anywhere by changing the launch."
@@ -93,10 +98,6 @@ def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
         f"{format_table(rows, indent='  ')}\n\n"
         f"drivetrain {group}COMMAND --help describes each; drivetrain --version prints the version.\n"
     )
-
-
-def _summary(command: EntryPoint) -> str:
-    return module_summary(command.value.partition(":")[0])
 
 
 def _summary_of_group(members: Mapping[str, EntryPoint]) -> str:

@@ -75,8 +75,12 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
         if token == "--":
             break
         hyphened = written.replace("_", "-")
-        is_ours = written.startswith("--") and RENAMED.get(hyphened, hyphened) in known
-        if is_ours and not _defines(script, hyphened.removeprefix("--")):
+        if not written.startswith("--") or RENAMED.get(hyphened, hyphened) not in known:
+            continue
+        word = word_pattern(hyphened.removeprefix("--"))
+        # Access to an attribute of that name does not count.
+        own = (rf"--{word}(?!\w)", rf"""["']{word}["']""", rf"(?<![\w.]){word}\s*[:=]")
+        if not any(re.search(each, script) for each in own):
             found[written] = None
     return list(found)
 
@@ -125,10 +129,3 @@ def check_device(layers: Layers) -> None:
             f"run.cpu={cpu[0].value} (from {cpu[0].source}) contradicts state.device={device[0].value!r} (from "
             f"{device[0].source}); keep one of the two"
         )
-
-
-def _defines(script: str, word: str) -> bool:
-    """Return whether a script defines a flag, argument or field with a name; attribute access does not count."""
-    spelled = word_pattern(word)
-    taken = (rf"--{spelled}(?!\w)", rf"""["']{spelled}["']""", rf"(?<![\w.]){spelled}\s*[:=]")
-    return any(re.search(one, script) for one in taken)

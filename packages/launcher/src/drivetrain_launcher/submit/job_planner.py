@@ -50,11 +50,12 @@ def plan_job(
     if arguments.memory_per_node is not None:
         memory_bytes(arguments.memory_per_node)
     _check_launch(arguments, resolved, processes, accelerators)
+    time_limit, shutdown_timeout = _limits(arguments, resolved)
     line = plan_launch_line(
         resolved.layers,
         (arguments.script, *arguments.arguments),
         processes_per_node=processes,
-        shutdown_timeout_seconds=_shutdown_timeout(arguments, resolved),
+        shutdown_timeout_seconds=shutdown_timeout,
     )
     for name, value in variables.items():
         if (said := line.environment.get(name, value)) != value:
@@ -70,7 +71,7 @@ def plan_job(
         accelerators_per_node=accelerators,
         cpus_per_node=arguments.cpus_per_node,
         memory_per_node=arguments.memory_per_node,
-        time_limit_seconds=_time_limit(arguments),
+        time_limit_seconds=time_limit,
         save_seconds=arguments.save_seconds,
         max_requeues=arguments.max_requeues,
         # The job runs in another folder, and is followed from a third.
@@ -78,7 +79,12 @@ def plan_job(
         environment={**line.environment, **variables},
         options=read_options(arguments.option),
     )
-    _check_words(request)
+    texts = [request.name, *request.command, *request.environment.values(), *request.options.values()]
+    for text in (*texts, str(request.folder), str(request.log_dir)):
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise LaunchError(
+                f"{text!r}: has a NUL character or is not UTF-8; a job cannot be given such an argument"
+            )
     secrets = (
         f"{name} is secret and is not handed to the job; set it on the nodes by the cluster's own means"
         for name in line.withheld
@@ -145,40 +151,26 @@ def _check_launch(
         raise LaunchError(f"the launch would fail on every node of the job: {error}") from error
 
 
-def _shutdown_timeout(arguments: SubmitArguments, resolved: ResolvedLaunch) -> float:
-    """Return the seconds that ranks have to save: all that the cluster gives, unless the user says less."""
-    source = resolved.sections["launch"].sources["shutdown_timeout_seconds"]
-    if source.kind == "default":
-        return arguments.save_seconds
-    seconds = resolved.launch.shutdown_timeout_seconds
-    if seconds > arguments.save_seconds:
-        raise LaunchError(
-            f"shutdown_timeout_seconds={seconds:g} from {source}: the cluster kills the job after "
-            f"--save-seconds {arguments.save_seconds}; say at least as many of these"
-        )
-    return seconds
-
-
-def _time_limit(arguments: SubmitArguments) -> int | None:
-    if arguments.time is None:
-        return None
-    seconds = duration_seconds(arguments.time)
-    if seconds <= arguments.save_seconds:
-        raise LaunchError(
-            f"--time {arguments.time}: leaves no time to train before the last --save-seconds "
-            f"{arguments.save_seconds}; say a longer time, or fewer seconds to save"
-        )
-    return seconds
-
-
-def _check_words(request: JobRequest) -> None:
-    """Refuse text that no process can be given: a NUL character, or bytes that are not UTF-8."""
-    texts = [request.name, *request.command, *request.environment.values(), *request.options.values()]
-    for text in (*texts, str(request.folder), str(request.log_dir)):
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+def _limits(arguments: SubmitArguments, resolved: ResolvedLaunch) -> tuple[int | None, float]:
+    """Return the seconds that the job has, None for the cluster's default, and those that its ranks have to save."""
+    time_limit, save_seconds = None, arguments.save_seconds
+    if arguments.time is not None:
+        time_limit = duration_seconds(arguments.time)
+        if time_limit <= save_seconds:
             raise LaunchError(
-                f"{text!r}: has a NUL character or is not UTF-8; a job cannot be given such an argument"
+                f"--time {arguments.time}: leaves no time to train before the last --save-seconds {save_seconds}; "
+                "say a longer time, or fewer seconds to save"
             )
+    source = resolved.sections["launch"].sources["shutdown_timeout_seconds"]
+    if source.kind == "default":  # ranks may take all that the cluster gives
+        return time_limit, save_seconds
+    timeout = resolved.launch.shutdown_timeout_seconds
+    if timeout > save_seconds:
+        raise LaunchError(
+            f"shutdown_timeout_seconds={timeout:g} from {source}: the cluster kills the job after --save-seconds "
+            f"{save_seconds}; say at least as many of these"
+        )
+    return time_limit, timeout
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}

@@ -57,7 +57,13 @@ def ask_all(
             question = plan.questions[0]
             found[question.key] = _answer(asker, question, sections[question.section], found)
             continue
-        section = None if asker is None or not plan.further else _offer(asker, plan.further)
+        if asker is None or not plan.further:
+            return {**earlier, **found}
+        done = Choice(value=None, label="no, write the file")
+        more = (Choice(value=name, label=name, about=text) for name, text in plan.further.items())
+        section = asker.choose(
+            "Set anything else?", "the defaults of what is left suit most runs", (done, *more)
+        ).value
         if section is None:
             return {**earlier, **found}
         opened.append(section)
@@ -67,39 +73,32 @@ def _answer(
     asker: Asker | None, question: Question, section: type[Any], answers: Mapping[Key, GivenAnswer]
 ) -> GivenAnswer:
     """Ask one question until its answer is valid."""
-    while True:
-        try:
-            if asker is None:
-                value = _recommended(question)
-            elif question.choices:
-                value = asker.choose(question.text, question.why, question.choices).value
-            else:
-                value = _read(question, asker.enter(question))
-            _check(section, question, value, answers)
-        except UsageError as error:
-            if asker is None:
-                raise
-            asker.refuse(str(error))
-            continue
-        is_recommended = question.recommended is not MISSING and value == question.recommended
-        return GivenAnswer(value=value, why=question.why if is_recommended else _CHOSEN)
-
-
-def _recommended(question: Question) -> Any:
-    if question.recommended is MISSING:
+    if asker is None and question.recommended is MISSING:
         flag = f"--{question.section}-{question.field}".replace("_", "-")
         raise LaunchError(
             f"{question.section}.{question.field} has no recommended answer: say {flag} VALUE, or run drivetrain "
             "config in a terminal without --yes"
         )
-    return question.recommended
+    while True:
+        value = question.recommended
+        try:
+            if asker is not None and question.choices:
+                value = asker.choose(question.text, question.why, question.choices).value
+            elif asker is not None:
+                typed = asker.enter(question).strip()
+                if typed or value is MISSING:
+                    value = _read(question, typed)
+            _check(section, question, value, answers)
+        except UsageError as error:
+            if asker is None:
+                raise
+            asker.refuse(str(error))
+        else:
+            is_recommended = question.recommended is not MISSING and value == question.recommended
+            return GivenAnswer(value=value, why=question.why if is_recommended else _CHOSEN)
 
 
-def _read(question: Question, text: str) -> Any:
-    """Return the value of a typed answer; an empty one takes the recommended value."""
-    typed = text.strip()
-    if not typed and question.recommended is not MISSING:
-        return question.recommended
+def _read(question: Question, typed: str) -> Any:
     try:
         return convert(typed, question.kind, text=True)
     except ConversionError as error:
@@ -120,15 +119,6 @@ def _check(section: type[Any], question: Question, value: Any, answers: Mapping[
         raise UsageError(f"{value!r}: {error}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _offer(asker: Asker, further: Mapping[str, str]) -> str | None:
-    """Offer the sections that were not asked about; return the one to go through."""
-    done = Choice(value=None, label="no, write the file")
-    sections = (Choice(value=name, label=name, about=text) for name, text in further.items())
-    return asker.choose(
-        "Set anything else?", "the defaults of what is left suit most runs", (done, *sections)
-    ).value
 
 
 _WITHOUT_QUESTIONS = (

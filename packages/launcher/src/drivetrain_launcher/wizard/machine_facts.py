@@ -89,6 +89,20 @@ def detect_machine() -> MachineFacts:
         missing = [module for module in getattr(section, "requires", ()) if find_spec(module) is None]
         if missing:
             backends[name] = f"needs {', '.join(missing)}, which is not installed"
+    accelerators: dict[str, Any] = {}
+    if accelerator_may_exist():
+        from drivetrain_state import best_device_kind, detect_devices
+
+        if (kind := best_device_kind()) != "cpu":
+            group = detect_devices()[0]
+            accelerators = {
+                "accelerator": kind,
+                "accelerator_count": group.count,
+                "accelerator_name": group.names[0] if group.names else kind,
+                "accelerator_memory_bytes": min(group.memory_bytes) if group.memory_bytes else None,
+                "can_fp16": group.ability.fp16,
+                "can_bf16": group.ability.bf16,
+            }
     knows_memory = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
     return MachineFacts(
         host=platform.node() or "localhost",
@@ -99,26 +113,8 @@ def detect_machine() -> MachineFacts:
         num_nodes=None if placement is None else placement.num_nodes,
         backends=backends,
         trackers=_summaries("drivetrain.trackers"),
-        **(_accelerators() if accelerator_may_exist() else {}),
+        **accelerators,
     )
-
-
-def _accelerators() -> dict[str, Any]:
-    """Return the facts of the accelerators that torch would choose; empty without any."""
-    from drivetrain_state import best_device_kind, detect_devices
-
-    kind = best_device_kind()
-    if kind == "cpu":
-        return {}
-    group = detect_devices()[0]
-    return {
-        "accelerator": kind,
-        "accelerator_count": group.count,
-        "accelerator_name": group.names[0] if group.names else kind,
-        "accelerator_memory_bytes": min(group.memory_bytes) if group.memory_bytes else None,
-        "can_fp16": group.ability.fp16,
-        "can_bf16": group.ability.bf16,
-    }
 
 
 def _summaries(group: str) -> dict[str, str]:

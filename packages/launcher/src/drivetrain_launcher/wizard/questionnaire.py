@@ -162,30 +162,26 @@ def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: Given
         recommended, why = before.value, before.why
     if isinstance(recommended, Enum):
         recommended = recommended.value
+    listed = advice.get("choices")
+    if listed is None:
+        known = (True, False) if members(spec.kind) == (bool,) else closed_list(spec.kind)
+        if known is not None:
+            listed = dict.fromkeys((*known, None) if is_optional(spec.kind) else known, "")
+    if listed is not None and recommended is not MISSING and recommended not in listed:
+        listed = {recommended: "", **listed}
+    choices = [
+        Choice(value=value, label=_label(value), about=about) for value, about in (listed or {}).items()
+    ]
     return Question(
         section=spec.section,
         field=spec.name,
         text=advice.get("text") or f"{spec.help[:1].upper()}{spec.help[1:].rstrip('.')}?",
         recommended=recommended,
         why=why,
-        choices=_choices(spec, advice.get("choices"), recommended),
+        choices=tuple(sorted(choices, key=lambda choice: choice.value != recommended)),
         kind=spec.kind,
         after=tuple(advice.get("after", ())),
     )
-
-
-def _choices(spec: FieldSpec, given: Mapping[Any, str] | None, recommended: Any) -> tuple[Choice, ...]:
-    """Return the answers to choose from, the recommended one first; none where the answer is typed."""
-    abouts = given
-    if abouts is None:
-        values = (True, False) if members(spec.kind) == (bool,) else closed_list(spec.kind)
-        if values is None:
-            return ()
-        abouts = dict.fromkeys((*values, None) if is_optional(spec.kind) else values, "")
-    if recommended is not MISSING and recommended not in abouts:
-        abouts = {recommended: "", **abouts}
-    found = [Choice(value=value, label=_label(value), about=about) for value, about in abouts.items()]
-    return tuple(sorted(found, key=lambda choice: choice.value != recommended))
 
 
 def _label(value: Any) -> str:

@@ -24,32 +24,23 @@ class EnvArguments:
 
 def run(arguments: EnvArguments) -> int:
     """Show versions, devices, and every setting with its source."""
+    from importlib.metadata import distributions
+
     from drivetrain_state import describe_environment
 
+    versions = {
+        each.name: each.version
+        for each in sorted(distributions(), key=lambda each: each.name)
+        if each.name == "torch" or each.name.partition("-")[0] == "drivetrain"
+    }
     report = {
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), "platform": platform.platform(), **versions},
         "devices": describe_environment().splitlines(),
         "settings_files": _settings_files(arguments.layers),
         "settings": _settings(arguments.layers),
     }
     sys.stdout.write(f"{json.dumps(report, indent=2)}\n" if arguments.json else _as_text(report))
     return 0
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of Python, torch and every installed drivetrain package, and the platform."""
-    from importlib.metadata import distributions
-
-    ours = {
-        distribution.name: distribution.version
-        for distribution in distributions()
-        if distribution.name == "torch" or distribution.name.partition("-")[0] == "drivetrain"
-    }
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **dict(sorted(ours.items())),
-    }
 
 
 def _settings_files(layers: Layers) -> dict[str, str]:

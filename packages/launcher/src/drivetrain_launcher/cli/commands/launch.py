@@ -15,7 +15,7 @@ from drivetrain_launcher.cli.preflight import (
     misplaced_flags,
 )
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.host_detection import Host, detect_host
+from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices
@@ -68,13 +68,14 @@ def run(arguments: LaunchArguments) -> int:
         if launch.preload:
             first = [point.value for point in entry_points(PRELOAD_GROUP) if point.name == launch.through]
             launch = replace(launch, preload=(*first, *launch.preload))
-    plan = plan_launch(
-        launch,
-        target,
-        _host(launch, resolved.device),
-        handed_down=resolved.layers.to_json(),
-        placement=placement,
-    )
+    host = detect_host(resolved.device)
+    if launch.bind != "none":
+        from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology  # few launches bind
+
+        visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
+        topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
+        host = replace(host, cpu_topology=topology)
+    plan = plan_launch(launch, target, host, handed_down=resolved.layers.to_json(), placement=placement)
     plan = replace(
         plan,
         notes=(*resolved.file_notes, *plan.notes),
@@ -106,18 +107,6 @@ def _check(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
             f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
             f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
         )
-
-
-def _host(launch: LaunchSettings, device: str) -> Host:
-    """Return this host, with its cores if ranks are to be bound to them."""
-    host = detect_host(device)
-    if launch.bind == "none":
-        return host
-    from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology  # few launches bind
-
-    visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
-    topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
-    return replace(host, cpu_topology=topology)
 
 
 def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:

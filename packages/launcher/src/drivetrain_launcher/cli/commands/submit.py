@@ -50,10 +50,17 @@ def run(arguments: SubmitArguments) -> int:
 def _check_script(arguments: SubmitArguments, resolved: ResolvedLaunch, folder: Path) -> None:
     """Reject a missing script and unknown plug-ins, and report launcher flags that follow the script."""
     launch, source = resolved.launch, None
-    if launch.module and folder.is_dir():
+    if folder.is_dir() and launch.module:
         check_module(arguments.script, folder)
-    if not launch.module and not launch.program and folder.is_dir():
-        source = _read_script(folder / arguments.script)
+    elif folder.is_dir() and not launch.program:
+        script = folder / arguments.script
+        if not script.is_file():
+            beside = [each.name for each in script.parent.iterdir()] if script.parent.is_dir() else []
+            hint = suggest(script.name, beside, show=script.with_name)
+            raise LaunchError(
+                f"{script}: no such script{hint}; if only the nodes have it, name their folder with --folder /PATH"
+            )
+        source = script.read_text(encoding="utf-8", errors="replace")
     check_plugins_of(resolved.given, source)
     known = {flag.name for flag in (*flags(LaunchSettings, "launch"), *flags(SubmitArguments, "launch"))}
     if misplaced := misplaced_flags(arguments.arguments, known - {"--script", "--arguments"}, source or ""):
@@ -61,18 +68,3 @@ def _check_script(arguments: SubmitArguments, resolved: ResolvedLaunch, folder: 
             f"{', '.join(misplaced)} after {arguments.script} is for the script; put flags of submit and launch "
             f"before the script: drivetrain submit --on {arguments.on} [flags] {arguments.script}"
         )
-
-
-def _read_script(script: Path) -> str:
-    """Return the source of the script; the job's folder is here.
-
-    Raises:
-        LaunchError: The folder has no such script.
-    """
-    if script.is_file():
-        return script.read_text(encoding="utf-8", errors="replace")
-    beside = [each.name for each in script.parent.iterdir()] if script.parent.is_dir() else []
-    hint = suggest(script.name, beside, show=script.with_name)
-    raise LaunchError(
-        f"{script}: no such script{hint}; if only the nodes have it, name their folder with --folder /PATH"
-    )

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,8 +45,10 @@ def run(arguments: TailArguments) -> int:
             f"{', '.join(map(str, ranks))}; there is no {', '.join(map(str, missing))}"
         )
     for rank in arguments.ranks or ranks:
-        for text in _described(attempt / str(rank), rank, arguments.lines):
-            sys.stdout.write(text)
+        for name in _STREAMS:
+            if found := last_lines(attempt / str(rank) / name, arguments.lines):
+                title = f"==> rank {rank}, {name.removesuffix('.log')} <=="
+                sys.stdout.write("\n".join([title, *found, ""]))
     return 0
 
 
@@ -65,14 +66,6 @@ def newest_attempt(folder: Path) -> Path:
             + (f". {of_jobs[-1]} is a submitted job's: drivetrain job follow shows it" if of_jobs else "")
         )
     return attempts[-1]
-
-
-def _described(folder: Path, rank: int, lines: int) -> Iterator[str]:
-    for name in _STREAMS:
-        found = last_lines(folder / name, lines)
-        if found:
-            yield f"==> rank {rank}, {name.removesuffix('.log')} <==\n"
-            yield from (f"{line}\n" for line in found)
 
 
 def last_lines(file: Path, lines: int) -> list[str]:
