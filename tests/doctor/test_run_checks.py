@@ -3,23 +3,25 @@ from threading import Event
 
 import pytest
 
-from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict, error, warning
+from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict
 from drivetrain_doctor.run_checks import report_of, run_check, run_checks
 
 
 def verdict(*severities: str) -> CheckVerdict:
-    found = {
-        "error": error("what", why="why", mend="mend", number=3.0),
-        "warning": warning("w", why="y", mend="m"),
-    }
-    return CheckVerdict(summary="summary", findings=tuple(found[each] for each in severities))
+    found = CheckVerdict("summary")
+    for severity in severities:
+        judge = found.error if severity == "error" else found.warning
+        judge("what", why="why", mend="mend", number=3.0)
+    return found
 
 
 @pytest.mark.parametrize(
     ("severities", "state"), [((), "ok"), (("warning",), "warning"), (("warning", "error"), "error")]
 )
 def test_the_worst_finding_is_the_state(severities: tuple[str, ...], state: str) -> None:
-    assert report_of("check", verdict(*severities)).state == state
+    report = report_of("check", verdict(*severities), seconds=1.25)
+    assert report.state == state
+    assert CheckReport.from_data(report.as_data()) == report  # survives its way between hosts
 
 
 def test_checks_run_in_order_with_progress() -> None:
@@ -57,8 +59,3 @@ def test_a_mistake_in_a_check_is_raised() -> None:
 
     with pytest.raises(KeyError, match="mistake"):
         run_check(Check(name="wrong", run=fail), limit_seconds=30)
-
-
-def test_a_report_survives_its_way_between_hosts() -> None:
-    report = report_of("check", verdict("error", "warning"), seconds=1.25)
-    assert CheckReport.from_data(report.as_data()) == report

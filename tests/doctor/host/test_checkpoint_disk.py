@@ -10,13 +10,9 @@ GOOD = DiskMeasurement(folder=Path("/data"), kind="nfs4", free_bytes=1 << 40, by
 TWO = CheckedRun(num_nodes=2, node_rank=0)
 
 
-def whats(measured: DiskMeasurement, checked: CheckedRun = TWO) -> list[tuple[str, str]]:
-    return [(finding.severity, finding.what) for finding in judge_disk(measured, checked).findings]
-
-
 def test_a_fast_shared_folder_has_no_finding() -> None:
     verdict = judge_disk(GOOD, TWO)
-    assert (verdict.findings, verdict.summary) == ((), "nfs4, 1,000 MB/s, 1.10 TB free in /data")
+    assert (verdict.findings, verdict.summary) == ([], "nfs4, 1,000 MB/s, 1.10 TB free in /data")
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -34,7 +30,7 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path:
     assert measure_disk(CheckedRun(folder=tmp_path)).missing is None
     told = f"free in /data; {new} does not exist yet, so /data was measured"
     verdict = judge_disk(replace(GOOD, missing=new), TWO)
-    assert (verdict.findings, verdict.summary.endswith(told)) == ((), True)
+    assert (verdict.findings, verdict.summary.endswith(told)) == ([], True)
 
 
 def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
@@ -46,35 +42,34 @@ def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
     assert measure_disk(CheckedRun(folder=folder), mounts).kind == "nfs4"
 
 
-def test_a_folder_without_room_or_right_breaks_the_first_checkpoint() -> None:
-    refused = replace(GOOD, bytes_per_second=None, refusal="Permission denied")
-    assert whats(refused) == [("error", "nothing can be written into /data (nfs4): Permission denied")]
-
-
-def test_little_room_is_told_in_parameters() -> None:
-    (finding,) = judge_disk(replace(GOOD, free_bytes=1_600_000_000), TWO).findings
-    assert (finding.severity, finding.what) == ("warning", "1.60 GB free in /data")
-    assert "one of 100 million parameters fills it" in finding.why
-
-
-def test_a_slow_disk_is_told_in_minutes() -> None:
-    (finding,) = judge_disk(replace(GOOD, bytes_per_second=10e6), TWO).findings
-    assert finding.what == "/data takes 10.0 MB/s, written to the disk"
-    assert "take 27 min" in finding.why
-
-
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "found", "why"),
     [
-        ({"free_files": 3}, "3 more files fit into /data (df -i)"),
-        ({"kind": "tmpfs"}, "/data is in memory (tmpfs)"),
-        ({"kind": "overlay"}, "/data is the container's own layer (overlay)"),
-        ({"kind": "ext4"}, "/data is on this host's own disk (ext4), by its type"),
+        (
+            {"bytes_per_second": None, "refusal": "Permission denied"},
+            ("error", "nothing can be written into /data (nfs4): Permission denied"),
+            "the first checkpoint fails",
+        ),
+        (
+            {"free_bytes": 1_600_000_000}, ("warning", "1.60 GB free in /data"),
+            "one of 100 million parameters fills it",
+        ),
+        (
+            {"bytes_per_second": 10e6}, ("warning", "/data takes 10.0 MB/s, written to the disk"), "take 27 min",
+        ),
+        ({"free_files": 3}, ("warning", "3 more files fit into /data (df -i)"), ""),
+        ({"kind": "tmpfs"}, ("warning", "/data is in memory (tmpfs)"), ""),
+        ({"kind": "overlay"}, ("warning", "/data is the container's own layer (overlay)"), ""),
+        ({"kind": "ext4"}, ("warning", "/data is on this host's own disk (ext4), by its type"), ""),
     ],
-)
-def test_file_systems_that_lose_hide_or_refuse_checkpoints(changes: dict[str, object], what: str) -> None:
-    assert whats(replace(GOOD, **changes)) == [("warning", what)]  # type: ignore[arg-type]
+)  # fmt: skip
+def test_a_folder_that_is_slow_or_loses_hides_or_refuses_checkpoints(
+    changes: dict[str, object], found: tuple[str, str], why: str
+) -> None:
+    (finding,) = judge_disk(replace(GOOD, **changes), TWO).findings  # type: ignore[arg-type]
+    assert (finding.severity, finding.what) == found
+    assert why in finding.why
 
 
 def test_an_own_disk_is_right_for_one_host() -> None:
-    assert whats(replace(GOOD, kind="ext4"), CheckedRun()) == []
+    assert judge_disk(replace(GOOD, kind="ext4"), CheckedRun()).findings == []

@@ -28,10 +28,19 @@ HEALTHY = GpuMeasurement(
 )
 
 
-def test_a_driver_that_fits_has_no_finding() -> None:
-    verdict = judge_driver(HEALTHY)
-    assert verdict.findings == ()
-    assert verdict.summary == "2 devices, driver 570.86.15 (up to CUDA 12.8), torch's CUDA 12.8, NCCL 2.27.3"
+AMD = GpuMeasurement(has_amd=True, torch_hip="6.4.1", nccl="2.22.3", names=("MI300X", "MI300X"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "summary"),
+    [
+        (HEALTHY, "2 devices, driver 570.86.15 (up to CUDA 12.8), torch's CUDA 12.8, NCCL 2.27.3"),
+        (AMD, "2 devices, AMD driver of the kernel, torch's ROCm 6.4.1, RCCL 2.22.3"),
+    ],
+)
+def test_a_driver_that_fits_has_no_finding(measured: GpuMeasurement, summary: str) -> None:
+    verdict = judge_driver(measured)
+    assert (verdict.findings, verdict.summary) == ([], summary)
 
 
 @pytest.mark.parametrize(
@@ -99,32 +108,31 @@ def test_a_driver_that_does_not_fit(changes: dict[str, object], found: list[tupl
     assert [(each.severity, each.what) for each in verdict.findings] == found
 
 
-@pytest.mark.parametrize(("has_nvidia", "has_amd", "kind"), [(True, False, "NVIDIA"), (False, True, "AMD")])
-def test_torch_for_the_cpu_on_a_host_with_gpus(has_nvidia: bool, has_amd: bool, kind: str) -> None:
-    measured = GpuMeasurement(has_nvidia=has_nvidia, has_amd=has_amd)
-    (finding,) = judge_driver(measured).findings
+@pytest.mark.parametrize(("loaded", "kind"), [("has_nvidia", "NVIDIA"), ("has_amd", "AMD")])
+def test_torch_for_the_cpu_on_a_host_with_gpus(loaded: str, kind: str) -> None:
+    (finding,) = judge_driver(GpuMeasurement(**{loaded: True})).findings  # type: ignore[arg-type]
     assert finding.what == f"this host has {kind} GPUs, and torch is built for the CPU"
     assert "download.pytorch.org" in finding.mend
 
 
-def test_rocm_is_told() -> None:
-    amd = GpuMeasurement(has_amd=True, torch_hip="6.4.1", nccl="2.22.3", names=("MI300X", "MI300X"))
-    verdict = judge_driver(amd)
-    assert verdict.findings == ()
-    assert verdict.summary == "2 devices, AMD driver of the kernel, torch's ROCm 6.4.1, RCCL 2.22.3"
+@pytest.mark.parametrize(
+    ("peers", "severity", "what", "mend"),
+    [
+        ({"0-1": "wrong data", "1-0": "yes"}, "error", "copies between GPUs 0-1 arrive changed",
+         "NCCL_P2P_DISABLE=1"),
+        ({"0-1": "no", "1-0": "no"}, "warning", "no two GPUs have peer-to-peer", "nvidia-smi topo -p2p r"),
+    ],
+)  # fmt: skip
+def test_peer_to_peer_that_is_missing_or_changes_data(
+    peers: dict[str, str], severity: str, what: str, mend: str
+) -> None:
+    (finding,) = judge_peers(replace(HEALTHY, peers=peers)).findings
+    assert (finding.severity, finding.what) == (severity, what)
+    assert mend in finding.mend
 
 
-def test_peer_to_peer_that_changes_data_is_an_error() -> None:
-    verdict = judge_peers(replace(HEALTHY, peers={"0-1": "wrong data", "1-0": "yes"}))
-    (finding,) = verdict.findings
-    assert (finding.severity, finding.what) == ("error", "copies between GPUs 0-1 arrive changed")
-    assert "NCCL_P2P_DISABLE=1" in finding.mend
-
-
-def test_no_peer_to_peer_is_a_warning() -> None:
-    (finding,) = judge_peers(replace(HEALTHY, peers={"0-1": "no", "1-0": "no"})).findings
-    assert (finding.severity, finding.what) == ("warning", "no two GPUs have peer-to-peer")
-    assert judge_peers(HEALTHY).findings == ()
+def test_peer_to_peer_needs_two_gpus() -> None:
+    assert judge_peers(HEALTHY).findings == []
     assert judge_peers(GpuMeasurement()).skipped == "peer-to-peer needs two GPUs, and there are 0"
 
 

@@ -31,7 +31,7 @@ def test_a_free_port_is_free() -> None:
 
 def test_any_free_port_needs_no_check() -> None:
     verdict = judge_port(measure_port(CheckedRun()), CheckedRun())
-    assert (verdict.summary, verdict.findings) == ("any free port is taken", ())
+    assert (verdict.summary, verdict.findings) == ("any free port is taken", [])
 
 
 def test_a_host_without_the_store_says_who_listens() -> None:
@@ -41,15 +41,17 @@ def test_a_host_without_the_store_says_who_listens() -> None:
     assert verdict.skipped == "the store listens on node0, not here"
 
 
-def test_a_holder_of_another_user_is_not_named() -> None:
-    (finding,) = judge_port(PortMeasurement(port=29500, bind_error="EADDRINUSE"), TWO).findings
-    assert finding.what == "port 29500 is in use, held by a process that this user may not see"
-
-
-def test_a_port_of_root() -> None:
-    (finding,) = judge_port(PortMeasurement(port=80, bind_error="EACCES"), TWO).findings
-    assert finding.what == "port 80 cannot be listened on (EACCES)"
-    assert "--master-port 29500" in finding.mend
+@pytest.mark.parametrize(
+    ("port", "bind_error", "what", "other"),
+    [
+        (29500, "EADDRINUSE", "is in use, held by a process that this user may not see", 29501),
+        (80, "EACCES", "cannot be listened on (EACCES)", 29500),
+    ],
+)
+def test_a_port_of_another_user_or_of_root(port: int, bind_error: str, what: str, other: int) -> None:
+    (finding,) = judge_port(PortMeasurement(port=port, bind_error=bind_error), TWO).findings
+    assert finding.what == f"port {port} {what}"
+    assert f"--master-port {other}" in finding.mend
 
 
 @pytest.mark.parametrize(

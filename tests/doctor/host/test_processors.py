@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.host.processors import (
     ProcessorMeasurement,
@@ -10,38 +12,37 @@ from drivetrain_doctor.host.processors import (
 EIGHT = ProcessorMeasurement(cores=8, usable=8)
 
 
-def whats(measured: ProcessorMeasurement, **asked: object) -> list[str]:
-    checked = CheckedRun(**{"processes_per_node": 2, "num_workers": 2, **asked})  # type: ignore[arg-type]
-    return [finding.what for finding in judge_processors(measured, checked).findings]
+@pytest.mark.parametrize(
+    ("changes", "checked", "whats"),
+    [
+        ({}, {}, []),
+        ({}, {"processes_per_node": 16}, ["16 ranks on 8 cores"]),
+        ({"usable": 1}, {}, ["2 ranks on 1 cores"]),
+        ({"quota": 1.5}, {}, ["2 ranks on 1.5 cores"]),
+        (
+            {"usable": 2}, {"num_workers": 8},
+            ["18 processes (ranks and DataLoader workers) on 2 cores"],
+        ),
+        (
+            {"quota": 4}, {"processes_per_node": 1},
+            ["the control group grants 4 cores' time, but 8 cores are visible"],
+        ),
+        ({"quota": 4}, {"processes_per_node": 1, "environment": {"OMP_NUM_THREADS": "4"}}, []),
+        ({"load": 13.0}, {}, ["the machine is busy: 13.0 threads want to run on 8 cores"]),
+    ],
+)  # fmt: skip
+def test_a_binding_or_a_quota_counts_and_not_the_machine(
+    changes: dict[str, float], checked: dict[str, object], whats: list[str]
+) -> None:
+    run = CheckedRun(**{"processes_per_node": 2, "num_workers": 2, **checked})  # type: ignore[arg-type]
+    findings = judge_processors(replace(EIGHT, **changes), run).findings  # type: ignore[arg-type]
+    assert [finding.what for finding in findings] == whats
 
 
-def test_enough_cores_have_no_finding() -> None:
-    assert whats(EIGHT) == []
-
-
-def test_more_ranks_than_cores() -> None:
-    assert whats(EIGHT, processes_per_node=16) == ["16 ranks on 8 cores"]
-
-
-def test_a_binding_or_a_quota_counts_and_not_the_machine() -> None:
-    assert whats(replace(EIGHT, usable=1)) == ["2 ranks on 1 cores"]
-    assert whats(replace(EIGHT, quota=1.5)) == ["2 ranks on 1.5 cores"]
-    (finding,) = judge_processors(
-        replace(EIGHT, usable=2), CheckedRun(processes_per_node=2, num_workers=8)
-    ).findings
-    assert finding.what == "18 processes (ranks and DataLoader workers) on 2 cores"
+def test_workers_that_do_not_fit_are_told_how_many_do() -> None:
+    run = CheckedRun(processes_per_node=2, num_workers=8)
+    (finding,) = judge_processors(replace(EIGHT, usable=2), run).findings
     assert finding.mend.startswith("num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task")
-
-
-def test_a_quota_below_the_visible_cores_starts_too_many_threads() -> None:
-    measured = replace(EIGHT, quota=4)
-    (what,) = whats(measured, processes_per_node=1)
-    assert what == "the control group grants 4 cores' time, but 8 cores are visible"
-    assert whats(measured, processes_per_node=1, environment={"OMP_NUM_THREADS": "4"}) == []
-
-
-def test_a_busy_machine() -> None:
-    assert whats(replace(EIGHT, load=13.0)) == ["the machine is busy: 13.0 threads want to run on 8 cores"]
 
 
 def test_this_machine_has_cores() -> None:

@@ -25,7 +25,7 @@ def result(**changed: PairResult) -> GroupResult:
 
 def test_equal_links_are_fine_and_their_range_is_shown() -> None:
     verdict = judge_hosts(result(), NAMES)
-    assert verdict.findings == ()
+    assert verdict.findings == []
     assert verdict.summary == "gloo: 6 pairs, 1.0 GB/s to 1.0 GB/s, 50 to 50 us"
 
 
@@ -47,7 +47,7 @@ def test_a_host_that_answers_late_is_named_but_noise_is_not() -> None:
     late = {f"p{other}3": pair(other, 3, late=20e-3) for other in range(3)}
     (finding,) = judge_hosts(result(**late), NAMES).findings
     assert finding.what == "host 3 (d) answers late: 20,000 us, where 50 us is usual"
-    assert judge_hosts(result(p01=pair(0, 1, late=300e-6)), NAMES).findings == ()
+    assert judge_hosts(result(p01=pair(0, 1, late=300e-6)), NAMES).findings == []
 
 
 def test_islands_are_named_with_the_rate_between_them() -> None:
@@ -63,7 +63,7 @@ def test_two_hosts_have_one_link_which_is_judged_by_its_rate_alone() -> None:
     (finding,) = judge_hosts(slow, NAMES[:2]).findings
     assert finding.what == "hosts exchange 10 MB/s over gloo"
     assert "80.0 s" in finding.why
-    assert judge_hosts(GroupResult(backend="gloo", pairs=(pair(0, 1),)), NAMES[:2]).findings == ()
+    assert judge_hosts(GroupResult(backend="gloo", pairs=(pair(0, 1),)), NAMES[:2]).findings == []
 
 
 def test_a_rank_in_every_unfinished_pair_is_named_alone() -> None:
@@ -85,4 +85,4 @@ def test_ranks_that_fail_alike_are_one_finding() -> None:
 
 
 def test_ranks_of_one_host_may_differ() -> None:
-    assert judge_ranks(result(p12=pair(1, 2, rate=1e7))).findings == ()
+    assert judge_ranks(result(p12=pair(1, 2, rate=1e7))).findings == []

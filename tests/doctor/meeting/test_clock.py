@@ -34,7 +34,7 @@ def test_minutes_break_signed_requests() -> None:
 
 
 def test_an_offset_within_its_bound_is_none() -> None:
-    assert judge_clocks({1: ClockOffset(seconds=1.5, bound_seconds=0.9)}, NAMES).findings == ()
+    assert judge_clocks({1: ClockOffset(seconds=1.5, bound_seconds=0.9)}, NAMES).findings == []
 
 
 def test_nobody_answered() -> None:

@@ -30,7 +30,7 @@ def test_hosts_that_did_not_come_are_named_with_the_time() -> None:
 
 def test_all_hosts_came() -> None:
     verdict = judge_roster(2, {0: "a", 1: "b"}, ASKED)
-    assert (verdict.findings, verdict.summary) == ((), "2 of 2 hosts at node0:29500")
+    assert (verdict.findings, verdict.summary) == ([], "2 of 2 hosts at node0:29500")
 
 
 def test_many_hosts_are_cut_short() -> None:
@@ -48,7 +48,7 @@ def test_a_host_with_another_folder_is_named(tmp_path: Path) -> None:
         "warning",
         f"host 2: the folder {tmp_path} is not that of host 0",
     )
-    assert judge_folder({1: True, 2: True}, LABELS, asked, is_writable=True).findings == ()
+    assert judge_folder({1: True, 2: True}, LABELS, asked, is_writable=True).findings == []
     assert "cannot write" in (judge_folder({}, LABELS, asked, is_writable=False).skipped or "")
 
 
@@ -64,23 +64,15 @@ def test_a_folder_that_cannot_be_written_has_no_file(tmp_path: Path) -> None:
 
 
 def told(*pairs: tuple[int, int], unfinished: tuple[tuple[int, int], ...] = ()) -> dict:  # type: ignore[type-arg]
-    measured = tuple(
-        PairResult(
-            first=first,
-            second=second,
-            latency_seconds=1e-4,
-            forward_bytes_per_second=1e9,
-            backward_bytes_per_second=1e9,
-        )
-        for first, second in pairs
-    )
+    rates = {"latency_seconds": 1e-4, "forward_bytes_per_second": 1e9, "backward_bytes_per_second": 1e9}
+    measured = tuple(PairResult(first=first, second=second, **rates) for first, second in pairs)
     return asdict(GroupResult(backend="gloo", pairs=measured, unfinished=unfinished, failures={}))
 
 
 def test_each_host_tells_the_pairs_whose_lower_rank_it_is() -> None:
     result = merge("gloo", {0: told((0, 1), (0, 2)), 3: told((1, 2)), 5: told()}, [0, 3, 5])
     assert sorted((pair.first, pair.second) for pair in result.pairs) == [(0, 1), (0, 2), (1, 2)]
-    assert judge_hosts(result, ["host 0", "host 3", "host 5"]).findings == ()
+    assert judge_hosts(result, ["host 0", "host 3", "host 5"]).findings == []
 
 
 def test_a_host_that_told_nothing_failed() -> None:

@@ -21,7 +21,7 @@ def whats(found: dict, silent: tuple[int, ...] = ()) -> list[str]:  # type: igno
 
 def test_open_ways_have_no_finding() -> None:
     verdict = judge_reach(ways(), (), NAMES)
-    assert (verdict.findings, verdict.summary) == ((), "12 of 12 ways between hosts are open")
+    assert (verdict.findings, verdict.summary) == ([], "12 of 12 ways between hosts are open")
 
 
 def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:

@@ -1,4 +1,6 @@
-from drivetrain_doctor.doctor_finding import CheckReport, error, warning
+import pytest
+
+from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding
 from drivetrain_doctor.examination import Examination
 from drivetrain_doctor.report.table import merge_hosts, table
 
@@ -7,12 +9,21 @@ SKIPPED = CheckReport(name="GPU driver", summary="no NVIDIA or AMD driver is loa
 BROKEN = CheckReport(
     name="port",
     summary="port 29500",
-    findings=(error("port 29500 is in use", why="the store cannot listen", mend="say --master-port 29501"),),
+    findings=(
+        DoctorFinding(
+            severity="error",
+            what="port 29500 is in use",
+            why="the store cannot listen",
+            mend="say --master-port 29501",
+        ),
+    ),
 )
 
 
 def slow(rate: str) -> CheckReport:
-    finding = warning(f"/data takes {rate} MB/s", why=f"{rate} is little", mend="a faster disk")
+    finding = DoctorFinding(
+        severity="warning", what=f"/data takes {rate} MB/s", why=f"{rate} is little", mend="a faster disk"
+    )
     return CheckReport(name="disk", summary=rate, findings=(finding,))
 
 
@@ -43,22 +54,22 @@ def test_hosts_that_differ_in_a_number_alone_share_a_finding_and_others_are_name
     assert (finding.what, hosts, row.state) == ("/data takes 10 MB/s", ("host 0", "host 1"), "warning")
 
 
-def test_a_finding_of_all_hosts_names_none() -> None:
-    hosts = (("host 0", (BROKEN,)), ("host 1", (BROKEN,)))
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [(BROKEN, ""), (CheckReport(name="port", summary="port 29500"), " [host 0 (a)]")],
+    ids=["of all hosts", "of one host"],
+)
+def test_a_finding_names_its_hosts_unless_all_have_it(second: CheckReport, named: str) -> None:
+    hosts = (("host 0 (a)", (BROKEN,)), ("host 1 (b)", (second,)))
     shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
-    assert shown.count("port 29500 is in use\n") == 1
-
-
-def test_a_finding_of_one_host_names_it() -> None:
-    fine = CheckReport(name="port", summary="port 29500")
-    hosts = (("host 0 (a)", (BROKEN,)), ("host 1 (b)", (fine,)))
-    shown = table(Examination(num_nodes=2, num_processes=2, hosts=hosts), is_coloured=False)
-    assert "error: port 29500 is in use [host 0 (a)]\n" in shown
+    assert shown.count(f"error: port 29500 is in use{named}\n") == 1
 
 
 def test_long_texts_are_wrapped_at_the_terminals_width_and_coloured_there() -> None:
     long = CheckReport(
-        name="x", summary="word " * 60, findings=(warning("a " * 80, why="b " * 80, mend="c " * 80),)
+        name="x",
+        summary="word " * 60,
+        findings=(DoctorFinding(severity="warning", what="a " * 80, why="b " * 80, mend="c " * 80),),
     )
     examination = Examination(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
     assert max(map(len, table(examination, is_coloured=False, width=80).splitlines())) <= 80

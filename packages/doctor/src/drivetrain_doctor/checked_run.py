@@ -17,16 +17,12 @@ class CheckedRun:
 
     Attributes:
         environment: The environment of this process, which a run's processes would inherit.
-        num_nodes: The number of hosts.
         node_rank: The rank of this host; None if the hosts agree on their ranks.
-        processes_per_node: The number of processes on each host.
-        master_addr: The name or address of the host with rank 0.
         master_port: The port of the rendezvous; 0 for any free one.
-        rdzv_backend: The way in which hosts get their ranks.
         accelerator: The kind of accelerator that torch would use; None if there is none.
         folder: The folder of the checkpoints.
         num_workers: The number of workers of each process's DataLoader.
-        batch_bytes: The size of a batch; None if it was not said.
+        batch_bytes: The size of a batch; None if unknown.
         wait_seconds: The time that hosts wait for each other.
         is_idle: Whether another task of the job checks this host.
     """

@@ -28,31 +28,33 @@ class DoctorFinding:
     measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
 
-def error(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
-    """Return a finding that will break a run."""
-    return DoctorFinding(severity="error", what=what, why=why, mend=mend, measured=measured)
-
-
-def warning(what: str, *, why: str, mend: str, **measured: float | str) -> DoctorFinding:
-    """Return a finding that may slow a run, or break a larger one."""
-    return DoctorFinding(severity="warning", what=what, why=why, mend=mend, measured=measured)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class CheckVerdict:
-    """The judgement on one measurement, of which a few words are shown also if nothing is wrong.
+    """The judgement on one measurement, with a few words to show even if nothing is wrong.
 
     `skipped` is the reason why nothing could be measured; None if it was.
     """
 
     summary: str = ""
-    findings: tuple[DoctorFinding, ...] = ()
     skipped: str | None = None
+    findings: list[DoctorFinding] = field(default_factory=list[DoctorFinding])
+
+    def error(self, what: str, *, why: str, mend: str, **measured: float | str) -> None:
+        """Add a finding that will break a run."""
+        self.findings.append(
+            DoctorFinding(severity="error", what=what, why=why, mend=mend, measured=measured)
+        )
+
+    def warning(self, what: str, *, why: str, mend: str, **measured: float | str) -> None:
+        """Add a finding that may slow a run, or break a larger one."""
+        self.findings.append(
+            DoctorFinding(severity="warning", what=what, why=why, mend=mend, measured=measured)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check by its short name; an OSError from `run` means that the measurement was not possible."""
+    """A check by its short name. An OSError from `run` means that the measurement was not possible."""
 
     name: str
     run: Callable[[], CheckVerdict]
@@ -60,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """A check that was run; the summary of a skipped one is the reason why nothing could be measured."""
+    """The report of one check. The summary of a skipped check is the reason."""
 
     name: str
     summary: str

@@ -16,16 +16,13 @@ from drivetrain_doctor.run_checks import run_checks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """All that was found.
+    """The findings of the doctor.
 
     Attributes:
-        num_nodes: The number of hosts that were asked about.
-        num_processes: The number of processes on all of them.
         hosts: The label of each host, and the reports of its own checks; on hosts other than 0 only this one.
         together: The reports on all hosts together; on host 0, or if this host could not join.
-        is_broken: Whether something was found, on any host, that will break a run.
-        is_leader: Whether this host shows the whole.
-        seconds: The time that it took.
+        is_broken: Whether a finding, on any host, will break a run.
+        is_leader: Whether this host shows the findings of all.
     """
 
     num_nodes: int
@@ -37,7 +34,7 @@ class Examination:
     seconds: float = 0.0
 
     def as_data(self) -> dict[str, Any]:
-        """Return all that was found as plain JSON data, with what was measured."""
+        """Return the findings and the measured numbers as plain JSON data."""
         return {
             "num_nodes": self.num_nodes,
             "num_processes": self.num_processes,

@@ -1,10 +1,14 @@
 """Run checks one after another, each within its time limit."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict, error
-from drivetrain_doctor.time_limit import within
+from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict
+
+_Result = TypeVar("_Result")
 
 # A check of one host takes milliseconds; one that writes to a disk takes two seconds.
 LIMIT_SECONDS = 10.0
@@ -13,7 +17,7 @@ LIMIT_SECONDS = 10.0
 def run_checks(
     checks: Iterable[Check], *, progress: Callable[[str], None], limit_seconds: float = LIMIT_SECONDS
 ) -> tuple[CheckReport, ...]:
-    """Run checks in order, each after a call of `progress` with its name, and return what each found."""
+    """Run checks in order, call `progress` with the name of each, and return the reports."""
     reports: list[CheckReport] = []
     for check in checks:
         progress(check.name)
@@ -22,21 +26,18 @@ def run_checks(
 
 
 def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
-    """Run one check in a thread, which is left behind if it hangs, as on a dead file server: that is itself an error.
-
-    After an OSError the check counts as skipped; other errors are raised.
-    """
+    """Run one check within its time limit: a hang is a finding, and an OSError skips the check."""
     begin = time.monotonic()
     try:
         verdict = within(limit_seconds, check.run, name=f"doctor-{check.name}")
     except TimeoutError:
-        hung = error(
+        verdict = CheckVerdict("no end")
+        verdict.error(
             f"did not end within {limit_seconds:g} s",
             why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
             mend=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
             limit_seconds=limit_seconds,
         )
-        verdict = CheckVerdict(summary="no end", findings=(hung,))
     except OSError as failure:
         verdict = CheckVerdict(skipped=f"could not be measured ({failure})")
     return report_of(check.name, verdict, seconds=time.monotonic() - begin)
@@ -48,6 +49,30 @@ def report_of(name: str, verdict: CheckVerdict, *, seconds: float = 0.0) -> Chec
         name=name,
         summary=verdict.summary if verdict.skipped is None else verdict.skipped,
         is_skipped=verdict.skipped is not None,
-        findings=verdict.findings,
+        findings=tuple(verdict.findings),
         seconds=round(seconds, 3),
     )
+
+
+def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result:
+    """Return the result of a call without a time limit of its own, such as one that waits for a driver.
+
+    Raises:
+        TimeoutError: The call took longer. Its thread, of that name, ends with the process at the latest.
+    """
+    answers: SimpleQueue[tuple[_Result, None] | tuple[None, BaseException]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as failure:  # noqa: BLE001 raised again by the caller's thread
+            answers.put((None, failure))
+
+    threading.Thread(target=answer, daemon=True, name=name).start()
+    try:
+        result, failure = answers.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"{name} did not end within {seconds:g} s") from None
+    if failure is not None:
+        raise failure
+    return result  # pyright: ignore[reportReturnType] a call without a failure has a result

@@ -2,20 +2,23 @@
 
 import ipaddress
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_doctor.host.interfaces import addresses_by_interface
+from drivetrain_doctor.doctor_finding import CheckVerdict
 
 _SLOW_LOOKUP_SECONDS = 1.0
 _MOST_LOOKUPS = 64
 _PATIENCE_SECONDS = 3.0
 _HOSTS_FILE = "write 'ADDRESS NAME' into /etc/hosts on every host"
+_SIOCGIFCONF = 0x8912
+_ROW_BYTES = 40  # a struct ifreq of 64-bit Linux: 16 bytes of name, then a socket address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +54,31 @@ class AddressMeasurement:
 
 
 def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
-    """Look up this host's name and the master's."""
+    """Look up this host's name, the master's, and the name of this host's own address."""
     begin = time.monotonic()
     host_name = socket.gethostname()
     host_addresses, master_addresses = _resolve(host_name), _resolve(checked.master_addr)
     lookup_seconds = time.monotonic() - begin
     outgoing = find_outgoing_address(checked.master_addr)
+    own = outgoing or "127.0.0.1"
+    # A server that speaks both versions of IP sees an IPv4 client under the second form, which few hosts files have.
+    forms = [own] if ":" in own else [own, f"::ffff:{own}"]
+
+    def look_up(form: str) -> None:
+        with suppress(OSError):  # having no name is no fault
+            socket.getnameinfo((form, 0), 0)
+
+    # A name server may answer one lookup at once, and drop many: torch's clients all ask as they join.
+    begin = time.monotonic()
+    lookups = [
+        threading.Thread(target=look_up, args=(form,), daemon=True)
+        for form in forms
+        for _ in range(min(_MOST_LOOKUPS, checked.world_size))
+    ]
+    for lookup in lookups:
+        lookup.start()
+    for lookup in lookups:
+        lookup.join(max(0.0, begin + _PATIENCE_SECONDS - time.monotonic()))
     return AddressMeasurement(
         host_name=host_name,
         host_addresses=host_addresses,
@@ -64,7 +86,7 @@ def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
         master_addresses=master_addresses,
         outgoing_address=outgoing,
         lookup_seconds=lookup_seconds,
-        reverse_seconds=_reverse_seconds(outgoing or "127.0.0.1", min(_MOST_LOOKUPS, checked.world_size)),
+        reverse_seconds=time.monotonic() - begin,
     )
 
 
@@ -80,102 +102,17 @@ def find_outgoing_address(name: str) -> str | None:
 
 def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the names and addresses for a run."""
-    findings = [*_own_name(measured, checked), *_lookup_time(measured)]
-    summary = f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}"
-    if checked.num_nodes > 1:
-        findings += _master(measured, checked)
-        summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
-    return CheckVerdict(summary=summary, findings=tuple(findings))
-
-
-def _own_name(measured: AddressMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    """Judge what gloo does without GLOO_SOCKET_IFNAME: it listens where this host's own name leads."""
-    if checked.environment.get("GLOO_SOCKET_IFNAME"):
-        return
-    mend = (
-        f"export GLOO_SOCKET_IFNAME={measured.outgoing_interface or 'INTERFACE'} on this host, or write "
-        f"'{measured.outgoing_address or 'ADDRESS'} {measured.host_name}' into its /etc/hosts"
-    )
-    found = measured.host_addresses
-    own = measured.all_own
-    is_one = checked.num_nodes == 1
-    judge = warning if is_one else error
-    name = f"this host's own name, {measured.host_name},"
-    if not found:
-        why = "gloo then offers other hosts the loopback address, where they reach only themselves"
-        yield judge(f"{name} does not resolve", why=why, mend=mend)
-    elif all(map(_is_loopback, found)):
-        if not is_one:
-            debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
-            yield error(
-                f"{name} is {', '.join(found)} in /etc/hosts{debian}",
-                why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
-                "fails, unless this host happens to be the one that connects",
-                mend=mend,
-            )
-    elif own and not set(own) & set(found) and not any(map(_is_loopback, found)):
-        what = f"{name} is {', '.join(found)}, which is no address of its interfaces"
-        yield judge(what, why="gloo cannot listen there and falls back to the loopback address", mend=mend)
-
-
-def _master(measured: AddressMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    found, own = measured.master_addresses, measured.all_own
-    # A name that does not resolve is what the rendezvous check and launch name.
-    if not found:
-        return
-    name = f"--master-addr {checked.master_addr}"
-    if all(map(_is_loopback, found)) and checked.node_rank != 0:
-        yield error(
-            f"{name} is {', '.join(found)}, which is this host itself",
-            why="each host looks for the others on itself, and all wait until the timeout",
-            mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
-        )
-        return
-    yield from _versions(measured, name)
-    if checked.node_rank == 0 and own and not set(own) & set(found) and not any(map(_is_loopback, found)):
-        yield warning(
-            f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
-            why="the others look for the store there; it is right only behind a service or an address translation",
-            mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
-        )
-
-
-def _versions(measured: AddressMeasurement, name: str) -> Iterator[DoctorFinding]:
-    """Judge whether this host speaks the version of IP that the master's addresses have."""
-    own = [
-        each
-        for each in map(ipaddress.ip_address, measured.all_own)
-        if not each.is_loopback and not each.is_link_local
-    ]
-    if not own:
-        return
-    spoken = {each.version for each in own}
-    first, *others = (ipaddress.ip_address(each).version for each in measured.master_addresses)
-    if spoken.isdisjoint((first, *others)):
-        yield error(
-            f"{name} has only an IPv{first} address ({measured.master_addresses[0]}), and this host only "
-            f"IPv{min(spoken)} ({own[0]})",
-            why="this host has no way to the store",
-            mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{first}",
-        )
-    elif first not in spoken:
-        yield warning(
-            f"{name} resolves to IPv{first} first, which this host does not have",
-            why="each connection tries that address first, and may wait for its timeout",
-            mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
-        )
-
-
-def _lookup_time(measured: AddressMeasurement) -> Iterator[DoctorFinding]:
+    verdict = CheckVerdict(f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}")
+    _judge_own_name(verdict, measured, checked)
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
-        yield warning(
+        verdict.warning(
             f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
             why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
             mend=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
             seconds=measured.lookup_seconds,
         )
     if measured.reverse_seconds > _SLOW_LOOKUP_SECONDS:
-        yield warning(
+        verdict.warning(
             f"looking up the name of this host's own address took {measured.reverse_seconds:.1f} s or more, with "
             "as many lookups at once as ranks join",
             why="torch looks up the name at the other end of each connection as it is made: joining takes "
@@ -183,6 +120,82 @@ def _lookup_time(measured: AddressMeasurement) -> Iterator[DoctorFinding]:
             mend=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
             seconds=measured.reverse_seconds,
         )
+    if checked.num_nodes > 1:
+        verdict.summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
+        # A name that does not resolve is an error of the rendezvous and of launch.
+        if measured.master_addresses:
+            _judge_master(verdict, measured, checked)
+    return verdict
+
+
+def _judge_own_name(verdict: CheckVerdict, measured: AddressMeasurement, checked: CheckedRun) -> None:
+    """Judge where gloo listens without GLOO_SOCKET_IFNAME: at the address of this host's own name."""
+    if checked.environment.get("GLOO_SOCKET_IFNAME"):
+        return
+    mend = (
+        f"export GLOO_SOCKET_IFNAME={measured.outgoing_interface or 'INTERFACE'} on this host, or write "
+        f"'{measured.outgoing_address or 'ADDRESS'} {measured.host_name}' into its /etc/hosts"
+    )
+    found = measured.host_addresses
+    is_one = checked.num_nodes == 1
+    judge = verdict.warning if is_one else verdict.error
+    name = f"this host's own name, {measured.host_name},"
+    if not found:
+        why = "gloo then offers other hosts the loopback address, where they reach only themselves"
+        judge(f"{name} does not resolve", why=why, mend=mend)
+    elif all(map(_is_loopback, found)):
+        if not is_one:
+            debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
+            verdict.error(
+                f"{name} is {', '.join(found)} in /etc/hosts{debian}",
+                why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
+                "fails, unless this host happens to be the one that connects",
+                mend=mend,
+            )
+    elif _are_foreign(found, measured):
+        what = f"{name} is {', '.join(found)}, which is no address of its interfaces"
+        judge(what, why="gloo cannot listen there and falls back to the loopback address", mend=mend)
+
+
+def _judge_master(verdict: CheckVerdict, measured: AddressMeasurement, checked: CheckedRun) -> None:
+    found = measured.master_addresses
+    name = f"--master-addr {checked.master_addr}"
+    if all(map(_is_loopback, found)) and checked.node_rank != 0:
+        verdict.error(
+            f"{name} is {', '.join(found)}, which is this host itself",
+            why="each host looks for the others on itself, and all wait until the timeout",
+            mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
+        )
+        return
+    every = map(ipaddress.ip_address, measured.all_own)
+    own = [each for each in every if not each.is_loopback and not each.is_link_local]
+    spoken = {each.version for each in own}
+    versions = [ipaddress.ip_address(each).version for each in found]
+    if own and spoken.isdisjoint(versions):
+        verdict.error(
+            f"{name} has only an IPv{versions[0]} address ({found[0]}), and this host only "
+            f"IPv{min(spoken)} ({own[0]})",
+            why="this host has no way to the store",
+            mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
+        )
+    elif own and versions[0] not in spoken:
+        verdict.warning(
+            f"{name} resolves to IPv{versions[0]} first, which this host does not have",
+            why="each connection tries that address first, and may wait for its timeout",
+            mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
+        )
+    if checked.node_rank == 0 and _are_foreign(found, measured):
+        verdict.warning(
+            f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
+            why="the others look for the store there; it is right only behind a service or an address translation",
+            mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
+        )
+
+
+def _are_foreign(addresses: tuple[str, ...], measured: AddressMeasurement) -> bool:
+    """Return whether this host has none of the addresses, as far as it knows its own."""
+    own = set(measured.all_own)
+    return bool(own) and own.isdisjoint(addresses) and not any(map(_is_loopback, addresses))
 
 
 def _resolve(name: str) -> tuple[str, ...]:
@@ -193,28 +206,41 @@ def _resolve(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found))
 
 
-def _reverse_seconds(address: str, count: int) -> float:
-    """Return the time of lookups of an address at once, or the patience if they take longer.
-
-    A name server may answer one at once, and drop many: torch's clients ask as they join, each in its process.
-    """
-    # A server that speaks both versions of IP sees an IPv4 client under the second form, which few hosts files have.
-    forms = [address] if ":" in address else [address, f"::ffff:{address}"]
-
-    def look_up(form: str) -> None:
-        with suppress(OSError):  # having no name is no fault
-            socket.getnameinfo((form, 0), 0)
-
-    begin = time.monotonic()
-    lookups = [
-        threading.Thread(target=look_up, args=(form,), daemon=True) for form in forms for _ in range(count)
-    ]
-    for lookup in lookups:
-        lookup.start()
-    for lookup in lookups:
-        lookup.join(max(0.0, begin + _PATIENCE_SECONDS - time.monotonic()))
-    return time.monotonic() - begin
-
-
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def addresses_by_interface(proc: Path = Path("/proc")) -> Mapping[str, tuple[str, ...]]:
+    """Return the addresses of each interface that has one; empty if the system does not tell (not Linux)."""
+    file = proc / "net" / "if_inet6"
+    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    ipv6 = [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]
+    found: dict[str, tuple[str, ...]] = {}
+    for name, address in (*_ipv4(), *ipv6):
+        found[name] = (*found.get(name, ()), address)
+    return found
+
+
+def _ipv4() -> list[tuple[str, str]]:
+    try:
+        import array
+        import fcntl
+    except ImportError:  # not a Unix
+        return []
+    rows = array.array("B", bytes(_ROW_BYTES * 256))
+    address, length = rows.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = struct.pack("iL", length, address)
+            used: int = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, packed))[0]
+        except OSError:  # the number of this call is Linux's
+            return []
+    data = rows.tobytes()[:used]
+    # A second address of an interface may stand under a label, such as eth0:1.
+    return [
+        (
+            data[start : start + 16].split(b"\0")[0].decode().partition(":")[0],
+            socket.inet_ntoa(data[start + 20 : start + 24]),
+        )
+        for start in range(0, len(data), _ROW_BYTES)
+    ]

@@ -2,13 +2,12 @@
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_messages import format_size
 
 _NETWORK = ("nfs", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.", "9p", "glusterfs", "wekafs")
@@ -48,11 +47,17 @@ def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo"
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     space = os.statvfs(folder)
+    innermost = (0, "")
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        before, _, after = line.partition(" - ")
+        point = Path(before.split()[4].encode().decode("unicode_escape"))  # a blank is written as \040
+        if folder.resolve().is_relative_to(point):
+            innermost = max(innermost, (len(point.parts), after.split()[0]), key=lambda each: each[0])
     speed, refusal = _write(folder, space.f_bavail * space.f_frsize)
     return DiskMeasurement(
         folder=folder,
         missing=None if folder == asked else asked,
-        kind=_kind(folder, mounts),
+        kind=innermost[1],
         free_bytes=space.f_bavail * space.f_frsize,
         free_files=space.f_favail or None if space.f_files else None,
         bytes_per_second=speed,
@@ -64,24 +69,46 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
     told = f"; {measured.missing} does not exist yet, so {folder} was measured" if measured.missing else ""
-    if measured.bytes_per_second is None:
-        finding = error(
+    speed = measured.bytes_per_second
+    if speed is None:
+        verdict = CheckVerdict(f"{folder}{told}")
+        verdict.error(
             f"nothing can be written into {folder} ({kind}): {measured.refusal}",
             why="the first checkpoint fails, after the time that it took to get there",
             mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
-        return CheckVerdict(summary=f"{folder}{told}", findings=(finding,))
-    speed = measured.bytes_per_second
-    summary = f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
-    return CheckVerdict(summary=summary, findings=tuple(_find_faults(measured, speed, checked)))
+        return verdict
+    verdict = CheckVerdict(
+        f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
+    )
+    _judge_room_and_speed(verdict, measured, speed)
+    if measured.kind in _IN_MEMORY:
+        verdict.warning(
+            f"{folder} is in memory ({measured.kind})",
+            why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
+            mend="name a folder on a disk",
+        )
+    elif measured.kind == "overlay":
+        verdict.warning(
+            f"{folder} is the container's own layer (overlay)",
+            why="checkpoints are gone with the container, and writing is slower than into a volume",
+            mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
+        )
+    elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
+        verdict.warning(
+            f"{folder} is on this host's own disk ({measured.kind}), by its type",
+            why="all hosts write parts of one checkpoint into one folder, which each must see",
+            mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
+        )
+    return verdict
 
 
-def _find_faults(measured: DiskMeasurement, speed: float, checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _judge_room_and_speed(verdict: CheckVerdict, measured: DiskMeasurement, speed: float) -> None:
     folder = measured.folder
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
-        yield warning(
+        verdict.warning(
             f"{format_size(measured.free_bytes)} free in {folder}",
             why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
             "million parameters fills it; a new one is written before the old one goes",
@@ -89,37 +116,19 @@ def _find_faults(measured: DiskMeasurement, speed: float, checked: CheckedRun) -
             free_bytes=measured.free_bytes,
         )
     if measured.free_files is not None and measured.free_files < 1000:
-        yield warning(
+        verdict.warning(
             f"{measured.free_files} more files fit into {folder} (df -i)",
             why="'No space left on device' although bytes are free",
             mend="remove small files, or name another folder",
             free_files=measured.free_files,
         )
     if speed < _SLOW_BYTES_PER_SECOND:
-        yield warning(
+        verdict.warning(
             f"{folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
             why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
             "ranks wait unless saves run in the background",
             mend="a faster disk; or background saves (the checkpoint section)",
             bytes_per_second=speed,
-        )
-    if measured.kind in _IN_MEMORY:
-        yield warning(
-            f"{folder} is in memory ({measured.kind})",
-            why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
-            mend="name a folder on a disk",
-        )
-    elif measured.kind == "overlay":
-        yield warning(
-            f"{folder} is the container's own layer (overlay)",
-            why="checkpoints are gone with the container, and writing is slower than into a volume",
-            mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
-        )
-    elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
-        yield warning(
-            f"{folder} is on this host's own disk ({measured.kind}), by its type",
-            why="all hosts write parts of one checkpoint into one folder, which each must see",
-            mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
         )
 
 
@@ -139,16 +148,3 @@ def _write(folder: Path, free_bytes: int) -> tuple[float | None, str]:
             return written / max(time.monotonic() - begin, 1e-9), ""
     except OSError as refused:
         return None, refused.strerror or str(refused)
-
-
-def _kind(folder: Path, mounts: Path) -> str:
-    """Return the type of the file system that a folder is on."""
-    if not mounts.exists():
-        return ""
-    found = (0, "")
-    for line in mounts.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(before.split()[4].encode().decode("unicode_escape"))  # a blank is written as \040
-        if folder.resolve().is_relative_to(point):
-            found = max(found, (len(point.parts), after.split()[0]), key=lambda each: each[0])
-    return found[1]

@@ -30,7 +30,7 @@ def main() -> int:
 def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasurement:
     """Ask the driver and torch; on a machine without GPUs, say which builds there are."""
     nvidia, amd = proc / "driver/nvidia/version", system / "module/amdgpu"
-    count, refusal, nccl = 0, "", ""
+    count, refusal, nccl, driver = 0, "", "", ""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if (torch.version.cuda or torch.version.hip) and torch.cuda.is_available():
@@ -40,13 +40,21 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found: object = import_module("torch.cuda.nccl").version()
         nccl = ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
+    if nvidia.exists():
+        version = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
+        driver = version.group(1) if version else ""
+    elif (amd / "version").exists():  # AMD's packages have one, the kernel's own driver has none
+        driver = (amd / "version").read_text().strip()
+    # NVIDIA's library in user space is named by the version of the driver that it belongs to.
+    folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+    links = [link for folder in folders if (link := Path(folder) / "libcuda.so.1").is_symlink()]
     return GpuMeasurement(
         torch_cuda=torch.version.cuda,
         torch_hip=torch.version.hip,
         nccl=nccl,
-        driver=_driver(nvidia, amd / "version"),
+        driver=driver,
         driver_cuda=_driver_cuda(),
-        library_driver=_library_driver(),
+        library_driver=links[0].resolve().name.removeprefix("libcuda.so.") if links else "",
         has_nvidia=nvidia.exists() or Path("/dev/dxg").exists(),
         has_amd=amd.is_dir() and Path("/dev/kfd").exists(),
         names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
@@ -54,14 +62,6 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         refusal=refusal,
         peers=_peers(count) if count > 1 else None,
     )
-
-
-def _driver(nvidia: Path, amd: Path) -> str:
-    """Return the version of the driver in the kernel; AMD's packages have one, the kernel's own has none."""
-    if nvidia.exists():
-        found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
-        return found.group(1) if found else ""
-    return amd.read_text().strip() if amd.exists() else ""
 
 
 def _driver_cuda() -> str:
@@ -74,15 +74,6 @@ def _driver_cuda() -> str:
     if library.cuDriverGetVersion(ctypes.byref(version)):  # 0 is success
         return ""
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def _library_driver() -> str:
-    """Return the version of the driver that NVIDIA's library in user space belongs to, by its file's name."""
-    for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"):
-        link = Path(folder) / "libcuda.so.1"
-        if link.is_symlink():
-            return link.resolve().name.removeprefix("libcuda.so.")
-    return ""
 
 
 def _peers(count: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 
 _MEMORY_TAKEN = 0.5
 # The PCI classes of displays and of processing accelerators, and the makers whose devices torch drives.
@@ -107,32 +107,56 @@ def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
 
 def judge_driver(measured: GpuMeasurement) -> CheckVerdict:
     """Judge the driver against torch's libraries."""
+    if not measured.has_nvidia and not measured.has_amd:
+        return _judge_lost_driver(measured)
+    cuda, rocm, nccl = (each or "none" for each in (measured.torch_cuda, measured.torch_hip, measured.nccl))
     if measured.has_nvidia:
-        library = f"torch's CUDA {measured.torch_cuda or 'none'}, NCCL {measured.nccl or 'none'}"
+        kind, build, index = "NVIDIA", measured.torch_cuda, "cu128"
         driver = f"driver {measured.driver or '?'} (up to CUDA {measured.driver_cuda or '?'})"
-    elif measured.has_amd:
-        library = f"torch's ROCm {measured.torch_hip or 'none'}, RCCL {measured.nccl or 'none'}"
-        driver = f"AMD driver {measured.driver or 'of the kernel'}"
+        library = f"torch's CUDA {cuda}, NCCL {nccl}"
     else:
-        return _without_driver(measured)
-    return CheckVerdict(
-        summary=f"{len(measured.names)} devices, {driver}, {library}",
-        findings=(*_nvidia(measured), *_devices(measured)),
-    )
+        kind, build, index = "AMD", measured.torch_hip, "rocm6.4"
+        driver = f"AMD driver {measured.driver or 'of the kernel'}"
+        library = f"torch's ROCm {rocm}, RCCL {nccl}"
+    verdict = CheckVerdict(f"{len(measured.names)} devices, {driver}, {library}")
+    if measured.has_nvidia and build is not None:
+        _judge_nvidia(verdict, measured, build)
+    if build is None:
+        verdict.error(
+            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
+            why="the run trains on the CPU",
+            mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
+        )
+    if not measured.names and (measured.torch_cuda or measured.torch_hip):
+        verdict.error(
+            f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",
+            why="the run trains on the CPU, or ends at once",
+            mend="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
+            "devices to a container; unset CUDA_VISIBLE_DEVICES",
+        )
+    for device, taken in enumerate(measured.memory_taken):
+        if taken > _MEMORY_TAKEN:
+            verdict.warning(
+                f"other processes hold {taken:.0%} of the memory of GPU {device}",
+                why="the run goes out of memory on this rank",
+                mend="nvidia-smi names them; end what a killed run left behind, or leave the device out (--devices)",
+            )
+    return verdict
 
 
-def _without_driver(measured: GpuMeasurement) -> CheckVerdict:
+def _judge_lost_driver(measured: GpuMeasurement) -> CheckVerdict:
     build = f"torch is built for {_built_for(measured)}"
     maker, module = ("NVIDIA", "nvidia") if measured.torch_cuda else ("AMD", "amdgpu")
     if maker not in measured.on_bus or not (measured.torch_cuda or measured.torch_hip):
         return CheckVerdict(skipped=f"no GPU driver is loaded, and {build}")
-    lost = error(
+    verdict = CheckVerdict(f"no driver; {build}")
+    verdict.error(
         f"this host has {maker} GPUs and no driver for them is loaded; {build}",
         why="torch sees no device: the run trains on the CPU, or ends at once",
         mend=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, reboot or "
         "install the driver for the kernel that runs (dkms status)",
     )
-    return CheckVerdict(summary=f"no driver; {build}", findings=(lost,))
+    return verdict
 
 
 def _built_for(measured: GpuMeasurement) -> str:
@@ -141,55 +165,23 @@ def _built_for(measured: GpuMeasurement) -> str:
     return f"ROCm {measured.torch_hip}" if measured.torch_hip else "the CPU"
 
 
-def _nvidia(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
-    if not measured.has_nvidia or measured.torch_cuda is None:
-        return
+def _judge_nvidia(verdict: CheckVerdict, measured: GpuMeasurement, cuda: str) -> None:
     driver, library = measured.driver, measured.library_driver
     if driver and library and driver != library:
-        yield error(
+        verdict.error(
             f"the driver in the kernel is {driver}, its library is {library}",
             why="'Driver/library version mismatch': the package was updated, and the old module still runs",
             mend="reboot, or as root unload and load the modules (rmmod nvidia_uvm nvidia; modprobe nvidia)",
         )
     elif measured.driver_cuda:
-        runs, built = (
-            tuple(map(int, each.split(".")[:2])) for each in (measured.driver_cuda, measured.torch_cuda)
-        )
+        runs, built = (tuple(map(int, each.split(".")[:2])) for each in (measured.driver_cuda, cuda))
         # Of a driver for an older major version, torch itself says that it is too old.
         if runs[0] == built[0] and runs < built:
-            yield warning(
-                f"torch's CUDA is {measured.torch_cuda}; the driver {driver} runs up to {measured.driver_cuda}",
+            verdict.warning(
+                f"torch's CUDA is {cuda}; the driver {driver} runs up to {measured.driver_cuda}",
                 why="compiled kernels run (minor version compatibility), but what is compiled at run time to "
                 "PTX does not: 'unsupported PTX version', for example from Triton or torch.compile",
-                mend=f"a driver for CUDA {measured.torch_cuda}, or a torch for CUDA {measured.driver_cuda}",
-            )
-
-
-def _devices(measured: GpuMeasurement) -> Iterator[DoctorFinding]:
-    kind, built, index = (
-        ("NVIDIA", measured.torch_cuda, "cu128")
-        if measured.has_nvidia
-        else ("AMD", measured.torch_hip, "rocm6.4")
-    )
-    if built is None:
-        yield error(
-            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
-            why="the run trains on the CPU",
-            mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
-        )
-    if not measured.names and (measured.torch_cuda or measured.torch_hip):
-        yield error(
-            f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",
-            why="the run trains on the CPU, or ends at once",
-            mend="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
-            "devices to a container; unset CUDA_VISIBLE_DEVICES",
-        )
-    for index, taken in enumerate(measured.memory_taken):
-        if taken > _MEMORY_TAKEN:
-            yield warning(
-                f"other processes hold {taken:.0%} of the memory of GPU {index}",
-                why="the run goes out of memory on this rank",
-                mend="nvidia-smi names them; end what a killed run left behind, or leave the device out (--devices)",
+                mend=f"a driver for CUDA {cuda}, or a torch for CUDA {measured.driver_cuda}",
             )
 
 
@@ -201,27 +193,23 @@ def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
         ", ".join(pair for pair, answer in measured.peers.items() if answer == wanted)
         for wanted in ("wrong data", "no")
     )
-    findings: list[DoctorFinding] = []
+    verdict = CheckVerdict(f"{len(measured.peers)} ordered pairs of GPUs")
     if wrong:
-        findings.append(
-            error(
-                f"copies between GPUs {wrong} arrive changed",
-                why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
-                "IOMMU or PCIe access control (ACS) between the devices does this",
-                mend="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
-                "NCCL_P2P_DISABLE=1",
-                pairs=wrong,
-            )
+        verdict.error(
+            f"copies between GPUs {wrong} arrive changed",
+            why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
+            "IOMMU or PCIe access control (ACS) between the devices does this",
+            mend="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
+            "NCCL_P2P_DISABLE=1",
+            pairs=wrong,
         )
     if without:
         is_all = set(measured.peers.values()) == {"no"}
-        findings.append(
-            warning(
-                f"{'no two GPUs have' if is_all else f'GPUs {without} have no'} peer-to-peer",
-                why="what they exchange passes through the host's memory, at a fraction of the speed",
-                mend="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
-                "have none",
-                pairs=without,
-            )
+        verdict.warning(
+            f"{'no two GPUs have' if is_all else f'GPUs {without} have no'} peer-to-peer",
+            why="what they exchange passes through the host's memory, at a fraction of the speed",
+            mend="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
+            "have none",
+            pairs=without,
         )
-    return CheckVerdict(summary=f"{len(measured.peers)} ordered pairs of GPUs", findings=tuple(findings))
+    return verdict

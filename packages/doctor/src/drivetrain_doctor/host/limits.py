@@ -1,12 +1,12 @@
 """Limits of files, processes, locked memory and memory, against what a run on this host needs."""
 
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
 from drivetrain_messages import format_size
 
@@ -61,11 +61,16 @@ def measure_limits(
         return [None if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(which)]
 
     open_files, most_open_files = limits(resource.RLIMIT_NOFILE)
+    running = 0
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended
+            if folder.stat().st_uid == os.geteuid():
+                running += sum(1 for _ in (folder / "task").iterdir())
     return LimitMeasurement(
         open_files=open_files,
         most_open_files=most_open_files,
         processes=limits(resource.RLIMIT_NPROC)[0],
-        running=_threads_of_user(proc),
+        running=running,
         locked_bytes=limits(resource.RLIMIT_MEMLOCK)[0],
         address_bytes=limits(resource.RLIMIT_AS)[0],
         is_root=os.geteuid() == 0,
@@ -76,47 +81,39 @@ def measure_limits(
 
 def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the limits for a run."""
-    group = measured.group
-    parts = [f"{'unlimited' if measured.open_files is None else f'{measured.open_files:,}'} open files"]
+    group, limit, most = measured.group, measured.open_files, measured.most_open_files
+    parts = [f"{'unlimited' if limit is None else f'{limit:,}'} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
     parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
-    findings = (
-        *_open_files(measured, checked),
-        *_processes(measured, checked),
-        *_memory(measured, checked),
-    )
-    return CheckVerdict(summary=", ".join(parts), findings=findings)
-
-
-def _open_files(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    limit, most = measured.open_files, measured.most_open_files
+    verdict = CheckVerdict(", ".join(parts))
     connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
     needed = _FILES_OF_A_RANK + connections
     wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
-    if limit is None or limit >= wanted:
-        return
-    target = max(65536, 2 * wanted)
-    mend = f"ulimit -n {target if most is None else min(target, most)}"
-    if most is not None and most < wanted:
-        mend = f"as root '* - nofile {target}' in /etc/security/limits.conf, or docker run --ulimit nofile={target}"
-    judge, why = (
-        (error, f"the store and the ranks need about {needed:,}: 'Too many open files'")
-        if limit < needed
-        else (
-            warning,
-            "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' after a while",
-        )
-    )
-    yield judge(f"{limit:,} open files (ulimit -n)", why=why, mend=mend, limit=limit, needed=wanted)
+    if limit is not None and limit < wanted:
+        target = max(65536, 2 * wanted)
+        mend = f"ulimit -n {target if most is None else min(target, most)}"
+        if most is not None and most < wanted:
+            mend = f"as root '* - nofile {target}' in /etc/security/limits.conf, or "
+            mend += f"docker run --ulimit nofile={target}"
+        judge, why = verdict.error, f"the store and the ranks need about {needed:,}: 'Too many open files'"
+        if limit >= needed:
+            judge = verdict.warning
+            why = "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' "
+            why += "after a while"
+        judge(f"{limit:,} open files (ulimit -n)", why=why, mend=mend, limit=limit, needed=wanted)
+    _judge_processes_and_memory(verdict, measured, checked)
+    return verdict
 
 
-def _processes(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _judge_processes_and_memory(
+    verdict: CheckVerdict, measured: LimitMeasurement, checked: CheckedRun
+) -> None:
     ranks = checked.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
     group, most, running = measured.group, measured.processes, measured.running
     start = f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}"
     if most is not None and not measured.is_root and most - running < needed:
-        yield error(
+        verdict.error(
             f"{most:,} processes and threads for this user (ulimit -u), of which {running:,} run",
             why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
             mend=f"ulimit -u {running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
@@ -124,7 +121,7 @@ def _processes(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[Doct
             needed=needed,
         )
     if group.pids is not None and group.pids - group.used_pids < needed:
-        yield error(
+        verdict.error(
             f"{group.pids:,} processes and threads in this control group (pids.max), of which "
             f"{group.used_pids:,} run",
             why=f'{start}: "can\'t start new thread"',
@@ -132,14 +129,11 @@ def _processes(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[Doct
             limit=group.pids,
             needed=needed,
         )
-
-
-def _memory(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
     processes = checked.processes_per_node * (1 + checked.num_workers)
-    locked, address, group = measured.locked_bytes, measured.address_bytes, measured.group
+    locked, address = measured.locked_bytes, measured.address_bytes
     free = float("inf") if group.memory_bytes is None else group.memory_bytes - group.used_bytes
     if group.memory_bytes is not None and free < processes * _LEAST_BYTES_OF_A_PROCESS:
-        yield warning(
+        verdict.warning(
             f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
             f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; beyond the limit the kernel kills one (exit code 137)",
@@ -147,7 +141,7 @@ def _memory(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorF
             free_bytes=free,
         )
     if measured.has_infiniband and locked is not None:
-        yield error(
+        verdict.error(
             f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",
             why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate memory'",
             mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
@@ -155,21 +149,9 @@ def _memory(measured: LimitMeasurement, checked: CheckedRun) -> Iterator[DoctorF
             locked_bytes=locked,
         )
     if address is not None and checked.accelerator == "cuda":
-        yield error(
+        verdict.error(
             f"virtual memory of a process: {format_size(address)} (ulimit -v)",
             why="CUDA reserves more address space than the host has memory, and fails to start",
             mend="ulimit -v unlimited",
             address_bytes=address,
         )
-
-
-def _threads_of_user(proc: Path) -> int:
-    """Return the number of threads of this user's processes; 0 if the system does not tell."""
-    total = 0
-    for folder in proc.glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid == os.geteuid():
-                total += sum(1 for _ in (folder / "task").iterdir())
-        except OSError:  # the process has ended
-            continue
-    return total

@@ -3,13 +3,12 @@
 import errno
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
@@ -34,10 +33,16 @@ class PortMeasurement:
 
 
 def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasurement:
-    """Try to listen on the port, as the run's store would."""
+    """Try to listen on the port for a moment, on both versions of IP where there are two, as torch's store does."""
     port, failure = checked.master_port, None
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        _listen(port)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("", port))
+            probe.listen()
     except OSError as refused:
         failure = errno.errorcode.get(refused.errno or 0, str(refused))
     limits, reserved = (
@@ -59,47 +64,36 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
         return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
     port = measured.port
     if port == 0:
-        return CheckVerdict(summary="any free port is taken")
+        return CheckVerdict("any free port is taken")
     if measured.bind_error is None:
-        return CheckVerdict(summary=f"port {port} is free", findings=tuple(_ephemeral(measured)))
+        verdict = CheckVerdict(f"port {port} is free")
+        first, last = measured.ephemeral
+        reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
+        is_reserved = any(int(low) <= port <= int(high or low) for low, _, high in reserved)
+        # A cluster derives a port from its job, which may lie anywhere.
+        if first <= port <= last and not is_reserved:
+            verdict.warning(
+                f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
+                why="any program may hold it, now and then, when a run starts",
+                mend=f"say a port below {first}, such as --master-port 29500, or as root: "
+                f"sysctl net.ipv4.ip_local_reserved_ports={port}",
+                port=port,
+            )
+        return verdict
     end, what = "", f"port {port} cannot be listened on ({measured.bind_error})"
     if measured.bind_error == "EADDRINUSE":
         holder = measured.holder or "a process that this user may not see"
         end, what = "end that process, or ", f"port {port} is in use, held by {holder}"
     other = 29500 if port < 1024 or port > 65000 else port + 1
     where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
-    finding = error(
+    verdict = CheckVerdict(f"port {port}")
+    verdict.error(
         what,
         why="the run's store cannot listen there",
         mend=f"{end}say --master-port {other}{where}",
         port=port,
     )
-    return CheckVerdict(summary=f"port {port}", findings=(finding,))
-
-
-def _ephemeral(measured: PortMeasurement) -> Iterator[DoctorFinding]:
-    port, (first, last) = measured.port, measured.ephemeral
-    reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
-    # A cluster derives a port from its job, which may lie anywhere.
-    if first <= port <= last and not any(int(low) <= port <= int(high or low) for low, _, high in reserved):
-        yield warning(
-            f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
-            why="any program may hold it, now and then, when a run starts",
-            mend=f"say a port below {first}, such as --master-port 29500, or as root: "
-            f"sysctl net.ipv4.ip_local_reserved_ports={port}",
-            port=port,
-        )
-
-
-def _listen(port: int) -> None:
-    """Listen for a moment, on both versions of IP where there are two, as torch's store does."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.bind(("", port))
-        probe.listen()
+    return verdict
 
 
 def _holder(port: int, proc: Path) -> str | None:

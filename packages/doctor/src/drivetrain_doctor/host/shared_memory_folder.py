@@ -1,12 +1,11 @@
 """Shared memory: room in /dev/shm for the batches that DataLoader workers hand over, and for NCCL's buffers."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_messages import format_size
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
@@ -56,25 +55,22 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
         return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
     folder, size = measured.folder, measured.size_bytes
     if size is None or not measured.is_writable:
-        finding = error(
+        verdict = CheckVerdict(f"{folder}")
+        verdict.error(
             f"{folder} is not there" if size is None else f"this user may not write into {folder}",
             why="DataLoader workers hand batches over in it, and fail without it",
             mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
-        return CheckVerdict(summary=f"{folder}", findings=(finding,))
-    summary = f"{format_size(measured.free_bytes)} of {format_size(size)} free in {folder}"
-    return CheckVerdict(summary=summary, findings=tuple(_room(measured, size, checked)))
-
-
-def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    needed, free, folder = needed_bytes(checked), measured.free_bytes, measured.folder
+        return verdict
+    needed, free = needed_bytes(checked), measured.free_bytes
+    verdict = CheckVerdict(f"{format_size(free)} of {format_size(size)} free in {folder}")
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
     ranks = checked.processes_per_node
     what = f"{folder} has {format_size(free)} free of {format_size(size)}"
     batches = f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches"
     if needed > free:
-        yield error(
+        verdict.error(
             f"{what}, and this run fills {format_size(needed)}",
             why=f"{batches} and the one in use, at {format_size(checked.batch_bytes or 0)} a batch: a worker dies of "
             "a bus error ('insufficient shared memory')",
@@ -84,10 +80,11 @@ def _room(measured: SharedMemoryMeasurement, size: int, checked: CheckedRun) -> 
         )
     elif checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
         share = free / max(1, ranks * (checked.num_workers * _PREFETCH + 1))
-        yield warning(
+        verdict.warning(
             f"{what}{', as Docker gives it' if size == 64 << 20 else ''}",
             why=f"{batches} must fit: at {format_size(share)} a batch a worker dies of a bus error; "
             "--batch-megabytes N computes it for your batch",
             mend=mend,
             free_bytes=free,
         )
+    return verdict

@@ -1,13 +1,13 @@
 """Environment variables that break or slow runs, which the processes of a run would inherit."""
 
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
-from drivetrain_doctor.host.interfaces import interface_names
+from drivetrain_doctor.doctor_finding import CheckVerdict
 
 # Variable, the value that harms, what it does.
 _HARMFUL = (
@@ -37,7 +37,7 @@ def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> Variable
     """Collect what the environment is held against."""
     return VariableMeasurement(
         environment=checked.environment,
-        interfaces=interface_names(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
         cores=os.cpu_count() or 1,
         num_gpus=sum(1 for _ in dev.glob("nvidia[0-9]*")) or None,
     )
@@ -45,20 +45,37 @@ def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> Variable
 
 def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> CheckVerdict:
     """Judge the environment for a run."""
-    environment = measured.environment
-    findings = (
-        *_interfaces(measured, checked),
-        *_threads(measured, checked),
-        *_devices(measured),
-        *_proxies(environment, checked),
-        *_leftovers(environment, checked),
-        *(
-            warning(f"{name}={environment[name]}", why=why, mend=f"unset {name}")
-            for name, harmful, why in _HARMFUL
-            if environment.get(name, "").upper() == harmful
-        ),
-    )
-    return CheckVerdict(summary=f"{len(environment)} variables", findings=findings)
+    environment, cores, ranks = measured.environment, measured.cores, checked.processes_per_node
+    verdict = CheckVerdict(f"{len(environment)} variables")
+    _judge_interfaces(verdict, measured, checked)
+    # A list sets the threads of nested levels; the first one counts. OpenMP itself warns of what is no number.
+    threads = environment.get("OMP_NUM_THREADS", "")
+    first = threads.split(",")[0].strip()
+    total = int(first) * ranks if first.isdecimal() else 0
+    if total > 2 * cores:
+        verdict.warning(
+            f"OMP_NUM_THREADS={threads} in each of {ranks} ranks, on {cores} cores",
+            why=f"{total} threads take turns, and each parallel loop waits for the last of them",
+            mend=f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // ranks)}",
+            threads=total,
+            cores=cores,
+        )
+    _judge_devices(verdict, measured)
+    if checked.num_nodes > 1:
+        _judge_proxies(verdict, environment, checked.master_addr)
+    # Inside a cluster's job of several processes these may be the cluster's.
+    left = [name for name in _RANKS if name in environment]
+    if "RANK" in left and checked.world_size == 1:
+        verdict.warning(
+            f"{', '.join(f'{name}={environment[name]}' for name in left)} set in the shell",
+            why="a run of one process takes itself for a rank of another launcher's run, and waits for its "
+            "other ranks",
+            mend=f"unset {' '.join(left)}",
+        )
+    for name, harmful, why in _HARMFUL:
+        if environment.get(name, "").upper() == harmful:
+            verdict.warning(f"{name}={environment[name]}", why=why, mend=f"unset {name}")
+    return verdict
 
 
 def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
@@ -76,97 +93,62 @@ def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
     return not (set(interfaces) - matched - {"lo"} if is_exclusion else matched)
 
 
-def _interfaces(measured: VariableMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _judge_interfaces(verdict: CheckVerdict, measured: VariableMeasurement, checked: CheckedRun) -> None:
     there = ", ".join(measured.interfaces)
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = measured.environment.get(name, "")
         is_nccl = name.startswith("NCCL")
-        if value and (
-            unmatched(value, measured.interfaces)
-            if is_nccl
-            else not {*filter(None, value.split(","))} <= {*measured.interfaces}
-        ):
+        unknown = set(filter(None, value.split(","))) - set(measured.interfaces)
+        if value and (unmatched(value, measured.interfaces) if is_nccl else unknown):
             used = "the GPUs of a host and of several" if is_nccl else "processes"
-            yield error(
+            verdict.error(
                 f"{name}={value} names no interface of this host, which has {there}",
                 why=f"the process group of {used} fails to start",
                 mend=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
             )
         elif checked.num_nodes > 1 and value.removeprefix("=") == "lo":
-            yield error(
+            verdict.error(
                 f"{name}={value} with {checked.num_nodes} hosts",
                 why="no other host can be reached over the loopback interface",
                 mend=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
             )
 
 
-def _threads(measured: VariableMeasurement, checked: CheckedRun) -> Iterator[DoctorFinding]:
-    value, ranks, cores = (
-        measured.environment.get("OMP_NUM_THREADS", ""),
-        checked.processes_per_node,
-        measured.cores,
-    )
-    # A list sets the threads of nested levels; the first one counts. OpenMP itself warns of what is no number.
-    first = value.split(",")[0].strip()
-    total = int(first) * ranks if first.isdecimal() else 0
-    if total > 2 * cores:
-        yield warning(
-            f"OMP_NUM_THREADS={value} in each of {ranks} ranks, on {cores} cores",
-            why=f"{total} threads take turns, and each parallel loop waits for the last of them",
-            mend=f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // ranks)}",
-            threads=total,
-            cores=cores,
-        )
-
-
-def _devices(measured: VariableMeasurement) -> Iterator[DoctorFinding]:
+def _judge_devices(verdict: CheckVerdict, measured: VariableMeasurement) -> None:
     value, num_gpus = measured.environment.get("CUDA_VISIBLE_DEVICES"), measured.num_gpus
     if value is None or num_gpus is None:
         return
     names = [each.strip() for each in value.split(",")]
     wrong = [each for each in names if each.isdecimal() and int(each) >= num_gpus]
     if names[0] in ("", "-1"):
-        yield warning(
+        verdict.warning(
             f"CUDA_VISIBLE_DEVICES={value!r} hides all of this host's {num_gpus} GPUs",
             why="the run trains on the CPU without an error",
             mend="unset CUDA_VISIBLE_DEVICES; inside a job, request GPUs from the cluster",
         )
     elif wrong or len(set(names)) < len(names):
         what = f"names GPU {wrong[0]}, of {num_gpus}" if wrong else "names a GPU twice"
-        yield error(
+        verdict.error(
             f"CUDA_VISIBLE_DEVICES={value} {what}",
             why="CUDA shows only the devices before the first wrong one, or none",
             mend="unset CUDA_VISIBLE_DEVICES, or name each GPU once, from 0 (nvidia-smi -L lists them)",
         )
 
 
-def _proxies(environment: Mapping[str, str], checked: CheckedRun) -> Iterator[DoctorFinding]:
+def _judge_proxies(verdict: CheckVerdict, environment: Mapping[str, str], master: str) -> None:
     variables = {name.lower(): text for name, text in environment.items()}
     proxies = [name for name in _PROXIES if variables.get(name)]
     no_proxy = variables.get("no_proxy", "").strip()
     excluded = [part.strip().lstrip("*.") for part in no_proxy.split(",")]
-    master = checked.master_addr
     is_excluded = (
         no_proxy == "*"
         or "" in excluded[1:]
         or any(part and f".{master}".endswith(f".{part}") for part in excluded)
     )
-    if proxies and checked.num_nodes > 1 and not is_excluded:
-        yield warning(
+    if proxies and not is_excluded:
+        verdict.warning(
             f"{', '.join(proxies)} set, and no_proxy does not name {master}",
             why="torch's store does not use a proxy, but what speaks HTTP or gRPC between hosts does (Ray, etcd, "
             "a tracking server), and the proxy cannot reach them",
             mend=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
-        )
-
-
-def _leftovers(environment: Mapping[str, str], checked: CheckedRun) -> Iterator[DoctorFinding]:
-    """Judge variables of a launcher around this one; inside a cluster's job they may be the cluster's."""
-    left = [name for name in _RANKS if name in environment]
-    if "RANK" in left and checked.world_size == 1:
-        yield warning(
-            f"{', '.join(f'{name}={environment[name]}' for name in left)} set in the shell",
-            why="a run of one process takes itself for a rank of another launcher's run, and waits for its "
-            "other ranks",
-            mend=f"unset {' '.join(left)}",
         )

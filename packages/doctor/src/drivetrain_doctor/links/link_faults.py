@@ -4,7 +4,7 @@ All functions are pure. A link between two hosts carries a value of which more i
 inverse of its latency; or 0 if it does not work at all.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median_high
 
@@ -45,15 +45,21 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
         return LinkFaults(usual=0.0)
     usual = median_high(max(values[link] for link in values if host in link) for host in hosts)
     slow = {link for link, value in values.items() if value < slow_below * usual or value <= 0}
-    islands = _islands(hosts, set(values) - slow)
-    if len(islands) > 1 and not any(set(link) <= set(island) for link in slow for island in islands):
+    island_of = {host: {host} for host in hosts}
+    for first, second in values.keys() - slow:
+        if island_of[first] is not island_of[second]:
+            joined = island_of[first] | island_of[second]
+            island_of |= dict.fromkeys(joined, joined)
+    islands = tuple(sorted({tuple(sorted(island)) for island in island_of.values()}))
+    is_within = any(second in island_of[first] for first, second in slow)
+    if len(islands) > 1 and min(map(len, islands)) > 1 and not is_within:
         return LinkFaults(usual=usual, islands=islands)
     blamed = _blame(hosts, values.keys(), slow)
     left = sorted(link for link in slow if not blamed & set(link))
     return LinkFaults(usual=usual, hosts=tuple(sorted(blamed)), links=tuple(left))
 
 
-def _blame(hosts: Iterable[int], links: Set[Link], slow: Set[Link]) -> set[int]:
+def _blame(hosts: Sequence[int], links: Set[Link], slow: Set[Link]) -> set[int]:
     """Return the hosts most of whose links to hosts not blamed, and at least two, are slow."""
     blamed: set[int] = set()
     while True:
@@ -65,14 +71,3 @@ def _blame(hosts: Iterable[int], links: Set[Link], slow: Set[Link]) -> set[int]:
         if worst is None or shares[worst] <= 0.5:
             return blamed
         blamed.add(worst)
-
-
-def _islands(hosts: Iterable[int], fast: Set[Link]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of at least two hosts that fast links connect; empty if a host is in none."""
-    group_of = {host: {host} for host in hosts}
-    for first, second in fast:
-        if group_of[first] is not group_of[second]:
-            joined = group_of[first] | group_of[second]
-            group_of |= dict.fromkeys(joined, joined)
-    groups = sorted({tuple(sorted(group)) for group in group_of.values()})
-    return tuple(groups) if all(len(group) > 1 for group in groups) else ()

@@ -26,8 +26,6 @@ class PairOrder:
     The ranks of one host meet over the file `store_path`, those of several hosts at a store's address.
 
     Attributes:
-        backend: "gloo" or "nccl".
-        world_size: The number of ranks in the group.
         ranks: The ranks that the program runs.
         prefix: The prefix of the group's keys in the store.
         most_rounds: The number of rounds of pairs, at most.
@@ -141,7 +139,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
                 joined[rank] = seconds
             case {"rank": rank, "text": text}:
                 failures[rank] = str(text)
-            case _:
+            case _:  # "ready"
                 pass
     for rank in sorted(set(order.ranks) - joined.keys() - failures.keys()):
         failures[rank] = f"did not join the group within {order.limit_seconds:g} s"

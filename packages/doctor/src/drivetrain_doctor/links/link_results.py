@@ -1,10 +1,10 @@
 """The measurements between pairs of ranks, and their judgement."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_doctor.links.link_faults import Link, find_faults
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
@@ -18,15 +18,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """The measurements of one pair of ranks.
+    """The measurements of one pair of ranks, lower rank first.
 
     Attributes:
-        first: The lower rank.
-        second: The higher rank.
         latency_seconds: Half of the time of a message there and back, at the first quartile, which other programs
             of a busy host lengthen least.
         forward_bytes_per_second: The bandwidth from the first to the second.
-        backward_bytes_per_second: The bandwidth from the second to the first.
     """
 
     first: int
@@ -60,30 +57,46 @@ class GroupResult:
 
 def judge_ranks(result: GroupResult) -> CheckVerdict:
     """Judge the links between the processes of one host, which differ by design; only failures are findings."""
-    return CheckVerdict(
-        summary=summarize(result.backend, result.pairs), findings=tuple(_failures(result, ()))
-    )
+    verdict = CheckVerdict(summarize(result.backend, result.pairs))
+    _judge_failures(verdict, result, ())
+    return verdict
 
 
 def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
     """Judge the links between hosts, one rank on each, and name the slow link or host by `names`."""
-    findings = list(_failures(result, names))
+    verdict = CheckVerdict(summarize(result.backend, result.pairs))
+    _judge_failures(verdict, result, names)
     rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
-    latencies = {(each.first, each.second): each.latency_seconds for each in result.pairs}
     if len(names) > 2:
-        findings += _bandwidth(rates, names)
-        findings += _latency(latencies, names)
+        _judge_bandwidth(verdict, rates, names)
+        latencies = {(each.first, each.second): each.latency_seconds for each in result.pairs}
+        speeds = {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()}
+        faults = find_faults(speeds, slow_below=1 / _SLOW_LATENCY_TIMES)
+        usual = 1 / faults.usual if faults.usual else 0.0
+        late = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
+        late += [
+            (f"the link {names[one]} - {names[two]}", latencies[one, two])
+            for one, two in faults.links[:_SHOWN]
+        ]
+        for who, seconds in late:
+            if seconds - usual > _LATENCY_NOISE_SECONDS:
+                verdict.warning(
+                    f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
+                    why="small collectives (a loss that is gathered, a norm) wait for it at every step",
+                    mend="another route or zone, a host that is busy (top), or a saving mode of its processor or "
+                    "adapter",
+                    seconds=seconds,
+                    usual=usual,
+                )
     if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
-        findings.append(
-            warning(
-                f"hosts exchange {_rate(rate)} over {result.backend}",
-                why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
-                mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
-                "speed); or exchange less: bf16 gradients, accumulation",
-                bytes_per_second=rate,
-            )
+        verdict.warning(
+            f"hosts exchange {_rate(rate)} over {result.backend}",
+            why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
+            mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
+            "speed); or exchange less: bf16 gradients, accumulation",
+            bytes_per_second=rate,
         )
-    return CheckVerdict(summary=summarize(result.backend, result.pairs), findings=tuple(findings))
+    return verdict
 
 
 def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
@@ -100,7 +113,7 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
     )
 
 
-def _failures(result: GroupResult, names: Sequence[str]) -> Iterator[DoctorFinding]:
+def _judge_failures(verdict: CheckVerdict, result: GroupResult, names: Sequence[str]) -> None:
     def shown(ranks: Sequence[int]) -> list[str]:
         return [names[rank] if rank < len(names) else f"rank {rank}" for rank in ranks[:_SHOWN]]
 
@@ -108,7 +121,7 @@ def _failures(result: GroupResult, names: Sequence[str]) -> Iterator[DoctorFindi
     for rank, failure in sorted(result.failures.items()):
         ranks_of.setdefault(failure, []).append(rank)
     for failure, ranks in ranks_of.items():
-        yield error(
+        verdict.error(
             f"{result.backend} fails on {', '.join(shown(ranks))}: {failure}",
             why="so does the process group of a run",
             mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
@@ -118,7 +131,7 @@ def _failures(result: GroupResult, names: Sequence[str]) -> Iterator[DoctorFindi
         ends = [end for pair in result.unfinished for end in pair]
         common = [end for end in sorted(set(ends)) if ends.count(end) == len(result.unfinished) > 1]
         who = " and ".join(shown(common or sorted(set(ends))))
-        yield error(
+        verdict.error(
             f"{result.backend} messages to or from {who} did not arrive in time",
             why="each collective of a run waits for the slowest rank, here for ever",
             mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
@@ -126,12 +139,12 @@ def _failures(result: GroupResult, names: Sequence[str]) -> Iterator[DoctorFindi
         )
 
 
-def _bandwidth(rates: Mapping[Link, float], names: Sequence[str]) -> Iterator[DoctorFinding]:
+def _judge_bandwidth(verdict: CheckVerdict, rates: Mapping[Link, float], names: Sequence[str]) -> None:
     faults = find_faults(rates, slow_below=_SLOW_PART)
     usual = _rate(faults.usual)
     for host in faults.hosts:
         rate = _of_host(rates, host)
-        yield warning(
+        verdict.warning(
             f"{names[host]} is slow: {_rate(rate)} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
@@ -140,7 +153,7 @@ def _bandwidth(rates: Mapping[Link, float], names: Sequence[str]) -> Iterator[Do
             usual=faults.usual,
         )
     for link in faults.links[:_SHOWN]:
-        yield warning(
+        verdict.warning(
             f"the link {names[link[0]]} - {names[link[1]]} is slow: {_rate(rates[link])}, where {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
@@ -155,7 +168,7 @@ def _bandwidth(rates: Mapping[Link, float], names: Sequence[str]) -> Iterator[Do
             for link, rate in rates.items()
             if not any(set(link) <= set(island) for island in faults.islands)
         ]
-        yield warning(
+        verdict.warning(
             f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
             f"{usual} within",
             why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
@@ -163,25 +176,6 @@ def _bandwidth(rates: Mapping[Link, float], names: Sequence[str]) -> Iterator[Do
             mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
             "islands and replicate between them (HSDP)",
         )
-
-
-def _latency(latencies: Mapping[Link, float], names: Sequence[str]) -> Iterator[DoctorFinding]:
-    speeds = {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()}
-    faults = find_faults(speeds, slow_below=1 / _SLOW_LATENCY_TIMES)
-    usual = 1 / faults.usual if faults.usual else 0.0
-    late = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
-    late += [
-        (f"the link {names[one]} - {names[two]}", latencies[one, two]) for one, two in faults.links[:_SHOWN]
-    ]
-    for who, seconds in late:
-        if seconds - usual > _LATENCY_NOISE_SECONDS:
-            yield warning(
-                f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
-                why="small collectives (a loss that is gathered, a norm) wait for it at every step",
-                mend="another route or zone, a host that is busy (top), or a saving mode of its processor or adapter",
-                seconds=seconds,
-                usual=usual,
-            )
 
 
 def _of_host(values: Mapping[Link, float], host: int) -> float:

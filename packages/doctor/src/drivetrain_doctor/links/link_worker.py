@@ -48,21 +48,16 @@ def main() -> int:
     for local_rank, rank in enumerate(order.ranks):
         child = os.fork()
         if not child:
-            os._exit(_run_rank(order, rank, local_rank))
+            signal.setitimer(signal.ITIMER_REAL, order.limit_seconds)  # its default action ends the process
+            try:
+                _measure_all(order, rank, local_rank)
+            except (RuntimeError, OSError, ValueError) as failure:  # torch's network errors are RuntimeErrors
+                _tell(event="failure", rank=rank, text=str(failure).strip().partition("\n")[0][:300])
+                os._exit(1)
+            os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    return 0
-
-
-def _run_rank(order: PairOrder, rank: int, local_rank: int) -> int:
-    """Measure all pairs of one rank; return its exit code."""
-    signal.setitimer(signal.ITIMER_REAL, order.limit_seconds)  # its default action ends the process
-    try:
-        _measure_all(order, rank, local_rank)
-    except (RuntimeError, OSError, ValueError) as failure:  # torch's network errors are RuntimeErrors
-        _tell(event="failure", rank=rank, text=str(failure).strip().partition("\n")[0][:300])
-        return 1
     return 0
 
 
@@ -102,6 +97,21 @@ def _measure_all(order: PairOrder, rank: int, local_rank: int) -> None:
 
 def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
     """Measure a pair from its lower rank, which tells the other what comes."""
+
+    def time_message(*, is_forward: bool) -> float:
+        body = torch.zeros(size, dtype=torch.uint8, device=device)
+        _wait(device)
+        if is_forward:  # the message, and its answer
+            _send_step(Step.FORWARD, peer, device, size)
+            begin = time.perf_counter()
+            dist.send(body, peer)
+            _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
+        else:  # the step, and its message
+            begin = time.perf_counter()
+            _send_step(Step.BACKWARD, peer, device, size)
+            _receive(body, peer)
+        return time.perf_counter() - begin
+
     _send_step(Step.BEGIN, peer, device)
     started = time.perf_counter()
     pings: list[float] = []
@@ -116,7 +126,7 @@ def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
     size = _FIRST_BYTES
     while True:
         forward, backward = (
-            min(_message(is_forward, size, peer, device) for _ in range(2)) for is_forward in (True, False)
+            min(time_message(is_forward=is_forward) for _ in range(2)) for is_forward in (True, False)
         )
         is_long = min(forward, backward) > _LONG_SECONDS + 2 * latency
         if is_long or size >= _MOST_BYTES or time.perf_counter() - started > 2 * _PATIENCE_SECONDS:
@@ -131,22 +141,6 @@ def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
         forward_bytes_per_second=size / max(forward - latency, 1e-9),
         backward_bytes_per_second=size / max(backward - latency, 1e-9),
     )
-
-
-def _message(is_forward: bool, size: int, peer: int, device: torch.device) -> float:
-    """Return the seconds of a message of this size to the peer and its answer, or of a step and its message."""
-    body = torch.zeros(size, dtype=torch.uint8, device=device)
-    _wait(device)
-    if is_forward:
-        _send_step(Step.FORWARD, peer, device, size)
-        begin = time.perf_counter()
-        dist.send(body, peer)
-        _receive(torch.empty(1, dtype=torch.uint8, device=device), peer)
-    else:
-        begin = time.perf_counter()
-        _send_step(Step.BACKWARD, peer, device, size)
-        _receive(body, peer)
-    return time.perf_counter() - begin
 
 
 def _follow(peer: int, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_doctor.meeting.meeting_store import HostMeeting
 
 QUESTIONS = 5
@@ -55,22 +55,22 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
     """Judge the clocks of all hosts, by rank."""
     if not offsets:
         return CheckVerdict(skipped="no other host answered")
-    findings: list[DoctorFinding] = []
+    most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
+    verdict = CheckVerdict(
+        f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
+    )
     for rank, offset in sorted(offsets.items()):
         seconds, bound = abs(offset.seconds), offset.bound_seconds
         if seconds - bound > _SKEW_SECONDS:
             direction = "ahead of" if offset.seconds > 0 else "behind"
-            findings.append(
-                (error if seconds - bound > _BROKEN_SECONDS else warning)(
-                    f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
-                    why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
-                    "allows 15 min) are refused",
-                    mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
-                    "the state",
-                    seconds=offset.seconds,
-                    bound_seconds=bound,
-                )
+            judge = verdict.error if seconds - bound > _BROKEN_SECONDS else verdict.warning
+            judge(
+                f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
+                why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
+                "allows 15 min) are refused",
+                mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
+                "the state",
+                seconds=offset.seconds,
+                bound_seconds=bound,
             )
-    most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
-    summary = f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
-    return CheckVerdict(summary=summary, findings=tuple(findings))
+    return verdict

@@ -1,16 +1,13 @@
 """The facts that a host tells about itself, and the differences between hosts."""
 
 import platform
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import distributions
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, DoctorFinding, error, warning
+from drivetrain_doctor.doctor_finding import CheckVerdict
 from drivetrain_messages import list_some
 
-# A difference in these breaks a run; in others it may.
-_MUST_AGREE = ("torch",)
 _SHOWN = 6
 
 
@@ -33,44 +30,42 @@ def host_label(rank: int, name: str, address: str | None) -> str:
     return f"host {rank} ({name}{f', {address}' if address else ''})"
 
 
-def own_name() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
-
-
 def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckVerdict:
     """Name the hosts that differ from most in a version or a variable; facts and names are by rank."""
-    findings: list[DoctorFinding] = []
+    verdict = CheckVerdict()
     subjects = list(dict.fromkeys(subject for told in facts.values() for subject in told))
     for subject in subjects:
         values = {rank: told.get(subject, "none") for rank, told in sorted(facts.items())}
-        if len(set(values.values())) > 1:
-            findings.append(_difference(subject, values, names))
-    summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
-    if not findings:
-        python = next((told["python"] for told in facts.values() if "python" in told), "?")
-        summary = f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
-    return CheckVerdict(summary=summary, findings=tuple(findings))
-
-
-def _difference(subject: str, values: Mapping[int, str], names: Mapping[int, str]) -> DoctorFinding:
-    usual, count = Counter(values.values()).most_common(1)[0]
-    others = {rank: value for rank, value in values.items() if value != usual}
-    shown = list_some((f"{value} on {names[rank]}" for rank, value in others.items()), most=_SHOWN)
-    having = names[next(rank for rank in values if rank not in others)] if count == 1 else f"{count} hosts"
-    what = f"{subject} differs: {shown}, where it is {usual} on {having}"
-    if subject.isupper():
-        return warning(
-            what,
-            why="NCCL then chooses differently on the hosts, and may hang",
-            mend=f"set {subject} alike on all hosts, or nowhere",
+        usual, count = Counter(values.values()).most_common(1)[0]
+        others = {rank: value for rank, value in values.items() if value != usual}
+        if not others:
+            continue
+        shown = list_some((f"{value} on {names[rank]}" for rank, value in others.items()), most=_SHOWN)
+        having = (
+            names[next(rank for rank in values if rank not in others)] if count == 1 else f"{count} hosts"
         )
-    minors = {value.rpartition(".")[0] for value in values.values()}
-    is_grave = subject in _MUST_AGREE or (subject == "python" and len(minors) > 1)
-    place = f"a shared folder; pip install '{subject}=={usual}' there"
-    return (error if is_grave else warning)(
-        what,
-        why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
-        mend="one environment for all hosts: the same image"
-        + (" or partition" if subject in ("python", "machine") else f", or {place}"),
-    )
+        what = f"{subject} differs: {shown}, where it is {usual} on {having}"
+        if subject.isupper():
+            verdict.warning(
+                what,
+                why="NCCL then chooses differently on the hosts, and may hang",
+                mend=f"set {subject} alike on all hosts, or nowhere",
+            )
+            continue
+        minors = {value.rpartition(".")[0] for value in values.values()}
+        is_grave = subject == "torch" or (subject == "python" and len(minors) > 1)
+        place = f", or a shared folder; pip install '{subject}=={usual}' there"
+        judge = verdict.error if is_grave else verdict.warning
+        judge(
+            what,
+            why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
+            mend="one environment for all hosts: the same image"
+            + (" or partition" if subject in ("python", "machine") else place),
+        )
+    verdict.summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
+    if not verdict.findings:
+        python = next(iter(facts.values()))["python"]
+        verdict.summary = (
+            f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
+        )
+    return verdict

@@ -8,22 +8,22 @@
 """
 
 import os
+import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict, error, warning
+from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict
 from drivetrain_doctor.links.link_measurement import PairOrder, PairProgram, start_pairs
 from drivetrain_doctor.links.link_results import GroupResult, PairResult, judge_hosts
 from drivetrain_doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
-from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts, own_name
+from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts
 from drivetrain_doctor.meeting.meeting_store import HostMeeting, MeetingError, join
 from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
-from drivetrain_doctor.run_checks import report_of
-from drivetrain_doctor.time_limit import within
+from drivetrain_doctor.run_checks import report_of, within
 
 _REACH_SECONDS = 10.0
 _PAIR_SECONDS = 45.0
@@ -37,10 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingResult:
-    """The result of the meeting, as far as this host knows: host 0 all, others their own label and reports.
-
-    `rank` is None if this host could not join.
-    """
+    """The result of the meeting: of all hosts on host 0, of this host on others; no rank if it could not join."""
 
     rank: int | None
     labels: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -57,15 +54,20 @@ def meet(
     program: PairProgram,
     progress: Progress,
 ) -> MeetingResult:
-    """Meet the other hosts, and check all together, with a program that measures pairs and has no order yet.
+    """Meet the other hosts, and check all together.
 
-    `address` is that of this host by which it reaches host 0; None if unknown.
+    Args:
+        checked: The run.
+        reports: The reports of this host's own checks.
+        address: The address by which this host reaches host 0; None if unknown.
+        program: A program that measures pairs and has no order yet.
+        progress: Called with each step.
     """
     with ReachListener() as listener:
         try:
             meeting = join(checked, progress=progress)
             own = {
-                "label": host_label(meeting.rank, own_name(), address),
+                "label": host_label(meeting.rank, socket.gethostname(), address),
                 "address": address or checked.master_addr,
                 "port": listener.port,
                 "facts": own_facts(checked.environment),
@@ -76,11 +78,25 @@ def meet(
             # If host 0 freezes, a call of the store has no limit of its own.
             limit = checked.wait_seconds + _MEETING_SECONDS
             return within(limit, lambda: host.take_part(own, reports), name="doctor-meeting")
-        except MeetingError as failure:
-            return _unmet(checked, reports, failure)
         except TimeoutError:
-            frozen = MeetingError("the meeting had no end: host 0 is frozen, or cut off since it was reached")
-            return _unmet(checked, reports, frozen)
+            failure = "the meeting had no end: host 0 is frozen, or cut off since it was reached"
+        except MeetingError as error:
+            failure = str(error)
+    verdict = CheckVerdict("not joined")
+    verdict.error(
+        failure,
+        why="this host cannot take part in a run",
+        mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
+        f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
+    )
+    rank = checked.node_rank or 0
+    return MeetingResult(
+        rank=None,
+        labels={rank: host_label(rank, socket.gethostname(), None)},
+        reports={rank: reports},
+        together=(report_of("rendezvous", verdict),),
+        is_broken=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +110,15 @@ class _Host:
 
     def take_part(self, own: Mapping[str, Any], reports: tuple[CheckReport, ...]) -> MeetingResult:
         """Follow host 0, or lead as host 0."""
-        rank = self.meeting.rank
-        if self.meeting.claim() > 1:
+        meeting, rank = self.meeting, self.meeting.rank
+        if meeting.claim() > 1:
             raise MeetingError(f"another host says --node-rank {rank} too; give each host its own")
-        self.meeting.post("hello", own)
-        return self._follow(reports) if rank else self._lead()
-
-    def _follow(self, reports: tuple[CheckReport, ...]) -> MeetingResult:
-        """Do what host 0 tells."""
-        meeting = self.meeting
+        meeting.post("hello", own)
+        if rank == 0:
+            return self._lead()
         self.progress("joined; waiting for the other hosts")
         roster: dict[str, Any] = meeting.hear("roster", seconds=self.checked.wait_seconds)
-        if meeting.rank not in roster["ranks"]:
+        if rank not in roster["ranks"]:
             raise MeetingError(
                 "this host came after host 0 had stopped waiting; start all within --wait-seconds"
             )
@@ -113,23 +126,23 @@ class _Host:
         self.progress("connecting to the other hosts")
         meeting.post("reach", self._look_around(roster))
         for backend, ranks in meeting.hear("pairs", seconds=_REACH_SECONDS).items():
-            if meeting.rank in ranks:
+            if rank in ranks:
                 self.progress(f"measuring {backend} between hosts")
                 program = self._start_program(backend)
                 linked = meeting.hear(f"linked/{backend}", seconds=_START_SECONDS)
-                if meeting.rank in linked:
+                if rank in linked:
                     meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
         end = meeting.hear("end", seconds=_START_SECONDS + _PAIR_SECONDS * 3)
         meeting.post("bye", "")
         return MeetingResult(
-            rank=meeting.rank,
-            labels={meeting.rank: roster["labels"][str(meeting.rank)]},
-            reports={meeting.rank: reports},
+            rank=rank,
+            labels={rank: roster["labels"][str(rank)]},
+            reports={rank: reports},
             is_broken=bool(end["is_broken"]),
         )
 
     def _lead(self) -> MeetingResult:
-        """Lead the meeting, and judge what all hosts told. On host 0."""
+        """Lead the meeting, and judge the answers of all hosts. On host 0."""
         meeting, checked = self.meeting, self.checked
         hello = meeting.collect(
             "hello",
@@ -189,12 +202,12 @@ class _Host:
         backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
         meeting.tell("pairs", dict.fromkeys(backends, linked))
         for backend in backends:
-            verdict = CheckVerdict(
-                skipped="not measured, since a host does not answer or a way between hosts is closed"
-            )
             if linked:
                 self.progress(f"measuring {backend} between {len(linked)} hosts")
                 verdict = self._lead_links(linked, labels, backend)
+            else:
+                closed = "not measured, since a host does not answer or a way between hosts is closed"
+                verdict = CheckVerdict(skipped=closed)
             yield report_of(f"{backend} between hosts", verdict)
 
     def _lead_links(self, linked: Sequence[int], labels: Mapping[int, str], backend: str) -> CheckVerdict:
@@ -206,16 +219,14 @@ class _Host:
         meeting.post(f"pairs/{backend}", measure_links(meeting, ready, backend, program))
         told = meeting.collect(f"pairs/{backend}", ready, seconds=_REACH_SECONDS)
         verdict = judge_hosts(merge(backend, told, ready), [labels[rank] for rank in ready])
-        late = [rank for rank in linked if rank not in ready]
-        if not late:
-            return verdict
-        finding = error(
-            f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
-            why="a run's ranks wait for the last one to start",
-            mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a busy "
-            "file server is the usual reason",
-        )
-        return replace(verdict, findings=(*verdict.findings, finding))
+        if late := [rank for rank in linked if rank not in ready]:
+            verdict.error(
+                f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
+                why="a run's ranks wait for the last one to start",
+                mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a "
+                "busy file server is the usual reason",
+            )
+        return verdict
 
     def _start_program(self, backend: str) -> PairProgram:
         """Return a program that measures pairs, once it has imported torch, which host 0 is told."""
@@ -235,38 +246,21 @@ class _Host:
         }
 
 
-def _unmet(checked: CheckedRun, reports: tuple[CheckReport, ...], failure: MeetingError) -> MeetingResult:
-    finding = error(
-        str(failure),
-        why="this host cannot take part in a run",
-        mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
-        f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
-    )
-    verdict = CheckVerdict(summary="not joined", findings=(finding,))
-    rank = checked.node_rank or 0
-    return MeetingResult(
-        rank=None,
-        labels={rank: host_label(rank, own_name(), None)},
-        reports={rank: reports},
-        together=(report_of("rendezvous", verdict),),
-        is_broken=True,
-    )
-
-
 def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckVerdict:
     """Name the hosts that did not come."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
-    summary = f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}"
-    if not missing:
-        return CheckVerdict(summary=summary)
-    finding = error(
-        f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
-        why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
-        mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
-        f"it does not reach {checked.master_addr}:{checked.master_port}",
-        missing=", ".join(map(str, missing)),
+    verdict = CheckVerdict(
+        f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}"
     )
-    return CheckVerdict(summary=summary, findings=(finding,))
+    if missing:
+        verdict.error(
+            f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
+            why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
+            mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
+            f"it does not reach {checked.master_addr}:{checked.master_port}",
+            missing=", ".join(map(str, missing)),
+        )
+    return verdict
 
 
 def list_hosts(ranks: Sequence[int]) -> str:
@@ -294,21 +288,22 @@ def file_in(folder: Path) -> Generator[str]:
 def judge_folder(
     sees: Mapping[int, bool], labels: Mapping[int, str], checked: CheckedRun, *, is_writable: bool
 ) -> CheckVerdict:
-    """Name the hosts that do not see in the folder of the checkpoints what host 0 wrote there."""
+    """Name the hosts that do not see host 0's file in the folder of the checkpoints."""
     if not is_writable:
         return CheckVerdict(skipped=f"host 0 cannot write into {checked.folder.absolute()}")
     blind = [rank for rank, does in sorted(sees.items()) if not does]
-    summary = f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {checked.folder.absolute()}"
-    if not blind:
-        return CheckVerdict(summary=summary)
-    who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
-    finding = warning(
-        f"{who}: the folder {checked.folder} is not that of host 0",
-        why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
-        mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
-        "may show new files late: mount it with actimeo=1",
+    verdict = CheckVerdict(
+        f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {checked.folder.absolute()}"
     )
-    return CheckVerdict(summary=summary, findings=(finding,))
+    if blind:
+        who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
+        verdict.warning(
+            f"{who}: the folder {checked.folder} is not that of host 0",
+            why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
+            mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
+            "may show new files late: mount it with actimeo=1",
+        )
+    return verdict
 
 
 def measure_links(

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, TCPStore
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.time_limit import within
+from drivetrain_doctor.run_checks import within
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_state.own_addresses import own_addresses
 from drivetrain_state.store_server import host_store
@@ -26,6 +26,18 @@ _PAUSE_SECONDS = 0.2
 _GREETING_SECONDS = 15.0
 # What hosts that wait for a word give rank 0 beyond the time that it itself waits for them.
 _GRACE_SECONDS = 15.0
+# Error of a connection -> what it says about the way to the other host.
+_MEANINGS = (
+    (socket.gaierror, "its name does not resolve; say an address, or write the name into /etc/hosts"),
+    (
+        ConnectionRefusedError,
+        "it is there, but nothing listens: start drivetrain doctor on host 0 too, and check --master-port",
+    ),
+    (
+        TimeoutError,
+        "no answer: a firewall drops the packets, or the address is wrong; open the port on host 0",
+    ),
+)
 
 
 class MeetingError(LaunchError):
@@ -123,25 +135,24 @@ def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting
     if rank is None:  # the store is where the master's address is
         with suppress(OSError, UnicodeError):
             may_host = any(own_addresses(checked.master_addr))
-    hosted = _host(checked) if may_host else None
-    store = hosted or _reach(checked, progress)
-    if rank is None:
-        rank = 0 if hosted else int(PrefixStore(_PREFIX, store).add("arrivals", 1))
+    store = None
+    if may_host:
+        timeout = timedelta(seconds=checked.wait_seconds)
+        try:
+            store = host_store(checked.master_addr, checked.master_port, timeout=timeout, is_one_node=False)
+        except DistError as failure:
+            if rank is not None:  # else another doctor on this host has come first
+                raise MeetingError(
+                    f"the store cannot listen on port {checked.master_port} of this host "
+                    f"({str(failure).partition(chr(10))[0][:120]}); say another --master-port on every host"
+                ) from failure
+    if store is not None:
+        rank = 0
+    else:
+        store = _reach(checked, progress)
+        if rank is None:
+            rank = int(PrefixStore(_PREFIX, store).add("arrivals", 1))
     return HostMeeting(store, rank=rank, num_hosts=checked.num_nodes, seconds=time.monotonic() - begin)
-
-
-def _host(checked: CheckedRun) -> TCPStore | None:
-    """Host the store; None if ranks are agreed on and another doctor on this host has come first."""
-    timeout = timedelta(seconds=checked.wait_seconds)
-    try:
-        return host_store(checked.master_addr, checked.master_port, timeout=timeout, is_one_node=False)
-    except DistError as failure:
-        if checked.node_rank is None:
-            return None
-        raise MeetingError(
-            f"the store cannot listen on port {checked.master_port} of this host "
-            f"({str(failure).partition(chr(10))[0][:120]}); say another --master-port on every host"
-        ) from failure
 
 
 def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
@@ -154,7 +165,10 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
             socket.create_connection((checked.master_addr, checked.master_port), timeout=_TRY_SECONDS).close()
             break
         except OSError as refused:
-            seen = _meaning(refused)
+            no_route = (
+                f"{refused.strerror or refused}: there is no route; check the address and this host's network"
+            )
+            seen = next((meaning for kind, meaning in _MEANINGS if isinstance(refused, kind)), no_route)
         progress(f"waiting for host 0 at {where} ({seen})")
         time.sleep(_PAUSE_SECONDS)
     else:
@@ -177,16 +191,3 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
             f"what listens at {where} is no store of torch, or is frozen: most likely another program holds the port "
             "on host 0; say another --master-port on every host"
         ) from failure
-
-
-def _meaning(refused: OSError) -> str:
-    """Return what a failed connection says about the way to the other host."""
-    if isinstance(refused, socket.gaierror):
-        return "its name does not resolve; say an address, or write the name into /etc/hosts"
-    if isinstance(refused, ConnectionRefusedError):
-        return (
-            "it is there, but nothing listens: start drivetrain doctor on host 0 too, and check --master-port"
-        )
-    if isinstance(refused, TimeoutError):
-        return "no answer: a firewall drops the packets, or the address is wrong; open the port on host 0"
-    return f"{refused.strerror or refused}: there is no route; check the address and this host's network"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
 
-from drivetrain_doctor.doctor_finding import CheckVerdict, error
+from drivetrain_doctor.doctor_finding import CheckVerdict
 
 Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
 # Host that connects, host that listens.
@@ -79,49 +79,41 @@ def judge_reach(
     ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
 ) -> CheckVerdict:
     """Name the hosts that fell silent, that cannot be reached or that reach nobody, and then the single ways."""
-    findings = [
-        error(
+    num_open = sum(reached == "yes" for reached in ways.values())
+    verdict = CheckVerdict(f"{num_open} of {len(ways)} ways between hosts are open")
+    for rank in silent:
+        verdict.error(
             f"{names[rank]} joined, and then did not answer any more",
             why="every collective of a run would wait for it",
             mend="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
             f"waits for a disk) on {names[rank]}",
         )
-        for rank in silent
-    ]
     answered = {way: reached for way, reached in ways.items() if way[1] not in silent}
     bad = {way: reached for way, reached in sorted(answered.items()) if reached != "yes"}
     closed = _hosts_without_ways(answered, bad, end=1)
     mute = [rank for rank in _hosts_without_ways(answered, bad, end=0) if rank not in closed]
     for rank in closed:
         how = next(reached for way, reached in bad.items() if way[1] == rank)
-        findings.append(
-            error(
-                f"no other host reaches {names[rank]} on a port that its system chose ({how})",
-                why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
-                "until its timeout",
-                mend=_open(names[rank]),
-            )
+        verdict.error(
+            f"no other host reaches {names[rank]} on a port that its system chose ({how})",
+            why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
+            "until its timeout",
+            mend=_open_command(names[rank]),
         )
-    findings += [
-        error(
+    for rank in mute:
+        verdict.error(
             f"{names[rank]} reaches no other host, though others reach each other",
             why="gloo and NCCL connect in both directions",
             mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
         )
-        for rank in mute
-    ]
     single = [(way, how) for way, how in bad.items() if way[1] not in closed and way[0] not in mute]
-    findings += [
-        error(
+    for (one, other), how in single[:_SHOWN]:
+        verdict.error(
             f"{names[one]} does not reach {names[other]} ({how})",
             why="gloo and NCCL connect in both directions: the process group waits until its timeout",
-            mend=_open(names[other], source=names[one]),
+            mend=_open_command(names[other], source=names[one]),
         )
-        for (one, other), how in single[:_SHOWN]
-    ]
-    num_open = sum(reached == "yes" for reached in ways.values())
-    summary = f"{num_open} of {len(ways)} ways between hosts are open"
-    return CheckVerdict(summary=summary, findings=tuple(findings))
+    return verdict
 
 
 def _hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -> list[int]:
@@ -132,7 +124,7 @@ def _hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -
     return sorted(host for host, own in own_ways.items() if len(own) > 1 and all(way in bad for way in own))
 
 
-def _open(host: str, source: str = "the other hosts") -> str:
+def _open_command(host: str, source: str = "the other hosts") -> str:
     return (
         f"on {host}, allow {source}: iptables -I INPUT -s SUBNET -j ACCEPT, ufw allow from SUBNET, or the security "
         "group's rule for all TCP within the group; or fix the ports with net.ipv4.ip_local_port_range and open those"

@@ -50,7 +50,7 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
     widest = max((len(row.name) for row in rows), default=0)
     hosts, count = examination.num_nodes, examination.num_processes
     title = (
-        f"drivetrain doctor: {format_count(hosts, 'host')}, {count} process{'es' if count > 1 else ''}, "
+        f"drivetrain doctor: {format_count(hosts, 'host')}, {format_count(count, 'process')}, "
         f"{examination.seconds:.1f} s"
     )
     lines = [_paint(title, "bold", is_coloured=is_coloured), ""]
@@ -77,30 +77,24 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ch
         labels.append(label)
         for report in reports:
             of_check.setdefault(report.name, []).append((label, report))
-    return [_merged(name, found, len(labels)) for name, found in of_check.items()]
-
-
-def _merged(name: str, found: list[tuple[str, CheckReport]], num_hosts: int) -> CheckRow:
-    having: dict[tuple[str, str], tuple[DoctorFinding, list[str]]] = {}
-    for label, report in found:
-        for finding in report.findings:
-            # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
-            key = (finding.severity, _NUMBER.sub("#", finding.what))
-            having.setdefault(key, (finding, []))[1].append(label)
-    states = {report.state for _, report in found}
-    summaries = list(dict.fromkeys(report.summary for _, report in found))
-    if len(summaries) > 1:
-        summary = f"{summaries[0]} (on {found[0][0]}; {len(summaries) - 1} other{'s' if len(summaries) > 2 else ''})"
-    else:
-        summary = summaries[0]
-    return CheckRow(
-        name=name,
-        state=next(state for state in _WORST if state in states),
-        summary=summary,
-        findings=tuple(
-            (finding, () if len(who) == num_hosts else tuple(who)) for finding, who in having.values()
-        ),
-    )
+    rows: list[CheckRow] = []
+    for name, found in of_check.items():
+        having: dict[tuple[str, str], tuple[DoctorFinding, list[str]]] = {}
+        for label, report in found:
+            for finding in report.findings:
+                # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
+                key = (finding.severity, _NUMBER.sub("#", finding.what))
+                having.setdefault(key, (finding, []))[1].append(label)
+        states = {report.state for _, report in found}
+        summary, *others = dict.fromkeys(report.summary for _, report in found)
+        if others:
+            summary += f" (on {found[0][0]}; {format_count(len(others), 'other')})"
+        findings = tuple(
+            (finding, () if len(who) == len(labels) else tuple(who)) for finding, who in having.values()
+        )
+        worst: State = next(state for state in _WORST if state in states)
+        rows.append(CheckRow(name=name, state=worst, summary=summary, findings=findings))
+    return rows
 
 
 def _finding_lines(
