@@ -1,1 +1,1 @@
-"""The membership of an elastic run: nodes come, fall silent, leave and come back while the run goes on."""
+"""How the nodes of a run meet; those of an elastic run come, fall silent, leave and come back while it goes on."""

@@ -38,20 +38,21 @@ class BoundedStore:
         Thread(target=self._serve, args=(connect,), name="store connection", daemon=True).start()
 
     def call(self, function: Callable[[TCPStore], Result], *, seconds: float) -> Result:
-        """Call a function with the store.
-
-        Raises:
-            StoreSilentError: There was no answer within the time.
-            StoreGoneError: The connection broke.
-        """
+        """Call a function with the store; raise StoreSilentError without an answer in time, or StoreGoneError."""
         future: Future[Result] = Future()
         if not self._turn.acquire(timeout=seconds):
             raise StoreSilentError(f"no answer within {seconds:g} s")
         try:
             if self._is_stuck:
                 raise StoreSilentError("no answer to an earlier call")
+            began = time.monotonic()
             self._queue.put((function, future))
-            return _result(future, seconds)
+            try:
+                return future.result(seconds)
+            except FutureTimeoutError:
+                if time.monotonic() - began < 2 * seconds:
+                    raise
+                return future.result(seconds)  # this process itself stood still for the whole time
         except FutureTimeoutError as error:
             self._is_stuck = True
             raise StoreSilentError(f"no answer within {seconds:g} s") from error
@@ -74,18 +75,5 @@ class BoundedStore:
             try:
                 store = connect() if store is None else store
                 future.set_result(function(store))
-            except (
-                RuntimeError
-            ) as error:  # what torch raises for connections that break, and for waits that end
+            except RuntimeError as error:  # a connection that breaks, or a wait that ends
                 future.set_exception(error)
-
-
-def _result(future: "Future[Result]", seconds: float) -> Result:
-    """Wait for a result; once more if this process itself stood still for the whole time."""
-    began = time.monotonic()
-    try:
-        return future.result(seconds)
-    except FutureTimeoutError:
-        if time.monotonic() - began < 2 * seconds:
-            raise
-        return future.result(seconds)

@@ -27,13 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The knowledge of the leader about a node.
-
-    Attributes:
-        node: The node that this is about.
-        status: The last status of the node.
-        silent_seconds: The time since that status came.
-    """
+    """What the leader knows of a node: its last status, and the time since that came."""
 
     node: MemberNode
     status: NodeStatus
@@ -60,28 +54,15 @@ def decide(
     if state.closed:
         return state
     leader = peers[0] if peers else None
-    failed = next(
-        (
-            peer
-            for peer in peers
-            if peer.status.left == "failed"
-            and (peer is leader or state.rank_of(peer.node.number) is not None)
-        ),
-        None,
-    )
-    if failed is not None:
-        who, code = state.name_of(failed.node), failed.status.exit_code
-        return replace(
-            state,
-            closed=f"the ranks of {who} ended with exit code {code}",
-            change="failed",
-            exit_code=code or 1,
-        )
+    for peer in peers:
+        takes_part = peer is leader or state.rank_of(peer.node.number) is not None
+        if peer.status.left == "failed" and takes_part:
+            code = peer.status.exit_code
+            closed = f"the ranks of {state.name_of(peer.node)} ended with exit code {code}"
+            return replace(state, closed=closed, change="failed", exit_code=code or 1)
     if leader is not None and leader.status.left == "stopped":
-        who = state.name_of(leader.node)
-        return replace(
-            state, closed=f"{who}, which hosts the store of the run, was stopped", change="left", exit_code=1
-        )
+        closed = f"{state.name_of(leader.node)}, which hosts the store of the run, was stopped"
+        return replace(state, closed=closed, change="left", exit_code=1)
     if state.is_running:
         return _watch(state, peers, limits)
     return _gather(state, peers, limits, gathering_seconds, quiet_seconds)
@@ -93,7 +74,7 @@ def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> Elasti
     unfinished = [peer for peer in members if peer.status.finished < state.round]
     if not unfinished:
         return replace(state, closed="the ranks of all nodes have ended well")
-    gone = [peer for peer in unfinished if peer.status.left or is_silent(peer, limits)]
+    gone = [peer for peer in unfinished if peer.status.left or peer.silent_seconds > limits.silence_seconds]
     if gone and len(unfinished) < len(members):
         reason = f"{_why_gone(state, gone[0])} while the ranks of other nodes had ended"
         return replace(state, closed=reason, change="lost", exit_code=1)
@@ -130,33 +111,25 @@ def _gather(
     is_settled = state.round > 0 or quiet_seconds >= limits.gather_seconds
     if len(ready) == len(alive) >= limits.min_nodes and (len(ready) >= limits.max_nodes or is_settled):
         # The leader stays first: rank 0 commits checkpoints, and is never on a host that the run went on without.
-        order = sorted(ready, key=lambda peer: (peer is not peers[0], *_age(state, peer.node)))
+        # Then come members of the last round, in their order, and nodes as they came.
+        def place(peer: Peer) -> tuple[bool, bool, int, int]:
+            rank = state.rank_of(peer.node.number)
+            return peer is not peers[0], rank is None, rank or 0, peer.node.number
+
+        order = sorted(ready, key=place)
         members = tuple(peer.node for peer in order[: limits.max_nodes])
         return replace(state, round=state.round + 1, members=members, is_over=False, ranks_port=0)
     if len(alive) < limits.min_nodes and gathering_seconds > limits.wait_seconds:
         before = f" ({state.reason})" if state.reason else ""
-        return replace(
-            state,
-            closed=f"{len(alive)} of at least {limits.min_nodes} nodes came within {limits.wait_seconds:g} s{before}",
-            exit_code=1,
-        )
+        came = f"{len(alive)} of at least {limits.min_nodes} nodes came within {limits.wait_seconds:g} s"
+        return replace(state, closed=f"{came}{before}", exit_code=1)
     return state
-
-
-def _age(state: ElasticState, node: MemberNode) -> tuple[bool, int, int]:
-    """Return a key that sorts members of the last round first, in their order, then nodes as they came."""
-    rank = state.rank_of(node.number)
-    return rank is None, rank or 0, node.number
-
-
-def is_silent(peer: Peer, limits: Limits) -> bool:
-    """Return whether a node has shown no sign of life for too long."""
-    return peer.silent_seconds > limits.silence_seconds
 
 
 def is_alive(peer: Peer, limits: Limits) -> bool:
     """Return whether a node shows signs of life and has not left."""
-    return not peer.status.left and not peer.status.finished and not is_silent(peer, limits)
+    is_silent = peer.silent_seconds > limits.silence_seconds
+    return not (is_silent or peer.status.left or peer.status.finished)
 
 
 def _why_gone(state: ElasticState, peer: Peer) -> str:

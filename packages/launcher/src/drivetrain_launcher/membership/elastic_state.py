@@ -6,7 +6,7 @@ and the leader, which hosts the store, alone writes the state of the run: so no 
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 # Why a round ended: a node fell silent, came or left, or the ranks of one failed and are to restart.
 Change = Literal["", "lost", "joined", "left", "failed"]
@@ -15,7 +15,19 @@ Leave = Literal["", "failed", "stopped", "finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberNode:
+class _Message:
+    def to_json(self) -> str:
+        """Return the message as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Self:
+        """Return the message from its text."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberNode(_Message):
     """A node of an elastic run, which is one launcher: one that starts again is another node.
 
     Attributes:
@@ -28,18 +40,9 @@ class MemberNode:
     host: str
     processes: int
 
-    def to_json(self) -> str:
-        """Return the node as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> "MemberNode":
-        """Return the node from its text."""
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStatus:
+class NodeStatus(_Message):
     """The status of a node, which it sends each time it shows that it is alive.
 
     Attributes:
@@ -58,18 +61,9 @@ class NodeStatus:
     exit_code: int = 0
     has_seen_end: bool = False
 
-    def to_json(self) -> str:
-        """Return the status as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> "NodeStatus":
-        """Return the status from its text."""
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticState:
+class ElasticState(_Message):
     """The state of a run, as its leader decides it.
 
     Attributes:
@@ -111,12 +105,8 @@ class ElasticState:
         rank = self.rank_of(node.number)
         return f"a new node (host {node.host})" if rank is None else f"node {rank} (host {node.host})"
 
-    def to_json(self) -> str:
-        """Return the state as text."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: bytes | str) -> "ElasticState":
+    def from_json(cls, text: bytes | str) -> Self:
         """Return the state from its text."""
         values: dict[str, Any] = json.loads(text)
         members = tuple(MemberNode(**node) for node in values.pop("members"))

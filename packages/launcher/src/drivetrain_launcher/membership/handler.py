@@ -26,15 +26,7 @@ _WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticMeeting:
-    """The place of an elastic run in the network, and its limits.
-
-    Attributes:
-        address: The host that hosts the store.
-        port: The port of the store.
-        run_id: The name of the run.
-        processes: The number of ranks of this node.
-        limits: The limits of the run.
-    """
+    """The place of an elastic run in the network, the number of ranks of this node, and the limits of the run."""
 
     address: str
     port: int
@@ -79,14 +71,9 @@ class ElasticNodes(RendezvousHandler):
     def can_save(self) -> bool:
         """True unless ranks of other nodes are gone or broken, with which a save would never end."""
         state = self.state
-        if self._member is None or not (state.is_over or state.closed or self.is_lost or self.is_dropped):
-            return True
-        return not self.is_lost and not self.is_dropped and state.change in ("joined", "left")
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the host of the store does not answer."""
-        return self._member is not None and self._member.is_lost
+        if self.is_dropped or (self._member is not None and self._member.is_lost):
+            return False
+        return not (state.is_over or state.closed) or state.change in ("joined", "left")
 
     def get_backend(self) -> str:
         """Return the name for the agent's events."""
@@ -122,11 +109,7 @@ class ElasticNodes(RendezvousHandler):
         return int(self._round > 0 and (self.is_dropped or state.is_over))
 
     def check(self) -> None:
-        """Check that the run goes on for this node.
-
-        Raises:
-            RunOverError: The run is over.
-        """
+        """Raise RunOverError if the run is over for this node."""
         if self._member is not None:
             self._member.check()
 
@@ -170,7 +153,7 @@ class ElasticNodes(RendezvousHandler):
         meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
         with suppress(OSError, UnicodeError):  # a name without an address, which the connection reports
             if any(own_addresses(meeting.address)):
-                self._lead()
+                self._lead()  # unless another launcher on this host does
         store = BoundedStore(lambda: self._connect(seconds))
         number = self._arrive(store, seconds)
         node = MemberNode(number=number, host=socket.gethostname(), processes=meeting.processes)
@@ -216,7 +199,6 @@ class ElasticNodes(RendezvousHandler):
         )
 
     def _lead(self) -> None:
-        """Host the store and lead the run, unless another launcher on this host does."""
         meeting = self._meeting
         try:
             self._server = host_store(

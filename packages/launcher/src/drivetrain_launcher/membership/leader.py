@@ -63,7 +63,15 @@ class Leader:
     def _lead(self) -> None:
         interval = min(_LONGEST_LOOK_SECONDS, self._limits.silence_seconds / _LOOKS_IN_A_SILENCE)
         before = time.monotonic()
-        while not self._is_told():
+        while True:
+            now = time.monotonic()
+            if self._state.closed and all(
+                peer.status.has_seen_end
+                or peer.status.left
+                or peer.silent_seconds > self._limits.silence_seconds
+                for peer in self._peers(now)
+            ):
+                return
             time.sleep(interval)
             now = time.monotonic()
             if now - before > self._limits.silence_seconds / 2:
@@ -76,12 +84,17 @@ class Leader:
     def _look(self) -> None:
         """Read who came and what every node says."""
         now = time.monotonic()
-        for number in self._call(self._arrived):
-            if number not in self._nodes:
-                text = self._call(lambda store, key=f"{NODE_KEY}{number}": store.get(key))
-                self._nodes[number] = MemberNode.from_json(text)
-                self._statuses[number], self._seen[number] = NodeStatus(), now
-                self._quiet_since = now
+
+        def find_new(store: TCPStore) -> dict[int, bytes]:
+            """Return the nodes that have said who they are; one may have ended before."""
+            numbers = {*range(1, store.add(ARRIVED_KEY, 0) + 1)} - self._nodes.keys()
+            keys = {number: [f"{NODE_KEY}{number}", f"{STATUS_KEY}{number}"] for number in numbers}
+            return {number: store.get(pair[0]) for number, pair in keys.items() if store.check(pair)}
+
+        for number, text in self._call(find_new).items():
+            self._nodes[number] = MemberNode.from_json(text)
+            self._statuses[number], self._seen[number] = NodeStatus(), now
+            self._quiet_since = now
         numbers = sorted(self._nodes)
         if not numbers:
             return
@@ -90,15 +103,6 @@ class Leader:
             status = NodeStatus.from_json(text)
             if status != self._statuses[number]:
                 self._statuses[number], self._seen[number] = status, now
-
-    def _arrived(self, store: TCPStore) -> list[int]:
-        """Return the numbers of the nodes that have said who they are; one may have ended before."""
-        count = store.add(ARRIVED_KEY, 0)
-        return [
-            number
-            for number in range(1, count + 1)
-            if number in self._nodes or store.check([f"{NODE_KEY}{number}", f"{STATUS_KEY}{number}"])
-        ]
 
     def _decide(self) -> None:
         now = time.monotonic()
@@ -121,21 +125,10 @@ class Leader:
         self._state = state
 
     def _peers(self, now: float) -> list[Peer]:
-        numbers = sorted(self._nodes)
         return [
-            Peer(
-                node=self._nodes[number],
-                status=self._statuses[number],
-                silent_seconds=now - self._seen[number],
-            )
-            for number in numbers
+            Peer(node=node, status=self._statuses[number], silent_seconds=now - self._seen[number])
+            for number, node in sorted(self._nodes.items())
         ]
-
-    def _is_told(self) -> bool:
-        return bool(self._state.closed) and all(
-            peer.status.has_seen_end or peer.status.left or peer.silent_seconds > self._limits.silence_seconds
-            for peer in self._peers(time.monotonic())
-        )
 
     def _write(self, state: ElasticState) -> None:
         text = state.to_json()

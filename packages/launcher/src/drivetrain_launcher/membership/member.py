@@ -98,11 +98,7 @@ class Member:
         return bool(self._lost)
 
     def check(self) -> None:
-        """Check that the run goes on for this node.
-
-        Raises:
-            RunOverError: The run is over, or the host of its store is silent or gone.
-        """
+        """Raise RunOverError if the run is over, or the host of its store is silent or gone."""
         if self._state.closed:
             raise RunOverError(self._state.closed, exit_code=self._state.exit_code)
         if self._lost:
@@ -128,11 +124,7 @@ class Member:
             self._tell(left=how, exit_code=exit_code)
 
     def call(self, function: Callable[[TCPStore], Result]) -> Result:
-        """Call a function with the store, in a time that is bounded.
-
-        Raises:
-            RunOverError: The store does not answer, or the run is over.
-        """
+        """Call a function with the store; raise RunOverError if it does not answer in time, or the run is over."""
         try:
             return self._store.call(function, seconds=self._silence_seconds)
         except (StoreSilentError, StoreGoneError) as error:

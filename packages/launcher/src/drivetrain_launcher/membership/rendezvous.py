@@ -3,7 +3,7 @@
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -17,7 +17,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from drivetrain_launcher.compat import host_ranks_store_by
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
-from drivetrain_launcher.membership.roll_call import Meeting, StaticNodes, enter_by_number, missing_numbers
+from drivetrain_launcher.membership.roll_call import (
+    GivenNodes,
+    Meeting,
+    StaticNodes,
+    enter_by_number,
+    missing_numbers,
+)
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_state.own_addresses import own_addresses
 from drivetrain_state.store_server import host_store
@@ -32,7 +38,21 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
     if plan.min_nodes is not None:
-        return ElasticNodes(_elastic_meeting(plan, plan.min_nodes))
+        limits = Limits(
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.num_nodes,
+            silence_seconds=plan.node_silence_seconds,
+            gather_seconds=_GATHER_SECONDS,
+            wait_seconds=plan.rdzv_timeout_seconds,
+        )
+        place = ElasticMeeting(
+            address=plan.master_addr,
+            port=plan.master_port,
+            run_id=plan.rdzv_id,
+            processes=plan.processes_per_node,
+            limits=limits,
+        )
+        return ElasticNodes(place)
     meeting = Meeting(
         address=plan.master_addr,
         port=plan.master_port,
@@ -43,52 +63,40 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     )
     if plan.rdzv_backend == "static":
         return StaticNodes(meeting, rank=plan.node_rank or 0)
-    return _agreeing_nodes(meeting)
+    return AgreeingNodes(meeting)
 
 
-def _agreeing_nodes(meeting: Meeting) -> RendezvousHandler:
-    """Return torch's handler of nodes that agree on their ranks, which says who came if some are missing."""
-    host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{host}:{meeting.port}",
-        run_id=meeting.run_id,
-        min_nodes=meeting.num_nodes,
-        max_nodes=meeting.num_nodes,
-        join_timeout=round(meeting.timeout_seconds),
-    )
-    store = _store_of_nodes(meeting)
-    handler = create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)
-    host_ranks_store_by(
-        handler, lambda address: host_store(address, 0, timeout=_STORE_TIMEOUT, is_one_node=False)
-    )
-    return CountedNodes(handler, PrefixStore(meeting.run_id, store), meeting)
-
-
-def _store_of_nodes(meeting: Meeting) -> TCPStore:
-    """Return the store at which nodes agree on their ranks; the first launcher of the master's host serves it.
-
-    Raises:
-        DistNetworkError: It cannot be reached.
-    """
-    if any(own_addresses(meeting.address)):
-        with suppress(DistNetworkError):  # another launcher of this host serves it
-            return host_store(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, is_one_node=False)
-    return TCPStore(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-
-
-class CountedNodes(RendezvousHandler):
+class AgreeingNodes(RendezvousHandler):
     """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing.
 
     Args:
-        handler: The handler that torch made.
-        store: The store of the handler.
         meeting: The meeting, the same on all nodes.
+
+    Raises:
+        DistNetworkError: The store of the meeting cannot be reached.
     """
 
-    def __init__(self, handler: RendezvousHandler, store: Store, meeting: Meeting) -> None:
-        self._handler = handler
-        self._store = store
+    def __init__(self, meeting: Meeting) -> None:
+        host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{host}:{meeting.port}",
+            run_id=meeting.run_id,
+            min_nodes=meeting.num_nodes,
+            max_nodes=meeting.num_nodes,
+            join_timeout=round(meeting.timeout_seconds),
+        )
+        store = None
+        if any(own_addresses(meeting.address)):
+            with suppress(DistNetworkError):  # another launcher of this host serves it
+                store = host_store(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, is_one_node=False)
+        if store is None:
+            store = TCPStore(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        self._handler = create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)
+        host_ranks_store_by(
+            self._handler, lambda address: host_store(address, 0, timeout=_STORE_TIMEOUT, is_one_node=False)
+        )
+        self._store = PrefixStore(meeting.run_id, store)
         self._meeting = meeting
         self._has_entered = False
 
@@ -138,24 +146,8 @@ class CountedNodes(RendezvousHandler):
         return self._handler.shutdown()
 
 
-def _elastic_meeting(plan: LaunchPlan, min_nodes: int) -> ElasticMeeting:
-    return ElasticMeeting(
-        address=plan.master_addr,
-        port=plan.master_port,
-        run_id=plan.rdzv_id,
-        processes=plan.processes_per_node,
-        limits=Limits(
-            min_nodes=min_nodes,
-            max_nodes=plan.num_nodes,
-            silence_seconds=plan.node_silence_seconds,
-            gather_seconds=_GATHER_SECONDS,
-            wait_seconds=plan.rdzv_timeout_seconds,
-        ),
-    )
-
-
-class OneNode(RendezvousHandler):
-    """A rendezvous handler for a single node, which hosts the store that its ranks use.
+class OneNode(GivenNodes):
+    """A rendezvous of a single node, which hosts the store that its ranks use.
 
     With port 0 the store binds a free port chosen by the system, so that two runs never use the same one. Each start
     of the ranks gets a new store, since the earlier one still holds the keys of failed ranks. Restarts use any free
@@ -163,18 +155,9 @@ class OneNode(RendezvousHandler):
     """
 
     def __init__(self, address: str, port: int, run_id: str) -> None:
+        super().__init__(run_id)
         self._address = address
         self._port = port
-        self._run_id = run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True, since ranks use the store of this process."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name for the agent's events: static, since ranks are fixed."""
-        return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Host a new store; the agent calls this each time it starts the ranks."""
@@ -182,22 +165,3 @@ class OneNode(RendezvousHandler):
         self._port = 0
         place = RendezvousStoreInfo(self._address, store.port)
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, place)
-
-    def is_closed(self) -> bool:
-        """Return False: no other node needs to be turned away."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing, as there is no other node."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0, as there is no other node."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Return True; the store ends with this process."""
-        return True

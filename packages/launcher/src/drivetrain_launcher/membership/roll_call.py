@@ -61,8 +61,43 @@ class Meeting:
         )
 
 
-class StaticNodes(RendezvousHandler):
-    """A rendezvous of nodes with given ranks over a store that node 0 hosts.
+class GivenNodes(RendezvousHandler):
+    """A rendezvous of nodes that are given: none joins later, and the store ends with the process that hosts it."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, since ranks use the store of a launcher."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name for the agent's events: static."""
+        return "static"
+
+    def is_closed(self) -> bool:
+        """Return False: nobody is turned away."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing, as no node joins later."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0, as no node joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True."""
+        return True
+
+
+class StaticNodes(GivenNodes):
+    """A rendezvous of several nodes with given ranks over a store that node 0 hosts.
 
     Args:
         meeting: The meeting, the same on all nodes.
@@ -70,18 +105,10 @@ class StaticNodes(RendezvousHandler):
     """
 
     def __init__(self, meeting: Meeting, *, rank: int) -> None:
+        super().__init__(meeting.run_id)
         self._meeting = meeting
         self._rank = rank
         self._store: Store | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True, since ranks use the store of node 0's launcher."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name for the agent's events: static."""
-        return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes. Called on all nodes.
@@ -111,9 +138,9 @@ class StaticNodes(RendezvousHandler):
                 raise
             raise LaunchError(
                 f"the {meeting.num_nodes} nodes did not meet at {meeting.address}:{meeting.port} within "
-                f"{meeting.timeout_seconds:g} s: node {self._rank}, this one, could not reach "
-                f"{meeting.name(0)}; look at "
-                "the output there, and check that this is its address and that the port can be reached from here"
+                f"{meeting.timeout_seconds:g} s: node {self._rank}, this one, could not reach {meeting.name(0)}; "
+                "look at the output there, and check that this is its address and that the port can be reached from "
+                "here"
             ) from error
 
     def _call_roll(self, store: Store) -> None:
@@ -148,8 +175,11 @@ class StaticNodes(RendezvousHandler):
             missing = [meeting.name(rank) for rank in range(meeting.num_nodes) if rank not in came]
             verdict = meeting.describe(hosts, missing)
         store.set("verdict", verdict)
-        if verdict != _ALL:
-            self._wait_for_readers(store, len(came) - 1)
+        # Keep the store until the others have read why the meeting failed, or the grace is over.
+        deadline = time.monotonic() + _GRACE_SECONDS
+        with suppress(DistNetworkError, DistStoreError):
+            while store.add("heard", 0) < len(came) - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
         return verdict
 
     def _hear(self, store: Store) -> str:
@@ -165,32 +195,6 @@ class StaticNodes(RendezvousHandler):
                 "came; its output says why"
             ) from error
         return verdict
-
-    def _wait_for_readers(self, store: Store, count: int) -> None:
-        """Keep the store until the others have read why the meeting failed, or the grace is over."""
-        deadline = time.monotonic() + _GRACE_SECONDS
-        with suppress(DistNetworkError, DistStoreError):
-            while store.add("heard", 0) < count and time.monotonic() < deadline:
-                time.sleep(0.05)
-
-    def is_closed(self) -> bool:
-        """Return False: nodes with given ranks turn nobody away."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing, as no node joins later."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0, as no node joins later."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._meeting.run_id
-
-    def shutdown(self) -> bool:
-        """Return True; the store ends with node 0's launcher."""
-        return True
 
 
 def enter_by_number(store: Store) -> None:

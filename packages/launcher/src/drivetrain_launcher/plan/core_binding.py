@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology, format_cpu_list
+from drivetrain_messages import format_count
 
 _Item = TypeVar("_Item")
 
@@ -28,30 +29,28 @@ class CoreBinding:
     is_near_device: bool = False
 
     def __str__(self) -> str:
-        cores = f"{self.num_cores} core{'s' if self.num_cores > 1 else ''}"
+        cores = format_count(self.num_cores, "core")
         nodes = f"NUMA node{'s' if len(self.numa_nodes) > 1 else ''} {format_cpu_list(self.numa_nodes)}"
         near = ", that of its device" if self.is_near_device else ""
         return f"CPUs {format_cpu_list(self.cpus)} ({cores} of {nodes}{near})"
 
 
 def plan_bindings(topology: CpuTopology, num_ranks: int) -> tuple[CoreBinding, ...]:
-    """Give each rank cores of its own on the NUMA node of its accelerator.
+    """Give each rank, by local rank, cores of its own on the NUMA node of its accelerator.
 
-    The ranks of a node divide its cores into equal runs of neighbours. Other ranks,
-    on the CPU or with an accelerator whose node is unknown or has no usable core, first go to nodes without any rank,
-    then to the node where a rank has most cores. Ranks share cores where a node has fewer than ranks.
+    The ranks of a node divide its cores into equal runs of neighbours. Other ranks, on the CPU or with an accelerator
+    whose node is unknown or has no usable core, first go to nodes without any rank, then to the node where a rank has
+    most cores. Ranks share cores where a node has fewer than ranks.
 
     Args:
         topology: The usable cores and the nodes of the accelerators, of which rank i has the i-th.
         num_ranks: The number of ranks on this host.
-
-    Returns:
-        The binding of each rank, by local rank.
     """
     by_node: dict[int, list[Core]] = {}
     for core in topology.cores:
         by_node.setdefault(core.numa_node, []).append(core)
-    near = [_near_node(topology, rank, by_node) for rank in range(num_ranks)]
+    nodes_of_devices = (*topology.device_nodes, *[None] * num_ranks)[:num_ranks]
+    near = [node if node in by_node else None for node in nodes_of_devices]
     if num_ranks < len(by_node) and not any(node is not None for node in near):
         # Fewer ranks than nodes: each rank takes whole nodes.
         return tuple(
@@ -70,13 +69,6 @@ def unused_cores(topology: CpuTopology, bindings: Sequence[CoreBinding]) -> dict
     """Return the number of usable cores without a rank, by NUMA node; empty if every core has one."""
     used = {cpu for binding in bindings for cpu in binding.cpus}
     return dict(Counter(core.numa_node for core in topology.cores if used.isdisjoint(core.cpus)))
-
-
-def _near_node(topology: CpuTopology, rank: int, usable: dict[int, list[Core]]) -> int | None:
-    if rank >= len(topology.device_nodes):
-        return None
-    node = topology.device_nodes[rank]
-    return node if node in usable else None
 
 
 def _assign_nodes(near: Sequence[int | None], num_cores: dict[int, int]) -> dict[int, list[int]]:

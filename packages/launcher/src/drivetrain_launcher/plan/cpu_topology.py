@@ -76,14 +76,20 @@ def read_cpu_topology(
     }
     cores: dict[tuple[int, ...], Core] = {}
     for cpu in sorted(usable):
-        siblings = _siblings(root, cpu)
+        file = root / _CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        siblings = parse_cpu_list(file.read_text()) if file.exists() else (cpu,)
         threads = tuple(sibling for sibling in siblings if sibling in usable)
         cores.setdefault(siblings, Core(cpus=threads, numa_node=node_of.get(cpu, 0)))
     online = root / _CPUS / "online"
     num_online = len(parse_cpu_list(online.read_text())) if online.exists() else len(usable)
+    device_nodes: tuple[int | None, ...] = ()
+    if accelerator == "cuda":
+        nodes = _nvidia_nodes(root) or _amd_nodes(root)
+        names = visible or [name for name in nodes if name.isdigit()]
+        device_nodes = tuple(nodes.get(name.strip()) for name in names)
     return CpuTopology(
         cores=tuple(cores.values()),
-        device_nodes=_device_nodes(root, visible) if accelerator == "cuda" else (),
+        device_nodes=device_nodes,
         is_bound=len(usable) < num_online,
     )
 
@@ -109,18 +115,6 @@ def format_cpu_list(cpus: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
-    file = root / _CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-    return parse_cpu_list(file.read_text()) if file.exists() else (cpu,)
-
-
-def _device_nodes(root: Path, visible: Sequence[str]) -> tuple[int | None, ...]:
-    """Return the NUMA node of each visible GPU: NVIDIA's by its driver's folder, else AMD's by that of its driver."""
-    nodes = _nvidia_nodes(root) or _amd_nodes(root)
-    names = visible or [name for name in nodes if name.isdigit()]
-    return tuple(nodes.get(name.strip()) for name in names)
-
-
 def _nvidia_nodes(root: Path) -> Mapping[str, int | None]:
     """Return the NUMA node of NVIDIA's GPUs by number and by UUID.
 
@@ -132,18 +126,12 @@ def _nvidia_nodes(root: Path) -> Mapping[str, int | None]:
     for folder in sorted((root / _NVIDIA_GPUS).glob("*")):
         lines = (folder / "information").read_text().splitlines()
         facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if _can_open(root / "dev" / f"nvidia{facts.get('Device Minor')}"):
+        with suppress(OSError):
+            os.close(os.open(root / "dev" / f"nvidia{facts.get('Device Minor')}", os.O_RDWR | os.O_NONBLOCK))
             node = _pci_node(root, folder.name)
             found |= {str(number): node, facts.get("GPU UUID", ""): node}
             number += 1
     return found
-
-
-def _can_open(file: Path) -> bool:
-    with suppress(OSError):
-        os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK))
-        return True
-    return False
 
 
 def _amd_nodes(root: Path) -> Mapping[str, int | None]:

@@ -53,7 +53,13 @@ def detect_host(device: str) -> Host:
     Args:
         device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
     """
-    host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), num_ranks=_num_ranks())
+    num_ranks = 0
+    if (
+        environ.read("RANK") is not None and environ.inherited_from() is None
+    ):  # else they are a parent process's
+        size = environ.read("WORLD_SIZE") or ""
+        num_ranks = int(size) if size.isdecimal() else 1
+    host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), num_ranks=num_ranks)
     if device == "cpu" or (device == "auto" and not accelerator_may_exist()):
         return host
     from drivetrain_state import best_device_kind, device_count
@@ -68,14 +74,6 @@ def detect_host(device: str) -> Host:
         accelerator_count=device_count(kind),
         visible_devices=None if variable is None else environ.read(variable),
     )
-
-
-def _num_ranks() -> int:
-    """Return the number of ranks of the launcher around this one; those of a parent process are not its own."""
-    if environ.read("RANK") is None or environ.inherited_from() is not None:
-        return 0
-    size = environ.read("WORLD_SIZE") or ""
-    return int(size) if size.isdecimal() else 1
 
 
 def accelerator_may_exist(dev: Path = Path("/dev")) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher.settings import OutputPrefix, RendezvousBackend
+from drivetrain_messages import format_count
 
 if TYPE_CHECKING:
     from drivetrain_launcher.plan.core_binding import CoreBinding
@@ -159,54 +160,49 @@ class LaunchPlan:
 
     def ranks(self) -> tuple[RankPlan, ...]:
         """Return the plans of the processes on this node that this launcher starts."""
+        first, local_ranks = (self.node_rank or 0) * self.processes_per_node, range(self.processes_per_node)
         if self.is_cluster_task and self.placement is not None:
             local_task = self.placement.local_task
-            return (self._rank(self.placement.task_rank - local_task, local_task),)
-        first = (self.node_rank or 0) * self.processes_per_node
-        return tuple(self._rank(first, local_rank) for local_rank in range(self.processes_per_node))
-
-    def _rank(self, first: int, local_rank: int) -> RankPlan:
-        return RankPlan(
-            rank=first + local_rank,
-            local_rank=local_rank,
-            command=self.command,
-            environment={**self.environment, **self._ranks_environment(first, local_rank)},
-            binding=self.bindings[local_rank] if self.bindings else None,
-        )
-
-    def _ranks_environment(self, first: int, local_rank: int) -> dict[str, str]:
-        if self.has_ranks:
-            return {}
-        return {
-            "RANK": str(first + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.processes_per_node),
-            "GROUP_RANK": str(self.node_rank or 0),
-            "GROUP_WORLD_SIZE": str(self.num_nodes),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port or ANY_PORT),
-        }
+            first, local_ranks = self.placement.task_rank - local_task, range(local_task, local_task + 1)
+        plans: list[RankPlan] = []
+        for local_rank in local_ranks:
+            own = {
+                "RANK": str(first + local_rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.processes_per_node),
+                "GROUP_RANK": str(self.node_rank or 0),
+                "GROUP_WORLD_SIZE": str(self.num_nodes),
+                "MASTER_ADDR": self.master_addr,
+                "MASTER_PORT": str(self.master_port or ANY_PORT),
+            }
+            plan = RankPlan(
+                rank=first + local_rank,
+                local_rank=local_rank,
+                command=self.command,
+                environment={**self.environment, **({} if self.has_ranks else own)},
+                binding=self.bindings[local_rank] if self.bindings else None,
+            )
+            plans.append(plan)
+        return tuple(plans)
 
     def __str__(self) -> str:
+        processes, nodes = format_count(self.world_size, "process"), format_count(self.num_nodes, "node")
         how = "in the launcher's own process" if self.mode == "in place" else "under torch's elastic agent"
-        lines = [
-            *_cluster_lines(self.placement),
-            f"{self.world_size} process{'es' if self.world_size > 1 else ''} {how}: "
-            f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} x {self.processes_per_node}",
-        ]
+        first_line = f"{processes} {how}: {nodes} x {self.processes_per_node}"
         if self.is_cluster_task:
-            lines[-1] = (
+            first_line = (
                 f"{self.world_size} processes, each started by the cluster and run in its launcher's own process: "
-                f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}, {self.processes_per_node} on this one"
+                f"{nodes}, {self.processes_per_node} on this one"
             )
+        lines = [*_cluster_lines(self.placement), first_line]
         if self.min_nodes is not None:
             lines.append(
                 f"elastic: goes on with {self.min_nodes} to {self.num_nodes} nodes; one that is silent for "
                 f"{self.node_silence_seconds:g} s is left behind"
             )
         if self.mode == "elastic":
-            port = self.master_port or "any free port"
+            port = self.master_port or ANY_PORT
             lines.append(
                 f"rendezvous: {self.rdzv_backend} at {self.master_addr}:{port}, run {self.rdzv_id!r}"
             )
@@ -236,6 +232,7 @@ def _cluster_lines(place: JobPlacement | None) -> list[str]:
     """Describe the place in a cluster's job: each value with the variables that it was read from."""
     if place is None:
         return []
+    hosts = place.hosts if len(place.hosts) <= 4 else (*place.hosts[:2], "...", place.hosts[-1])
     shown = {
         "num_nodes": place.num_nodes,
         "node_rank": place.node_rank,
@@ -243,7 +240,7 @@ def _cluster_lines(place: JobPlacement | None) -> list[str]:
         "tasks_per_node": place.tasks_per_node,
         "task_rank": place.task_rank,
         "local_task": place.local_task,
-        "hosts": _shorten(place.hosts),
+        "hosts": ",".join(hosts),
         "master_addr": place.master_addr,
         "master_port": place.master_port,
         "devices": None if place.devices is None else ",".join(place.devices) or "none",
@@ -256,9 +253,3 @@ def _cluster_lines(place: JobPlacement | None) -> list[str]:
         f"cluster {place.cluster}, job {place.job_id} ({place.source('job_id')}), {each}:",
         *(f"    {name:<14} {value:<{width}}  {place.source(name)}" for name, value in rows),
     ]
-
-
-def _shorten(hosts: tuple[str, ...]) -> str:
-    if len(hosts) <= 4:
-        return ",".join(hosts)
-    return f"{hosts[0]},{hosts[1]},...,{hosts[-1]}"

@@ -39,17 +39,27 @@ def plan_launch(
     """
     task = placement if placement is not None and placement.is_one_task_per_rank else None
     count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
+    needs_agent = (
+        count > 1
+        or settings.num_nodes > 1
+        or settings.max_restarts > 0
+        or settings.log_dir is not None
+        or settings.prefix == "all"
+        or bool(settings.show_ranks)
+        or bool(settings.tail)
+    )
     environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     environment |= _visible(settings, host)
     bindings, binding_notes = _bindings(host, count, task)
-    notes += binding_notes
     threads, thread_notes = _threads(settings, host, count, bindings)
     environment |= threads
-    notes += thread_notes
-    notes += _preload_notes(settings, target, count)
-    _check_shown(settings, count * settings.num_nodes)
+    notes += binding_notes + thread_notes
+    _check_flags(settings, target, count * settings.num_nodes)
+    if settings.preload and not needs_agent:
+        shown = ",".join(settings.preload)
+        notes += (f"--preload {shown}: a single process imports by itself; nothing is forked",)
     plan = LaunchPlan(
-        mode="elastic" if count > 1 or _needs_agent(settings) else "in place",
+        mode="elastic" if needs_agent else "in place",
         target=target,
         processes_per_node=count,
         max_restarts=settings.max_restarts,
@@ -69,30 +79,14 @@ def plan_launch(
     if task is not None:
         return _task(plan, settings, task, host)
     if plan.mode == "in place":
-        _check_ranks_around(settings, host)
+        if host.num_ranks > 1 and settings.num_processes is not None:
+            raise LaunchError(
+                f"--num-processes {settings.num_processes}: another launcher has started this process as one of "
+                f"WORLD_SIZE={host.num_ranks} ranks; leave out --num-processes to keep them, or take RANK, "
+                "LOCAL_RANK and WORLD_SIZE out of the environment to run alone"
+            )
         return replace(plan, has_ranks=host.num_ranks > 0, master_port=settings.master_port or 0)
     return _meeting(plan, settings)
-
-
-def _needs_agent(settings: LaunchSettings) -> bool:
-    """Return whether torch's agent is needed even for a single process."""
-    return (
-        settings.num_nodes > 1
-        or settings.max_restarts > 0
-        or settings.log_dir is not None
-        or settings.prefix == "all"
-        or bool(settings.show_ranks)
-        or bool(settings.tail)
-    )
-
-
-def _check_ranks_around(settings: LaunchSettings, host: Host) -> None:
-    if host.num_ranks > 1 and settings.num_processes is not None:
-        raise LaunchError(
-            f"--num-processes {settings.num_processes}: another launcher has started this process as one of "
-            f"WORLD_SIZE={host.num_ranks} ranks; leave out --num-processes to keep them, or take RANK, LOCAL_RANK "
-            "and WORLD_SIZE out of the environment to run alone"
-        )
 
 
 def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
@@ -124,21 +118,13 @@ def _check_address(place: JobPlacement) -> None:
         )
 
 
-def _preload_notes(settings: LaunchSettings, target: LaunchTarget, count: int) -> tuple[str, ...]:
-    """Check that ranks can be forked, and return a note where none is."""
-    if not settings.preload:
-        return ()
-    shown = f"--preload {','.join(settings.preload)}"
-    if target.kind == "program":
+def _check_flags(settings: LaunchSettings, target: LaunchTarget, world_size: int) -> None:
+    """Refuse flags that fit neither each other nor the target."""
+    if settings.preload and target.kind == "program":
         raise LaunchError(
-            f"{shown}: {target.name} is started without Python; leave out --preload or --program"
+            f"--preload {','.join(settings.preload)}: {target.name} is started without Python; leave out --preload "
+            "or --program"
         )
-    if count == 1 and not _needs_agent(settings):
-        return (f"{shown}: a single process imports by itself; nothing is forked",)
-    return ()
-
-
-def _check_shown(settings: LaunchSettings, world_size: int) -> None:
     if settings.tail and settings.prefix == "none":
         raise LaunchError(
             f"--tail {settings.tail}: with --prefix none the launcher does not see the output; leave one of them out"
@@ -257,6 +243,25 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             master_addr=settings.master_addr or "127.0.0.1",
             master_port=settings.master_port or 0,
         )
+    _check_meeting(plan, settings)
+    return replace(
+        plan,
+        num_nodes=settings.num_nodes,
+        min_nodes=settings.min_nodes,
+        node_silence_seconds=settings.node_silence_seconds,
+        node_rank=settings.node_rank,
+        rdzv_backend=settings.rdzv_backend,
+        rdzv_id=settings.rdzv_id or "none",
+        rdzv_timeout_seconds=settings.rdzv_timeout_seconds,
+        master_addr=settings.master_addr or "",
+        master_port=settings.master_port or DEFAULT_PORT,
+    )
+
+
+def _check_meeting(plan: LaunchPlan, settings: LaunchSettings) -> None:
+    """Refuse what several nodes cannot meet with."""
+    is_static = settings.rdzv_backend == "static"
+    needs_rank = is_static and settings.node_rank is None
     if settings.min_nodes is not None and settings.rdzv_backend != "c10d":
         raise LaunchError(
             f"--num-nodes {settings.min_nodes}:{settings.num_nodes}: nodes come and go only with --rdzv-backend c10d "
@@ -265,7 +270,6 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
     if settings.master_addr is None and plan.placement is not None:
         _check_address(plan.placement)
     if settings.master_addr is None:
-        needs_rank = settings.rdzv_backend == "static" and settings.node_rank is None
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on every node where they meet, --master-addr HOST (a name or "
             "address of the node with rank 0)"
@@ -276,37 +280,20 @@ def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
             f"--master-port 0: {settings.num_nodes} nodes must be told the same port; say one, or leave it out for "
             f"{DEFAULT_PORT}"
         )
-    if settings.rdzv_backend == "static":
-        _check_static(settings)
-    elif settings.rdzv_id is None:
-        raise LaunchError(
-            "--rdzv-backend c10d: say on every node the same --rdzv-id NAME, so that runs do not mix"
-        )
-    elif settings.node_rank is not None:
-        raise LaunchError(
-            "--node-rank: with --rdzv-backend c10d the nodes agree on their ranks; leave it out"
-        )
-    return replace(
-        plan,
-        num_nodes=settings.num_nodes,
-        min_nodes=settings.min_nodes,
-        node_silence_seconds=settings.node_silence_seconds,
-        node_rank=settings.node_rank,
-        rdzv_backend=settings.rdzv_backend,
-        rdzv_id=settings.rdzv_id or "none",
-        rdzv_timeout_seconds=settings.rdzv_timeout_seconds,
-        master_addr=settings.master_addr,
-        master_port=settings.master_port or DEFAULT_PORT,
-    )
-
-
-def _check_static(settings: LaunchSettings) -> None:
-    if settings.node_rank is None:
+    if needs_rank:
         raise LaunchError(
             f"--num-nodes {settings.num_nodes}: say on each node which it is, --node-rank 0 to "
             f"{settings.num_nodes - 1}; or use --rdzv-backend c10d, where they agree on their ranks"
         )
-    if settings.max_restarts:
+    if is_static and settings.max_restarts:
         raise LaunchError(
             f"--max-restarts {settings.max_restarts}: several nodes restart together only with --rdzv-backend c10d"
+        )
+    if not is_static and settings.rdzv_id is None:
+        raise LaunchError(
+            "--rdzv-backend c10d: say on every node the same --rdzv-id NAME, so that runs do not mix"
+        )
+    if not is_static and settings.node_rank is not None:
+        raise LaunchError(
+            "--node-rank: with --rdzv-backend c10d the nodes agree on their ranks; leave it out"
         )

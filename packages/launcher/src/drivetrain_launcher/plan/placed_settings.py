@@ -40,7 +40,11 @@ def place_layers(layers: Layers, place: JobPlacement) -> Layers:
     """
     said = layers.of_section(_SECTION)
     _check(said, place)
-    added = _of_task(place) if place.is_one_task_per_rank else _of_node(said, place)
+    added: dict[str, tuple[Any, str]] = {}
+    if not place.is_one_task_per_rank:
+        added = _of_node(said, place)
+    elif place.num_tasks % place.num_nodes == 0:  # settings know only nodes with the same number of processes
+        added = {"num_nodes": (place.num_nodes, place.source("num_nodes"))}
     entries = {
         (_SECTION, name): (Entry(str(value), Source("environment", source)),)
         for name, (value, source) in added.items()
@@ -93,35 +97,25 @@ def check_devices(place: JobPlacement, *, processes: int, source: str, wants_cpu
 
 def _of_node(said: Said, place: JobPlacement) -> dict[str, tuple[Any, str]]:
     """Return the settings of a launcher that starts the ranks of its node, with their sources."""
-    added: dict[str, tuple[Any, str]] = {"rdzv_id": (_run_id(place), place.source("job_id"))}
+    # The name of the run is another one each time that the job is started again.
+    run_id = f"{place.job_id}-{place.restart_count}" if place.restart_count else place.job_id
+    added: dict[str, tuple[Any, str]] = {"rdzv_id": (run_id, place.source("job_id"))}
     if place.num_nodes == 1:
         return added
     added["num_nodes"] = (place.num_nodes, place.source("num_nodes"))
     added["master_port"] = (place.master_port, place.source("master_port"))
     if place.master_addr:
         added["master_addr"] = (place.master_addr, place.source("master_addr"))
-    restarts = _said(said, "max_restarts")
-    if "rdzv_backend" not in said and restarts is not None and str(restarts.value) != "0":
+    backend, restarts = _said(said, "rdzv_backend"), _said(said, "max_restarts")
+    if backend is None and restarts is not None and str(restarts.value) != "0":
         added["rdzv_backend"] = ("c10d", f"max_restarts={restarts.value} from {restarts.source}")
-    backend = added.get("rdzv_backend", (None, ""))[0] or _value(said, "rdzv_backend")
-    if backend != "c10d":
+    elif backend is None or backend.value != "c10d":
         added["node_rank"] = (place.node_rank, place.source("node_rank"))
     return added
 
 
-def _of_task(place: JobPlacement) -> dict[str, tuple[Any, str]]:
-    """Return the settings of a task that is a rank itself; the ranks come from the place."""
-    if place.num_tasks % place.num_nodes:
-        return {}  # settings know only nodes with the same number of processes
-    return {"num_nodes": (place.num_nodes, place.source("num_nodes"))}
-
-
-def _run_id(place: JobPlacement) -> str:
-    """Return the name of the run, another one each time that the job is started again."""
-    return f"{place.job_id}-{place.restart_count}" if place.restart_count else place.job_id
-
-
 def _check(said: Said, place: JobPlacement) -> None:
+    """Refuse settings that contradict the job, and those without effect where it started each rank itself."""
     facts: dict[str, tuple[object, str]] = {
         "num_nodes": (place.num_nodes, "num_nodes"),
         "node_rank": (place.node_rank, "node_rank"),
@@ -133,24 +127,12 @@ def _check(said: Said, place: JobPlacement) -> None:
         entry = _said(said, name)
         if entry is not None and str(entry.value) != str(value):
             raise _contradiction(name, entry, place, str(value), attribute)
-    _check_address(said, place)
-    if place.is_one_task_per_rank:
-        _check_per_rank(said, place)
-
-
-def _check_address(said: Said, place: JobPlacement) -> None:
-    """Refuse another address than the job's; the same host's full name is none."""
-    entry = _said(said, "master_addr")
-    if entry is None or not place.master_addr:
-        return
-    asked, job = str(entry.value), place.master_addr
-    if asked != job and not asked.startswith(f"{job}.") and not job.startswith(f"{asked}."):
-        raise _contradiction("master_addr", entry, place, job, "master_addr")
-
-
-def _check_per_rank(said: Said, place: JobPlacement) -> None:
-    """Refuse what needs a launcher that starts ranks, where the cluster has started each of them."""
-    for name, without_effect in _OF_LAUNCHERS_WITH_RANKS.items():
+    if (entry := _said(said, "master_addr")) is not None and place.master_addr:
+        asked, job = str(entry.value), place.master_addr
+        # The full name of the same host is no other address.
+        if asked != job and not asked.startswith(f"{job}.") and not job.startswith(f"{asked}."):
+            raise _contradiction("master_addr", entry, place, job, "master_addr")
+    for name, without_effect in _OF_LAUNCHERS_WITH_RANKS.items() if place.is_one_task_per_rank else ():
         entry = _said(said, name)
         if entry is not None and str(entry.value) not in without_effect:
             raise LaunchError(
@@ -174,8 +156,3 @@ def _contradiction(name: str, entry: Entry, place: JobPlacement, value: str, att
 def _said(said: Said, name: str) -> Entry | None:
     entries = said.get(name, ())
     return entries[0] if entries else None
-
-
-def _value(said: Said, name: str) -> object:
-    entry = _said(said, name)
-    return None if entry is None else entry.value
