@@ -147,10 +147,10 @@ def read_failure(
 
     Args:
         record: The JSON of the error file, from `record_error` or torch's own `record`; empty if there is none.
-        rank: The rank that failed.
+        rank: As in `RankFailure`, like the next three.
         local_rank: The local rank on this node.
         pid: The id of its process.
-        exit_code: The exit code, as in `RankFailure`.
+        exit_code: The exit code.
         seen: The time of detection, in seconds since the epoch; the record's own time takes precedence.
     """
     message = record.get("message")
@@ -206,12 +206,9 @@ def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
     """Show the last lines of a failed rank again; empty if there are none."""
     if not lines:
         return ""
-    head = (
-        f"drivetrain: the last {len(lines)} lines of rank {failure.rank}:"
-        if len(lines) > 1
-        else (f"drivetrain: the last line of rank {failure.rank}:")
-    )
-    return "".join(f"{line}\n" for line in [head, *(f"  {line}" for line in lines)])
+    count = f"{len(lines)} lines" if len(lines) > 1 else "line"
+    head = f"drivetrain: the last {count} of rank {failure.rank}:\n"
+    return head + "".join(f"  {line}\n" for line in lines)
 
 
 def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
@@ -223,11 +220,9 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
     )
     who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid})"
     if failure.traceback:
-        shown = (
-            f" {failure.error}; its traceback stands above\n"
-            if failure.was_shown
-            else f"\n{failure.traceback}"
-        )
+        shown = f"\n{failure.traceback}"
+        if failure.was_shown:
+            shown = f" {failure.error}; its traceback stands above\n"
         hint = f"\nAnother rank did not answer: most likely {elsewhere}.\n" if failure.is_aftermath else ""
         return f"drivetrain: {who} failed:{shown}{hint}"
     if failure.signal:

@@ -1,17 +1,13 @@
 """Serve the cluster's job that a launcher is part of: find node 0, and start the job again after a save."""
 
 import time
-from typing import TYPE_CHECKING
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobPlacement
+from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_clusters.registry import make_cluster
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_messages import say
-
-if TYPE_CHECKING:
-    from threading import Event
 
 # The names of Kubernetes' pods appear in DNS seconds after the pods have started, and a resolver may keep the answer
 # that there is none for half a minute.
@@ -39,49 +35,33 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
         remedy = "or export MASTER_ADDR in the job with an address of node 0"
         if host == place.master_addr:
             told = f"{host}, read from {place.source('master_addr')}"
-    try:
-        _wait_for_address(host, patience_seconds if place is not None else 0.0)
-    except (OSError, UnicodeError) as error:
-        import socket
-
-        raise LaunchError(
-            f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
-            f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
-        ) from None
-    from drivetrain_state.own_addresses import own_addresses  # imports socket
-
-    is_first = place is not None and place.task_rank == 0
-    if is_first and not any(own_addresses(host)):
-        say(
-            f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
-            "it, export MASTER_ADDR in the job with an address of this machine"
-        )
-
-
-def _wait_for_address(host: str, patience_seconds: float) -> None:
-    """Wait until a name has an address.
-
-    Raises:
-        OSError: It has none after `patience_seconds`.
-        UnicodeError: It is no name of a host.
-    """
     import socket  # takes tens of milliseconds
 
-    deadline = time.monotonic() + patience_seconds
+    from drivetrain_state.own_addresses import own_addresses
+
+    deadline = time.monotonic() + (patience_seconds if place is not None else 0.0)
     is_told = False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            return
-        except OSError:
-            if time.monotonic() >= deadline:
-                raise
+            break
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, UnicodeError) or time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
+                    f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
+                ) from None
             if not is_told:
                 say(
                     f"{host}, node 0 of the job, has no address yet; waiting for it, {patience_seconds:g} s at most"
                 )
                 is_told = True
             time.sleep(_LOOK_SECONDS)
+    if place is not None and place.task_rank == 0 and not any(own_addresses(host)):
+        say(
+            f"node 0 is {told}, but this machine, where task 0 runs, has no such address; if the others cannot reach "
+            "it, export MASTER_ADDR in the job with an address of this machine"
+        )
 
 
 def requeue_after(code: object, plan: LaunchPlan) -> int:
@@ -102,39 +82,6 @@ def requeue_after(code: object, plan: LaunchPlan) -> int:
     place = plan.placement
     if shown != RESUME_EXIT_CODE or place is None:
         return shown
-    stop = _note_stop()
-    if place.task_rank == 0:
-        _requeue(place, plan.max_requeues)
-    elif may_requeue(place, plan.max_requeues):
-        stop.wait(plan.shutdown_timeout_seconds)
-    return shown
-
-
-def may_requeue(place: JobPlacement, max_requeues: int | None) -> bool:
-    """Return whether a job may be started once more."""
-    return max_requeues is None or place.restart_count < max_requeues
-
-
-def _requeue(place: JobPlacement, max_requeues: int | None) -> None:
-    job = f"{place.cluster} job {place.job_id}"
-    if not may_requeue(place, max_requeues):
-        say(
-            f"{job} has been started again {place.restart_count} times, and max_requeues={max_requeues} allows no "
-            "more: submit it again to go on"
-        )
-        return
-    try:
-        if make_cluster(place.cluster).requeue(place):
-            say(f"{job} is in the queue again, and goes on from what was saved")
-    except ClusterError as error:
-        say(f"{job} was not put into the queue again: {error}")
-
-
-def _note_stop() -> "Event":
-    """Have SIGTERM set an event from now on, in place of ending this process, which is about to end anyway.
-
-    A cluster sends it to every task once task 0 has asked; by then nothing is left to stop.
-    """
     import signal  # late, so that a script may have a module of this name
     from threading import Event
 
@@ -144,5 +91,23 @@ def _note_stop() -> "Event":
         del number, frame
         stop.set()
 
+    # A cluster sends SIGTERM to every task once task 0 has asked; by then nothing is left to stop.
     signal.signal(signal.SIGTERM, note)
-    return stop
+    may_requeue = plan.max_requeues is None or place.restart_count < plan.max_requeues
+    if place.task_rank != 0:
+        if may_requeue:
+            stop.wait(plan.shutdown_timeout_seconds)
+        return shown
+    job = f"{place.cluster} job {place.job_id}"
+    if not may_requeue:
+        say(
+            f"{job} has been started again {place.restart_count} times, and max_requeues={plan.max_requeues} allows "
+            "no more: submit it again to go on"
+        )
+        return shown
+    try:
+        if make_cluster(place.cluster).requeue(place):
+            say(f"{job} is in the queue again, and goes on from what was saved")
+    except ClusterError as error:
+        say(f"{job} was not put into the queue again: {error}")
+    return shown

@@ -1,7 +1,6 @@
 """Run a plan: in this process, by replacing it with a program, or with torch's agent."""
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -29,51 +28,25 @@ def run_plan(plan: LaunchPlan) -> int:
     if plan.placement is None or plan.placement.task_rank == 0:
         for note in plan.notes:
             say(note)
-    _make_log_dir(plan)
-    check_address(plan)
-    if plan.mode == "elastic":
-        code = _run_under_agent(plan)
-        return requeue_after(code, plan)
-    environment = _environment_in_place(plan)
-    binding = plan.ranks()[0].binding
-    if binding is not None:
-        os.sched_setaffinity(0, binding.cpus)
-    if plan.target.kind == "program":
-        _become(plan, environment)
-    with environ.exported(**environment):
+    if plan.log_dir is not None:
         try:
-            run_as_main(plan.target.name, plan.target.arguments, is_module=plan.target.kind == "module")
-        except SystemExit as ending:
-            requeue_after(ending.code, plan)
-            raise
-    return 0
-
-
-def _make_log_dir(plan: LaunchPlan) -> None:
-    """Create the folder of the ranks' output, if one is asked for.
-
-    Raises:
-        LaunchError: It cannot be created.
-    """
-    if plan.log_dir is None:
-        return
-    try:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"--log-dir {plan.log_dir}: {error.strerror}; say a folder that can be created"
-        ) from error
-
-
-def _run_under_agent(plan: LaunchPlan) -> int:
+            plan.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"--log-dir {plan.log_dir}: {error.strerror}; say a folder that can be created"
+            ) from error
+    check_address(plan)
+    if plan.mode == "in place":
+        return _run_in_place(plan)
     try:
         with _preloader(plan) as preloader:
             from drivetrain_launcher.run.elastic import run_elastic  # while the preloader imports
 
-            return run_elastic(plan, preloader)
+            code = run_elastic(plan, preloader)
     except KeyboardInterrupt:  # before the agent installs its signal handlers
         say("interrupted before a rank was started")
-        return 130
+        code = 130
+    return requeue_after(code, plan)
 
 
 def _preloader(plan: LaunchPlan) -> AbstractContextManager["Preloader | None"]:
@@ -84,33 +57,34 @@ def _preloader(plan: LaunchPlan) -> AbstractContextManager["Preloader | None"]:
     return Preloader(plan)
 
 
-def _environment_in_place(plan: LaunchPlan) -> dict[str, str | None]:
-    """Return the environment variables of a process in place: torchrun's, with a port that is currently free."""
-    environment: dict[str, str | None] = dict(plan.ranks()[0].environment)
+def _run_in_place(plan: LaunchPlan) -> int:
+    """Run the only rank in this process, with torchrun's variables and a port that is currently free."""
+    (rank,) = plan.ranks()
+    environment: dict[str, str | None] = dict(rank.environment)
     if not plan.has_ranks:  # what an agent told a parent process, such as that it hosts the store
         around = [name for name in environ.child_environment() if name.startswith("TORCHELASTIC_")]
         environment |= dict.fromkeys(around)
     if environment.get("MASTER_PORT") == ANY_PORT:
-        environment["MASTER_PORT"] = str(_free_port(plan.master_addr))
-    return environment
+        import _socket  # importing socket takes tens of milliseconds longer
 
-
-def _free_port(address: str) -> int:
-    import _socket  # importing socket takes tens of milliseconds longer
-
-    probe = _socket.socket()
-    try:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-    finally:
+        probe = _socket.socket()
+        probe.bind((plan.master_addr, 0))
+        environment["MASTER_PORT"] = str(probe.getsockname()[1])
         probe.close()
-
-
-def _become(plan: LaunchPlan, environment: Mapping[str, str | None]) -> None:
+    if rank.binding is not None:
+        os.sched_setaffinity(0, rank.binding.cpus)
     program = plan.target.name
-    try:
-        os.execvpe(program, plan.command, environ.child_environment(**environment))
-    except OSError as error:
-        raise LaunchError(
-            f"{program}: {error.strerror}; --program starts it as it is, without Python"
-        ) from error
+    if plan.target.kind == "program":
+        try:
+            os.execvpe(program, plan.command, environ.child_environment(**environment))
+        except OSError as error:
+            raise LaunchError(
+                f"{program}: {error.strerror}; --program starts it as it is, without Python"
+            ) from error
+    with environ.exported(**environment):
+        try:
+            run_as_main(program, plan.target.arguments, is_module=plan.target.kind == "module")
+        except SystemExit as ending:
+            requeue_after(ending.code, plan)
+            raise
+    return 0

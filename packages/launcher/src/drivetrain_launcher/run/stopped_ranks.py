@@ -45,19 +45,18 @@ class StoppedRanks:
                 self._say(f"rank {ranks[pid]} goes on")
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         is_pause = self._may_pause and len(stopped) == len(ranks)
+        limit_seconds = None if is_pause else self._limit_seconds
         for pid, since in self._since.items():
-            self._judge(ranks[pid], pid, now - since, limit_seconds=None if is_pause else self._limit_seconds)
-
-    def _judge(self, rank: int, pid: int, seconds: float, *, limit_seconds: float | None) -> None:
-        if seconds >= _TOLERATED_SECONDS and pid not in self._told:
-            self._told.add(pid)
-            self._say(
-                f"rank {rank} stands still: a signal (SIGSTOP) has stopped its process {pid}, and the other ranks "
-                f"wait for it; kill -CONT {pid} lets it go on"
-            )
-        if limit_seconds is not None and seconds >= limit_seconds:
-            self._say(f"rank {rank} has stood still for {seconds:.0f} s, and is killed")
-            self._kill(pid)
+            rank, seconds = ranks[pid], now - since
+            if seconds >= _TOLERATED_SECONDS and pid not in self._told:
+                self._told.add(pid)
+                self._say(
+                    f"rank {rank} stands still: a signal (SIGSTOP) has stopped its process {pid}, and the other "
+                    f"ranks wait for it; kill -CONT {pid} lets it go on"
+                )
+            if limit_seconds is not None and seconds >= limit_seconds:
+                self._say(f"rank {rank} has stood still for {seconds:.0f} s, and is killed")
+                self._kill(pid)
 
     def release(self, ranks: Mapping[int, int], *, may_save: bool) -> None:
         """End the ranks that stand still, which see no SIGTERM; let them go on instead if they may save."""
@@ -71,13 +70,10 @@ class StoppedRanks:
         """Return a failure with its reason if this rank was killed as it stood still."""
         if failure.pid not in self._killed:
             return failure
-        reason = (
-            "a signal (SIGSTOP) had stopped it, and the launcher killed it as the other ranks gave up on it"
-        )
-        return replace(failure, error=reason)
+        why = "a signal (SIGSTOP) had stopped it, and the launcher killed it as the other ranks gave up on it"
+        return replace(failure, error=why)
 
     def _kill(self, pid: int) -> None:
         self._killed.add(pid)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # a child of this process, whose id nobody else has until it is waited for
+        # A child of this process, whose id nobody else has until it is waited for.
+        os.kill(pid, signal.SIGKILL)

@@ -53,10 +53,7 @@ def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
         allowed, remedy = _REFUSED[name]
         if value not in allowed:
             raise LaunchError(f"{name}={value!r}: {remedy}")
-    return _check_port(arguments.get("use_port", 0), master_port)
-
-
-def _check_port(use_port: object, master_port: object) -> int:
+    use_port = arguments.get("use_port", 0)
     if use_port and master_port and str(use_port) != str(master_port):
         raise LaunchError(
             f"use_port={use_port!r} and master_port={master_port!r}: they are the same setting; say one of them"

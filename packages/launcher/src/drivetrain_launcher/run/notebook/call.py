@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import current_thread, main_thread
-from types import FrameType, TracebackType
-from typing import IO, Self
+from types import FrameType
+from typing import IO, Any, Self
 
 from drivetrain_launcher.run.failures import RankFailure, find_root
-from drivetrain_launcher.run.notebook.call_messages import Failed, Returned
 from drivetrain_launcher.run.notebook.output import OutputView
-from drivetrain_launcher.run.notebook.rank_channel import Message
+from drivetrain_launcher.run.notebook.rank_channel import Failed, Message, Returned
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
 from drivetrain_messages import say
 
@@ -58,20 +57,18 @@ class Interrupts:
         self._before: object = None
 
     def __enter__(self) -> Self:
+        def note(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            self.count += 1
+
         # A handler that is not Python's reads as None, and could not be put back.
         if current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None:
-            self._before = signal.signal(signal.SIGINT, self._count)
+            self._before = signal.signal(signal.SIGINT, note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)  # pyright: ignore[reportArgumentType]
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.count += 1
 
 
 class Call:
@@ -101,7 +98,6 @@ class Call:
         self._interrupts_seen = 0
         self._stop_at: float | None = None  # when a failure stops the others
         self._kill_at: float | None = None  # when those that still run are killed
-        self._was_killed = False
         self._refresh_at = 0.0
 
     def watch(self, interrupts: Interrupts) -> list[Outcome]:
@@ -122,8 +118,11 @@ class Call:
                     self._output.refresh()
                     self._refresh_at = time.monotonic() + _LOOK_SECONDS
                 for rank in ended:
-                    if rank.rank not in self._outcomes:
-                        self._outcomes[rank.rank] = self._outcome_of_end(rank)
+                    if rank.rank in self._outcomes:
+                        continue
+                    self._outcomes[rank.rank] = FailedRank(failure=_failure(rank, time=time.time()))
+                    if self._interrupts_seen:
+                        self._outcomes[rank.rank] = Interrupted()
                 self._heed(interrupts)
                 self._stop_in_time()
             while self._read(selector, 0):
@@ -148,15 +147,12 @@ class Call:
         for key, _ in ready:
             rank, name = key.data
             if name == "channel":
-                self._drain(rank)
+                for stream in ("stdout", "stderr"):
+                    if data := rank.read(stream):
+                        self._output.feed(stream, rank.rank, data)
                 if not self._hear(rank):
                     selector.unregister(key.fd)
         return bool(ready)
-
-    def _drain(self, rank: RankProcess) -> None:
-        for name in ("stdout", "stderr"):
-            if data := rank.read(name):
-                self._output.feed(name, rank.rank, data)
 
     def _hear(self, rank: RankProcess) -> bool:
         """Take a message; return False if the rank will send no more."""
@@ -176,16 +172,10 @@ class Call:
         elif message is Message.FAILED and content is not None:
             with content:
                 content.seek(0)
-                self._outcomes[rank.rank] = _read_failure(rank, pickle.load(content))
+                failed: Failed = pickle.load(content)
+            failure = _failure(rank, error=failed.line, traceback=failed.traceback, time=failed.time)
+            self._outcomes[rank.rank] = FailedRank(failure=failure, exception=failed.exception)
         return True
-
-    def _outcome_of_end(self, rank: RankProcess) -> Outcome:
-        if self._was_killed or self._interrupts_seen:
-            return Interrupted()
-        failure = RankFailure(
-            rank=rank.rank, local_rank=rank.rank, pid=rank.pid, exit_code=rank.exit_code(), time=time.time()
-        )
-        return FailedRank(failure=failure)
 
     def _heed(self, interrupts: Interrupts) -> None:
         """Hand interrupts on: the first gives the ranks time to save, another kills them."""
@@ -229,18 +219,10 @@ class Call:
     def _kill_running(self) -> None:
         self._kill_at = time.monotonic() + self._grace_seconds
         for rank in self._running():
-            self._was_killed = self._was_killed or self._interrupts_seen > 0
             rank.kill()
 
 
-def _read_failure(rank: RankProcess, failed: Failed) -> FailedRank:
-    failure = RankFailure(
-        rank=rank.rank,
-        local_rank=rank.rank,
-        pid=rank.pid,
-        exit_code=None,
-        error=failed.line,
-        traceback=failed.traceback,
-        time=failed.time,
+def _failure(rank: RankProcess, **facts: Any) -> RankFailure:
+    return RankFailure(
+        rank=rank.rank, local_rank=rank.rank, pid=rank.pid, exit_code=rank.exit_code(), **facts
     )
-    return FailedRank(failure=failure, exception=failed.exception)

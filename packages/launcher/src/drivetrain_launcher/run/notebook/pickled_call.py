@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import cloudpickle
 
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.run.notebook.rank_channel import new_content
-from drivetrain_messages import format_size
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from drivetrain_messages import format_count, format_size
 
 # The size from which a call is reported, as each rank holds a copy.
 _LARGE_BYTES = 100 * 2**20
@@ -58,43 +55,22 @@ class CallPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how `obj` is pickled; pickle calls this for each object."""
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            self.moved[str(obj.device)] = self.moved.get(str(obj.device), 0) + 1
+            moved = obj.detach().cpu()
+            if isinstance(obj, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, requires_grad=False)
+            return moved.requires_grad_(obj.requires_grad).__reduce_ex__(5)
         if isinstance(obj, (type, FunctionType)):
-            self._note_name(obj)
+            main = sys.modules.get("__main__")
+            if obj.__module__ == "__main__" and getattr(main, obj.__qualname__, None) is obj:
+                self.main_names[obj.__qualname__] = obj
             if isinstance(obj, FunctionType):
-                self._note_source(obj.__code__.co_filename)
-        elif (device := _device_of(obj)) is not None:
-            self.moved[device] = self.moved.get(device, 0) + 1
-            return _on_cpu(obj).__reduce_ex__(5)
+                file = obj.__code__.co_filename
+                if file not in self.sources and not Path(file).exists():
+                    self.sources[file] = "".join(linecache.getlines(file))
         return super().reducer_override(obj)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-    def _note_name(self, value: Any) -> None:
-        main = sys.modules.get("__main__")
-        if value.__module__ == "__main__" and getattr(main, value.__qualname__, None) is value:
-            self.main_names[value.__qualname__] = value
-
-    def _note_source(self, file: str) -> None:
-        if file not in self.sources and not Path(file).exists():
-            self.sources[file] = "".join(linecache.getlines(file))
-
-
-def _device_of(value: object) -> str | None:
-    """Return the device of a tensor; None for one on the CPU, and for anything else."""
-    if "torch" not in sys.modules:
-        return None
-    from torch import Tensor
-
-    if not isinstance(value, Tensor) or value.device.type in ("cpu", "meta"):
-        return None
-    return str(value.device)
-
-
-def _on_cpu(tensor: "Tensor") -> "Tensor":
-    import torch
-
-    moved = tensor.detach().cpu()
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved.requires_grad_(tensor.requires_grad)
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any]) -> PickledCall:
@@ -103,6 +79,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> PickledCall:
     Raises:
         LaunchError: If a part cannot be pickled; the message names the function or the argument.
     """
+    name = getattr(function, "__name__", type(function).__name__)
     content = new_content()
     pickler = CallPickler(content)
     # Pickled in this order: by the time the names and sources are reached, the function has filled them.
@@ -110,19 +87,25 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> PickledCall:
         pickler.dump((function, tuple(args), pickler.main_names, pickler.sources))  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:
         content.close()
-        roots = ((_name_of(function), function), *_arguments(args))
-        label = next((label for label, value in roots if not _is_shippable(value)), _name_of(function))
+        roots = ((name, function), *_arguments(args))
+        label = next((label for label, value in roots if _shipped_size(value) is None), name)
         raise LaunchError(
             f"{label}: cannot be sent to each rank "
             f"({_first_line(error)}); create it inside the function: open files, connect and make generators there"
         ) from error
     notes = [
-        f"{count} tensor{'s' if count > 1 else ''} of {device} reach{'' if count > 1 else 'es'} the ranks on the CPU"
+        f"{format_count(count, 'tensor')} of {device} reach{'' if count > 1 else 'es'} the ranks on the CPU"
         for device, count in pickler.moved.items()
     ]
     size = content.tell()
     if size > _LARGE_BYTES:
-        notes.append(_tell_size(function, args, size))
+        parts = (*_arguments(args), *_parts_of(function))
+        most, label = max(((_shipped_size(value) or 0, label) for label, value in parts), default=(0, ""))
+        largest = f" ({label}: {format_size(most)})" if label else ""
+        notes.append(
+            f"{name} and what it uses are {format_size(size)}, which each rank gets a copy of{largest}; load large "
+            "data inside the function"
+        )
     return PickledCall(content=content, notes=tuple(notes))
 
 
@@ -170,32 +153,18 @@ class _Counter:
         return memoryview(data).nbytes
 
 
-def _shipped_size(value: object) -> int:
+def _shipped_size(value: object) -> int | None:
+    """Return the size of a pickled value; None if it cannot be pickled."""
     counter = _Counter()
-    CallPickler(counter).dump(value)  # pyright: ignore[reportUnknownMemberType]
-    return counter.size
-
-
-def _is_shippable(value: object) -> bool:
     try:
-        _shipped_size(value)
+        CallPickler(counter).dump(value)  # pyright: ignore[reportUnknownMemberType]
     except Exception:  # noqa: BLE001 - any class may raise anything; the caller reports the first error
-        return False
-    return True
+        return None
+    return counter.size
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _tell_size(function: Callable[..., Any], args: Sequence[Any], size: int) -> str:
-    sizes = [(_shipped_size(value), label) for label, value in (*_arguments(args), *_parts_of(function))]
-    most, label = max(sizes, default=(0, ""))
-    return (
-        f"{_name_of(function)} and what it uses are {format_size(size)}, which each rank gets a copy of"
-        + (f" ({label}: {format_size(most)})" if label else "")
-        + "; load large data inside the function"
-    )
 
 
 def _arguments(args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -231,7 +200,3 @@ def _names_used(code: CodeType) -> set[str]:
     """Return the names that a function and those nested in it look up."""
     nested = [_names_used(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*nested)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

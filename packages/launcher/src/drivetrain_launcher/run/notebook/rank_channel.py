@@ -7,7 +7,10 @@ For Unix only.
 
 import mmap
 import os
+import pickle
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -22,8 +25,8 @@ class Message(Enum):
     """The messages of both sides.
 
     The notebook says `SETUP` (a pickled `CallSetup`), then `CALL` (a pickled call) for each call, and `END`. For each
-    call a rank says `BEGAN`; any number of `FIGURE`s (a PNG); and once `RETURNED`, `FAILED` (both in `returned.py`)
-    or `INTERRUPTED`.
+    call a rank says `BEGAN`; any number of `FIGURE`s (a PNG); and once `RETURNED` (`Returned`), `FAILED` (a pickled
+    `Failed`) or `INTERRUPTED`.
     """
 
     SETUP = b"S"
@@ -34,6 +37,50 @@ class Message(Enum):
     RETURNED = b"R"
     FAILED = b"F"
     INTERRUPTED = b"I"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSetup:
+    """The state of the notebook that a rank takes over before a call; `search_path` is the notebook's `sys.path`."""
+
+    rank: int
+    environment: Mapping[str, str]
+    folder: str
+    search_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """An exception of the function, or of shipping it or its return value.
+
+    Attributes:
+        line: The exception in one line.
+        traceback: The exception with its traceback, from the function's frame on.
+        exception: The pickled exception; None if it cannot be pickled.
+        time: The time, in seconds since the epoch.
+    """
+
+    line: str
+    traceback: str
+    exception: bytes | None
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A return value, still pickled.
+
+    Attributes:
+        content: The file: the times of change of the user's own modules, by file; then the value.
+    """
+
+    content: IO[bytes]
+
+    def read(self) -> tuple[Mapping[str, int], Any]:
+        """Return the modules' times and the value."""
+        with self.content as content:
+            content.seek(0)
+            return pickle.load(content), pickle.load(content)
 
 
 class RankChannel:

@@ -8,27 +8,24 @@ import pickle
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import traceback
-from collections.abc import Callable
-from types import TracebackType
-from typing import IO, Any
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 from drivetrain_config import environ
-from drivetrain_launcher.run.notebook.call_messages import CallSetup, Failed
 from drivetrain_launcher.run.notebook.rank_channel import (
     CHANNEL_VARIABLE,
     FIGURE_BACKEND,
+    CallSetup,
+    Failed,
     Message,
     RankChannel,
     new_content,
     view_content,
-)
-from drivetrain_launcher.run.notebook.rank_state import (
-    free_memory,
-    leave_groups,
-    to_environment,
-    user_modules,
 )
 from drivetrain_launcher.run.orphan_watch import watch_owner
 
@@ -96,12 +93,21 @@ def _outcome(channel: RankChannel, rank: int, content: IO[bytes]) -> tuple[Messa
     from drivetrain_launcher.run.notebook.pickled_call import pack_result, unpack
 
     began_ns = time.time_ns()
+    value = None
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         channel.send(Message.BEGAN)
         with content:
             function, args = unpack(view_content(content))
-        value = _run(function, args)
+        try:
+            value = function(*args)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise  # else it is the function's own way to end early
+        if FIGURE_BACKEND.removeprefix("module://") in sys.modules:
+            from drivetrain_launcher.run.notebook.figure_backend import show
+
+            show()
         leave_groups()
         answer = new_content()
         pickle.dump(user_modules(since_ns=began_ns), answer)
@@ -118,42 +124,63 @@ def _outcome(channel: RankChannel, rank: int, content: IO[bytes]) -> tuple[Messa
     return Message.RETURNED, answer
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        value = function(*args)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-        value = None  # the function's own way to end early
-    if FIGURE_BACKEND.removeprefix("module://") in sys.modules:
-        from drivetrain_launcher.run.notebook.figure_backend import show
-
-        show()
-    return value
-
-
 def _describe(error: BaseException) -> Failed:
     from drivetrain_launcher.run.failures import format_for_user
-
-    error.with_traceback(_frames_of_function(error.__traceback__))
-    line = "".join(traceback.format_exception_only(error)).strip()
-    return Failed(line=line, traceback=format_for_user(error), exception=_pickled(error), time=time.time())
-
-
-def _frames_of_function(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the leading frames of this file; all of it if there are no others."""
-    rest = frames
-    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
-        rest = rest.tb_next
-    return rest or frames
-
-
-def _pickled(error: BaseException) -> bytes | None:
     from drivetrain_launcher.run.notebook.pickled_call import CallPickler
 
-    content = io.BytesIO()
-    try:
-        CallPickler(content).dump(error)  # pyright: ignore[reportUnknownMemberType]
-    except Exception:  # noqa: BLE001 - its text is sent in any case
-        return None
-    return content.getvalue()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # leave out those of this file, unless there are no others
+    error.with_traceback(frames or error.__traceback__)
+    exception = None
+    with suppress(Exception):  # its text is sent in any case
+        pickled = io.BytesIO()
+        CallPickler(pickled).dump(error)  # pyright: ignore[reportUnknownMemberType]
+        exception = pickled.getvalue()
+    line = "".join(traceback.format_exception_only(error)).strip()
+    return Failed(line=line, traceback=format_for_user(error), exception=exception, time=time.time())
+
+
+def to_environment(current: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the changes that turn the current environment into the wanted one; None removes a variable."""
+    removed: dict[str, str | None] = {name: None for name in current if name not in wanted}
+    return removed | {name: text for name, text in wanted.items() if current.get(name) != text}
+
+
+def leave_groups() -> None:
+    """Destroy the process groups that the function has left behind; their store ends with the call."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def free_memory() -> None:
+    """Free what only cycles hold, and give unused device memory back to the driver."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        module = getattr(torch, torch.accelerator.current_accelerator().type, None)
+        if module is not None and module.is_initialized():
+            module.empty_cache()
+
+
+def user_modules(*, since_ns: int) -> dict[str, int]:
+    """Return the time of change of the files of imported modules that are not installed.
+
+    Args:
+        since_ns: The time, in nanoseconds since the epoch, from which a change may be later than the import; the
+            time of such a file is 0.
+    """
+    found: dict[str, int] = {}
+    libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or file.startswith(libraries) or not file.endswith(".py"):
+            continue
+        if not any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages")):
+            try:
+                changed = Path(file).stat().st_mtime_ns
+            except OSError:
+                continue
+            found[file] = changed if changed < since_ns else 0
+    return found

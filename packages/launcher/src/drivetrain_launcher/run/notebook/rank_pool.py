@@ -5,18 +5,17 @@ import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
 from drivetrain_launcher.run.failures import describe_root, find_root
 from drivetrain_launcher.run.notebook.call import Call, FailedRank, Interrupted, Interrupts, Outcome
-from drivetrain_launcher.run.notebook.call_messages import CallSetup, Returned
 from drivetrain_launcher.run.notebook.output import OutputView
 from drivetrain_launcher.run.notebook.pickled_call import PickledCall
-from drivetrain_launcher.run.notebook.rank_channel import Message, new_content
+from drivetrain_launcher.run.notebook.rank_channel import CallSetup, Message, Returned, new_content
 from drivetrain_launcher.run.notebook.rank_pool_plan import RankPoolPlan
 from drivetrain_launcher.run.notebook.rank_process import RankProcess
 from drivetrain_messages import say
@@ -109,7 +108,11 @@ class RankPool:
 
     def _replace_stale(self) -> None:
         """Start the processes anew if one has ended, or if a module of the user's has changed on the disk."""
-        changed = [file for file, time_ns in self._modules.items() if _changed(file, time_ns)]
+        changed: list[str] = []
+        for file, time_ns in self._modules.items():
+            with suppress(OSError):  # removed: the loaded code is all there is
+                if Path(file).stat().st_mtime_ns != time_ns:
+                    changed.append(file)
         if changed:
             say(f"{Path(changed[0]).name} has changed since the last call; the workers start anew")
         ended = [rank for rank in self._ranks if rank.exit_code() is not None]
@@ -125,7 +128,7 @@ class RankPool:
         call = Call(
             self._ranks,
             OutputView(sys.stdout, sys.stderr, num_ranks=self._plan.num_processes),
-            show_figure=_show_png,
+            show_figure=_show_figure,
             grace_seconds=_GRACE_SECONDS,
         )
         with Interrupts() as interrupts:
@@ -137,8 +140,14 @@ class RankPool:
                 self._send(pickled_call, port=place.master_port)
                 outcomes = call.watch(interrupts)
             finally:
-                del meeting  # a kept exception references this frame, and would keep the store
-        return self._results(outcomes)
+                del (
+                    meeting
+                )  # an exception that somebody retains references this frame, and would retain the store
+        with ExitStack() as files:
+            for each in outcomes:
+                if isinstance(each, Returned):
+                    files.enter_context(each.content)
+            return self._results(outcomes)
 
     def _send(self, pickled_call: PickledCall, *, port: int) -> None:
         folder = os.getcwd()
@@ -160,65 +169,38 @@ class RankPool:
     def _results(self, outcomes: Sequence[Outcome]) -> list[Any]:
         """Return the values of the ranks, or raise what ended the call."""
         failed = [each for each in outcomes if isinstance(each, FailedRank)]
-        with ExitStack() as files:
-            for each in outcomes:
-                if isinstance(each, Returned):
-                    files.enter_context(each.content)
-            return self._values(outcomes, failed)
-
-    def _values(self, outcomes: Sequence[Outcome], failed: Sequence[FailedRank]) -> list[Any]:
         if any(isinstance(each, Interrupted) for each in outcomes):
-            own = [each for each in failed if each.failure.error and not each.failure.is_aftermath]
+            own = [each.failure for each in failed if each.failure.error and not each.failure.is_aftermath]
             if own:  # such as an error in saving
-                sys.stderr.write(describe_root(find_root([each.failure for each in own]), num_nodes=1))
+                sys.stderr.write(describe_root(find_root(own), num_nodes=1))
             raise KeyboardInterrupt
         if failed:
-            _raise_root(failed)
+            root = find_root([each.failure for each in failed])
+            exception = next(each.exception for each in failed if each.failure is root)
+            error = None
+            if exception is not None:
+                with suppress(Exception):  # its class cannot be read here, and its text says enough
+                    error = pickle.loads(exception)
+            raise RankFailedError(describe_root(root, num_nodes=1), rank=root.rank, error=error)
         values: list[Any] = []
         for rank, outcome in enumerate(outcomes):
             assert isinstance(outcome, Returned)
-            values.append(self._value_of(rank, outcome))
+            try:
+                modules, value = outcome.read()
+            except Exception as error:
+                raise RankFailedError(
+                    f"the return value of rank {rank} cannot be read in this process ({type(error).__name__}: "
+                    f"{error}); return plain values and tensors, or import here what its class needs",
+                    rank=rank,
+                ) from error
+            self._modules = {**self._modules, **modules}
+            values.append(value)
         return values
 
-    def _value_of(self, rank: int, returned: Returned) -> Any:
-        try:
-            modules, value = returned.read()
-        except Exception as error:
-            raise RankFailedError(
-                f"the return value of rank {rank} cannot be read in this process ({type(error).__name__}: {error}); "
-                "return plain values and tensors, or import here what its class needs",
-                rank=rank,
-            ) from error
-        self._modules = {**self._modules, **modules}
-        return value
 
-
-def _show_png(content: IO[bytes]) -> None:
-    """Show a figure in the cell that runs."""
+def _show_figure(content: IO[bytes]) -> None:
+    """Show a PNG in the cell that runs."""
     from IPython.display import Image, display
 
     content.seek(0)
     display(Image(data=content.read(), format="png"))
-
-
-def _raise_root(failed: Sequence[FailedRank]) -> NoReturn:
-    root = find_root([each.failure for each in failed])
-    pickled = next(each.exception for each in failed if each.failure.rank == root.rank)
-    text = describe_root(root, num_nodes=1)
-    raise RankFailedError(text, rank=root.rank, error=_unpickled(pickled))
-
-
-def _unpickled(exception: bytes | None) -> BaseException | None:
-    """Return an exception of a rank; None if its class cannot be read here, as its text says enough."""
-    try:
-        error = pickle.loads(exception) if exception is not None else None
-    except Exception:  # noqa: BLE001 - a constructor may raise anything
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
-def _changed(file: str, time_ns: int) -> bool:
-    try:
-        return Path(file).stat().st_mtime_ns != time_ns
-    except OSError:
-        return False  # removed: the loaded code is all there is

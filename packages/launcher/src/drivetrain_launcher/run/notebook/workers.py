@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from drivetrain_launcher.run.notebook.pickled_call import pack
@@ -83,9 +82,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -21,6 +21,8 @@ class CursorTracker:
     Attributes:
         columns: The width of the terminal.
         is_elsewhere: Whether the program has the whole screen, on the terminal's second page.
+        follows_bar: Whether the line above was a bar: the program may draw a second one here, and go back up to the
+            first.
     """
 
     def __init__(self, columns: int) -> None:
@@ -28,7 +30,7 @@ class CursorTracker:
         self.is_elsewhere = False
         self._rest = b""
         self._is_hidden = False
-        self._follows_bar = False
+        self.follows_bar = False
         self._settle()
 
     @property
@@ -41,11 +43,6 @@ class CursorTracker:
         return is_below and self.is_ground and not self._is_hidden
 
     @property
-    def follows_bar(self) -> bool:
-        """True if the line above was a bar: the program may draw a second one here, and go back up to the first."""
-        return self._follows_bar
-
-    @property
     def is_ground(self) -> bool:
         """True if no sequence and no character is cut at this moment."""
         return not self._rest
@@ -53,7 +50,9 @@ class CursorTracker:
     @property
     def above(self) -> int:
         """The number of rows above the cursor that the program may rewrite."""
-        return self._row - self._top + self._wraps()
+        return (
+            self._row - self._top + max(0, self._column - 1) // max(1, self.columns)
+        )  # the line may have wrapped
 
     @property
     def below(self) -> int:
@@ -63,12 +62,28 @@ class CursorTracker:
     def feed(self, data: bytes) -> None:
         """Follow what the program has written."""
         data = self._rest + data
-        self._rest = b""
         place = 0
         for found in _ESCAPE.finditer(data):
             self._text(data[place : found.start()])
-            self._escape(found)
             place = found.end()
+            final, numbers = found["final"], found["numbers"] or b""
+            rows = max(1, int(numbers)) if numbers.isdigit() else 1
+            if final in (b"A", b"F"):
+                self._row -= rows
+                # A refresh that was cut may go further up: rows are given up only once the program has left them all.
+                self._top, self._has_moved_up, self._is_fresh = min(self._top, self._row), True, False
+            elif final in (b"B", b"E"):
+                self._row += rows
+                self._bottom, self._is_fresh = max(self._bottom, self._row), False
+            elif final in (b"h", b"l") and numbers == b"?25":
+                self._is_hidden = final == b"l"
+                if self._is_hidden:
+                    self._top = min(self._top, self._row)
+            elif final in (b"h", b"l") and numbers in (b"?1049", b"?47", b"?1047"):
+                self.is_elsewhere = final == b"h"
+                self._settle()
+            if final in (b"E", b"F", b"G"):
+                self._column = 0
         rest = data[place:]
         cut = rest.find(b"\x1b")
         if cut < 0:
@@ -81,7 +96,7 @@ class CursorTracker:
     def end_line(self) -> None:
         """Note that another program has ended the line."""
         self._rest, self._is_hidden, self.is_elsewhere = b"", False, False
-        self._follows_bar = False
+        self.follows_bar = False
         self._settle()
 
     def _settle(self) -> None:
@@ -89,9 +104,6 @@ class CursorTracker:
         self._row = self._top = self._bottom = self._column = 0
         self._is_fresh, self._has_moved_up, self._is_new = True, False, True
         self._is_bar = False
-
-    def _wraps(self) -> int:
-        return max(0, self._column - 1) // max(1, self.columns)
 
     def _text(self, text: bytes) -> None:
         if not text:
@@ -102,7 +114,7 @@ class CursorTracker:
             self._column, self._is_fresh = 0, True
             self._is_new = self._row > self._bottom
             self._bottom = max(self._bottom, self._row)
-            self._follows_bar = b"\r" in lines[-1].rstrip(b"\r") or (len(lines) == 1 and self._is_bar)
+            self.follows_bar = b"\r" in lines[-1].rstrip(b"\r") or (len(lines) == 1 and self._is_bar)
             self._is_bar = False
             if not self._has_moved_up and not self._is_hidden:
                 self._top = self._bottom = self._row
@@ -110,37 +122,11 @@ class CursorTracker:
         if returned:
             self._column, self._is_bar = 0, True
         if last:
-            self._follows_bar = self._is_fresh = False
-        self._column += _width(after)
-
-    def _escape(self, found: re.Match[bytes]) -> None:
-        final, numbers = found["final"], found["numbers"] or b""
-        if final in (b"A", b"F"):
-            self._row -= _count(numbers)
-            # A refresh that was cut may go further up: rows are given up only once the program has left them all.
-            self._top, self._has_moved_up, self._is_fresh = min(self._top, self._row), True, False
-        elif final in (b"B", b"E"):
-            self._row += _count(numbers)
-            self._bottom, self._is_fresh = max(self._bottom, self._row), False
-        elif final in (b"h", b"l") and numbers == b"?25":
-            self._is_hidden = final == b"l"
-            if self._is_hidden:
-                self._top = min(self._top, self._row)
-        elif final in (b"h", b"l") and numbers in (b"?1049", b"?47", b"?1047"):
-            self.is_elsewhere = final == b"h"
-            self._settle()
-        if final in (b"E", b"F", b"G"):
-            self._column = 0
-
-
-def _count(numbers: bytes) -> int:
-    return max(1, int(numbers)) if numbers.isdigit() else 1
-
-
-def _width(text: bytes) -> int:
-    if text.isascii():
-        return len(text) - sum(text.count(control) for control in (b"\0", b"\x07", b"\x08"))
-    return sum(map(cell_width, text.decode("utf-8", "replace")))
+            self.follows_bar = self._is_fresh = False
+        if after.isascii():
+            self._column += len(after) - sum(after.count(control) for control in (b"\0", b"\x07", b"\x08"))
+        else:
+            self._column += sum(map(cell_width, after.decode("utf-8", "replace")))
 
 
 def cell_width(character: str) -> int:

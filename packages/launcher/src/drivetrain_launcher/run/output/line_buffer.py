@@ -27,31 +27,26 @@ class LineBuffer:
     def feed(self, data: bytes) -> bytes:
         """Add bytes, and return the lines that are whole now, each with its newline; empty if there is none."""
         end = data.rfind(b"\n") + 1
-        if not end:
-            self._keep(data)
-            return self._flush_long() if self._size_bytes >= MAX_LINE_BYTES else b""
-        whole = b"".join([*self._parts, data[:end]])
-        self._parts, self._size_bytes = [], 0
-        self._keep(data[end:])
-        return whole
+        if end:
+            whole, rest = b"".join([*self._parts, data[:end]]), data[end:]
+            self._parts, self._size_bytes = [], 0
+        else:
+            whole, rest = b"", data
+        if rest:
+            self._parts.append(rest)
+            self._size_bytes += len(rest)
+        if self._size_bytes < MAX_LINE_BYTES:
+            return whole
+        long = b"".join(self._parts)
+        cut = whole_characters(long)
+        self._parts, self._size_bytes = [long[cut:]], len(long) - cut
+        return whole + long[:cut] + b"\n"
 
     def flush(self) -> bytes:
         """Return the last line, which has no newline, with one; empty if there is none."""
         rest = b"".join(self._parts)
         self._parts, self._size_bytes = [], 0
         return rest + b"\n" if rest else b""
-
-    def _keep(self, data: bytes) -> None:
-        if data:
-            self._parts.append(data)
-            self._size_bytes += len(data)
-
-    def _flush_long(self) -> bytes:
-        rest = b"".join(self._parts)
-        end = whole_characters(rest)
-        self._parts, self._size_bytes = [], 0
-        self._keep(rest[end:])
-        return rest[:end] + b"\n"
 
 
 def whole_characters(data: bytes) -> int:
@@ -81,17 +76,14 @@ def for_terminal(lines: bytes) -> bytes:
     """
     if b"\r" not in lines and not _SEQUENCE.search(lines):
         return lines
-    return b"".join(_tame(line) for line in lines[:-1].split(b"\n"))
+    shown: list[bytes] = []
+    for line in lines[:-1].split(b"\n"):
+        states = [state for state in line.split(b"\r") if state.strip()]
+        text = _SEQUENCE.sub(_colour, states[-1]) if states else b""
+        shown.append(text + (_RESET if b"\x1b" in text else b"") + b"\n")
+    return b"".join(shown)
 
 
-def _tame(line: bytes) -> bytes:
-    states = [state for state in line.split(b"\r") if state.strip()]
-    text = states[-1] if states else b""
-    if b"\x1b" not in text and not _SEQUENCE.search(text):
-        return text + b"\n"
-    shown = _SEQUENCE.sub(lambda found: found[0] if _is_colour(found[0]) else b"", text)
-    return shown + (_RESET if b"\x1b" in shown else b"") + b"\n"
-
-
-def _is_colour(sequence: bytes) -> bool:
-    return sequence.startswith(b"\x1b[") and sequence.endswith(b"m")
+def _colour(sequence: re.Match[bytes]) -> bytes:
+    """Return a sequence that sets a colour; nothing for any other."""
+    return sequence[0] if sequence[0].startswith(b"\x1b[") and sequence[0].endswith(b"m") else b""

@@ -4,7 +4,7 @@ Standard library only, as the keeper process imports it without site-packages.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from drivetrain_launcher.run.output.cursor import CursorTracker, cell_width
@@ -114,22 +114,20 @@ def insert_above(lines: bytes, tracker: CursorTracker, size: Size) -> bytes:
     leave the screen at its top is kept by the terminal as always.
     """
     rows = [row for line in lines[:-1].split(b"\n") for row in wrap(line, size.columns)]
-    height = tracker.above + tracker.below + 1
-    room = max(1, size.rows - height)
-    batches = [rows[start : start + room] for start in range(0, len(rows), room)]
-    return b"".join(_insert(batch, tracker, size) for batch in batches)
-
-
-def _insert(rows: Sequence[bytes], tracker: CursorTracker, size: Size) -> bytes:
-    count, below = len(rows), tracker.below
-    above = min(tracker.above, max(0, size.rows - 1 - count - below))
-    down = f"\x1b[{below}B" if below else ""
-    up = f"\x1b[{above}A" if above else ""
-    # Make room below, scrolling if there is none; then everything keeps its place while the cursor is away.
-    start = (
-        f"{down}{chr(27)}D{(chr(27) + 'D') * (count - 1)}\x1b[{below + count}A\x1b7{up}\r\x1b[0m\x1b[{count}L"
-    )
-    return start.encode() + b"\r\n".join(rows) + f"\x1b8\x1b[{count}B".encode()
+    below = tracker.below
+    room = max(1, size.rows - (tracker.above + below + 1))
+    written = b""
+    for first in range(0, len(rows), room):
+        batch = rows[first : first + room]
+        count = len(batch)
+        above = min(tracker.above, max(0, size.rows - 1 - count - below))
+        down = f"\x1b[{below}B" if below else ""
+        up = f"\x1b[{above}A" if above else ""
+        # Make room below, scrolling if there is none; then everything keeps its place while the cursor is away.
+        scroll = "\x1bD" * count
+        start = f"{down}{scroll}\x1b[{below + count}A\x1b7{up}\r\x1b[0m\x1b[{count}L"
+        written += start.encode() + b"\r\n".join(batch) + f"\x1b8\x1b[{count}B".encode()
+    return written
 
 
 def wrap(line: bytes, columns: int) -> list[bytes]:

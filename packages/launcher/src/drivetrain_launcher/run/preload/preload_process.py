@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_launcher.run.process_link import ProcessLink
+from drivetrain_messages import format_count
 
 # Files that are open once CUDA, ROCm or another runtime of accelerators works in a process.
 _DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/davinci")
@@ -42,15 +43,7 @@ class RankOrder:
 
 
 def serve(connection: socket.socket, modules: Sequence[str]) -> RankOrder:
-    """Import modules and fork ranks until the launcher ends.
-
-    Args:
-        connection: The connection to the launcher.
-        modules: The names of the modules.
-
-    Returns:
-        The order of a rank, in that rank. In the process itself the call never returns.
-    """
+    """Import modules and fork ranks until the launcher ends; return in each rank, with its order."""
     try:
         return _Parent(connection).serve(modules)
     except (BrokenPipeError, ConnectionResetError):
@@ -89,7 +82,12 @@ class _Parent:
         while True:
             readable, _, _ = select.select([self._connection, *self._running], [], [])
             for handle in self._running.keys() & {*readable}:
-                self._tell_end(handle)
+                # The rank stays a zombie until the launcher knows.
+                ended = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+                assert ended is not None
+                sign = -1 if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 1
+                os.close(handle)
+                self._link.send("ended", pid=self._running.pop(handle), exit_code=sign * ended.si_status)
             if self._connection not in readable:
                 continue
             messages = self._link.receive()
@@ -121,15 +119,6 @@ class _Parent:
             os.close(file)
         return None
 
-    def _tell_end(self, handle: int) -> None:
-        """Tell the launcher how a rank has ended, and leave it a zombie."""
-        ended = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        was_killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        pid = self._running.pop(handle)
-        os.close(handle)
-        self._link.send("ended", pid=pid, exit_code=-ended.si_status if was_killed else ended.si_status)
-
 
 def _import(modules: Sequence[str]) -> str:
     """Import modules; return why ranks cannot be forked afterwards, or an empty text."""
@@ -140,25 +129,18 @@ def _import(modules: Sequence[str]) -> str:
             return f"{name} cannot be imported here ({type(error).__name__}: {error})"
         if opened := open_accelerator():
             return f"importing {name} opens {opened}, and an accelerator cannot be used after a fork"
-        if num_threads := _count_threads_after_fork():
-            threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+        # OpenBLAS, which knows of forks, ends its threads before one, and starts them again when they are needed. An
+        # ended thread is listed for some moments.
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        deadline = time.monotonic() + _THREAD_END_SECONDS
+        while (num_threads := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if num_threads:
+            threads = format_count(num_threads, "thread")
             return f"importing {name} starts {threads}, which a forked rank would lack"
     return ""
-
-
-def _count_threads_after_fork() -> int:
-    """Return the number of other threads, without those of libraries that know of forks.
-
-    OpenBLAS ends its threads before a fork, and starts them again when they are needed. An ended thread is listed for
-    some moments.
-    """
-    if (pid := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    deadline = time.monotonic() + _THREAD_END_SECONDS
-    while (count := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return count
 
 
 def open_accelerator(files: Path = Path("/proc/self/fd")) -> str:

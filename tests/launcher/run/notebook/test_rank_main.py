@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_launcher.run.notebook.rank_state import to_environment, user_modules
+from drivetrain_launcher.run.notebook.rank_main import to_environment, user_modules
 
 environments = st.dictionaries(st.sampled_from("ABCD"), st.text("xy", max_size=2))
 
