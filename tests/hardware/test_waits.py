@@ -101,7 +101,7 @@ DOCUMENTED = {
     "fsdp.offload: for gradients on their way to the host, and for what scales and clips them": Way(
         backend="fsdp",
         sections={"fsdp": {"offload": True}},
-        places={"finalize": 1, "_combined": 1, "scale_to_norm": 1},
+        places={"finalize": 1, "_combine": 1, "scale_to_norm": 1},
         torch_waits=True,
     ),
 }

@@ -77,7 +77,7 @@ def choose_policy(
     if settings is not None:
         check_recipe_name(settings.fp8_recipe)
     if mode == "fp8":
-        named = _with_name(settings or PrecisionSettings(), recipe)
+        named = _add_recipe_name(settings or PrecisionSettings(), recipe)
         given = None if recipe is None or isinstance(recipe, str) else as_recipe(recipe)
         return _fp8_policy(device, named, given, support)
     if recipe is not None:
@@ -101,7 +101,7 @@ def choose_policy(
     return _policy(mode, device, settings, support[mode].reason)
 
 
-def _with_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:
+def _add_recipe_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:
     """Return the settings with the recipe that is named in code."""
     if not isinstance(recipe, str) or recipe == "auto":
         return settings

@@ -236,7 +236,7 @@ class DeepSpeedBackend(TorchBackend):
             if model is None
             else sum(map(compat.num_elements, trainable_parameters([model]))),
             optimizer=None if optimizer is None else type(optimizer).__name__,
-            optimizer_options={} if optimizer is None else _shared_options(optimizer),
+            optimizer_options={} if optimizer is None else _find_shared_options(optimizer),
         )
 
     def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
@@ -299,7 +299,7 @@ class DeepSpeedBackend(TorchBackend):
         return blocks
 
 
-def _shared_options(optimizer: Optimizer) -> dict[str, Any]:
+def _find_shared_options(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options that all parameter groups share."""
     first, *others = optimizer.param_groups
     return {

@@ -66,7 +66,7 @@ def engine_config(settings: DeepSpeedSettings, run: EngineRun) -> dict[str, Any]
         given.pop("optimizer", None)
     flat = flatten(given)
     stage = flat.get("zero_optimization.stage", "auto")
-    keys = _keys(settings, run, _asked(settings, "stage", _DEFAULT_STAGE if stage == "auto" else stage))
+    keys = _keys(settings, run, _key_of(settings, "stage", _DEFAULT_STAGE if stage == "auto" else stage))
     if run.optimizer is not None:
         keys |= _optimizer_keys(run)
     merged = _merge(keys, flat, where)
@@ -148,7 +148,7 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
         "prescale_gradients": Key(False),
         "gradient_predivide_factor": Key(1.0),
         "communication_data_type": _reduction(settings, run),
-        "data_types.grad_accum_dtype": _asked(settings, "grad_accum_dtype", "fp32"),
+        "data_types.grad_accum_dtype": _key_of(settings, "grad_accum_dtype", "fp32"),
         "bf16.enabled": Key(run.mode == "bf16", half),
         "fp16.enabled": Key(run.mode == "fp16", half),
         "torch_autocast.enabled": Key(False, f"{half}, which says what models compute in"),
@@ -201,8 +201,8 @@ def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[
         return {f"zero_optimization.{name}": key for name, key in offload.items()}
     fitting = min(_BUCKET_ELEMENTS, run.num_elements or _BUCKET_ELEMENTS)
     zero = {
-        "reduce_bucket_size": _asked(settings, "reduce_bucket_size", fitting),
-        "overlap_comm": _asked(settings, "overlap_comm", stage == 3),
+        "reduce_bucket_size": _key_of(settings, "reduce_bucket_size", fitting),
+        "overlap_comm": _key_of(settings, "overlap_comm", stage == 3),
         "contiguous_gradients": Key(True),
         "reduce_scatter": Key(True),
         "ignore_unused_parameters": Key(True),
@@ -216,18 +216,18 @@ def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[
             "stage3_param_persistence_threshold": Key(_PERSISTENT_ELEMENTS),
         }
     else:
-        zero["allgather_bucket_size"] = _asked(settings, "allgather_bucket_size", fitting + fitting % 2)
+        zero["allgather_bucket_size"] = _key_of(settings, "allgather_bucket_size", fitting + fitting % 2)
     return {f"zero_optimization.{name}": key for name, key in (zero | offload).items()}
 
 
 def _offload_keys(settings: DeepSpeedSettings, name: str) -> dict[str, Key]:
-    keys = {f"{name}.device": _asked(settings, name, "none")}
+    keys = {f"{name}.device": _key_of(settings, name, "none")}
     if settings.nvme_path is not None and getattr(settings, name) == "nvme":
         keys[f"{name}.nvme_path"] = Key(str(settings.nvme_path), f"nvme_path={settings.nvme_path}")
     return keys
 
 
-def _asked(settings: DeepSpeedSettings, name: str, default: object) -> Key:
+def _key_of(settings: DeepSpeedSettings, name: str, default: object) -> Key:
     value = getattr(settings, name)
     return Key(default) if value is None else Key(value, f"deepspeed.{name}={value!r}")
 
@@ -236,7 +236,7 @@ def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
     """Return the dtype in which ranks add up gradients, which the section or the run says."""
     own = settings.communication_data_type
     if run.reduce is None:
-        return _asked(settings, "communication_data_type", "fp32")
+        return _key_of(settings, "communication_data_type", "fp32")
     if own not in (None, run.reduce):
         raise EngineConfigError(
             f"deepspeed.communication_data_type={own!r} with precision.reduce_dtype={run.reduce!r}: both say in what "

@@ -215,7 +215,7 @@ class EngineReducer:
         """Refuse a backward that reaches an engine other than the running one."""
         if self._running is model:
             return
-        reached = self._told(model)
+        reached = self._describe(model)
         if not accumulates(model.parameters()):
             raise AccumulationError(
                 f"torch.autograd.grad() went through {reached}, whose DeepSpeed engine takes every backward through "
@@ -228,12 +228,12 @@ class EngineReducer:
                 "accelerator.backward(loss) in its place"
             )
         raise AccumulationError(
-            f"a loss of {self._told(self._running)} reached {reached}, whose DeepSpeed engine would take its "
+            f"a loss of {self._describe(self._running)} reached {reached}, whose DeepSpeed engine would take its "
             f"gradients for its own: freeze {type(model).__name__} while it is passed through, "
             "requires_grad_(False), and unfreeze it before its own forward"
         )
 
-    def _told(self, model: nn.Module) -> str:
+    def _describe(self, model: nn.Module) -> str:
         """Return a model's class name, with its number if several models have that class."""
         name = type(model).__name__
         same = [one for one in self._models if type(one).__name__ == name]

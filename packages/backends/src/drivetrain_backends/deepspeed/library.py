@@ -110,7 +110,7 @@ def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generato
         for _ in range(int(_LONGEST_COMPILATION / every_seconds)):
             if done.wait(every_seconds):
                 return
-            lock = _awaited_lock(thread_id)
+            lock = _find_awaited_lock(thread_id)
             holders = [] if lock is None else _holders(lock)
             found = _describe_wait(lock, holders)
             if found != told and context.topology.local_rank == 0:
@@ -128,7 +128,7 @@ def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generato
         thread.join()
 
 
-def _awaited_lock(thread_id: int) -> str | None:
+def _find_awaited_lock(thread_id: int) -> str | None:
     """Return the lock file that a thread waits for, as torch's `FileBaton` does; None if it does not wait."""
     frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

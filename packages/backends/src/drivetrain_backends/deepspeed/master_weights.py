@@ -56,7 +56,7 @@ class WrittenToFlat(WrittenValues):
     def copy_to_masters(self) -> None:
         """Copy changed elements to the masters; see `WrittenValues.copy_to_masters`."""
         if self._versions != (versions := _versions(self._names)):
-            self._num_writes.update(_changed(self._names, self._versions, versions))
+            self._num_writes.update(_find_changed(self._names, self._versions, versions))
             self._versions = versions
         if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
             self._bring_back(places)
@@ -128,7 +128,7 @@ class WrittenOutsideGathered(WrittenValues):
         """Refuse writes to parameters; see `WrittenValues.copy_to_masters`."""
         if (versions := _versions(self._names)) == self._versions:
             return
-        changed = _changed(self._names, self._versions, versions)
+        changed = _find_changed(self._names, self._versions, versions)
         raise AccumulationError(
             f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
             "the next, whether the loop wrote it, the forward (as embeddings with max_norm do) or a hook of "
@@ -165,5 +165,5 @@ def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
         return list(map(version_of, parameters))
 
 
-def _changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:
+def _find_changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:
     return [name for name, old, new in zip(parameters.values(), before, now, strict=True) if old != new]

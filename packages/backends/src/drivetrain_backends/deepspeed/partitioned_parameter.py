@@ -74,7 +74,7 @@ class EmptyParameter(nn.Parameter):
         """Return a full copy while a model is built, as stacks of layers make; refuse otherwise."""
         if not _is_building():
             _refuse(self, "a copy")
-        with _gathered([self]):
+        with _gather([self]):
             return cast("Any", GatheredParameter).__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -120,7 +120,7 @@ def _is_building() -> bool:
     return partition_parameters.zero_init_context > 0
 
 
-def _gathered(parameters: list[Any]) -> AbstractContextManager[None]:
+def _gather(parameters: list[Any]) -> AbstractContextManager[None]:
     """Gather parameters in the block, and spread what rank 0 writes there. Called on all ranks."""
     from deepspeed import zero
 
@@ -142,7 +142,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     first = args[0] if args else None
     if isinstance(first, EmptyParameter):
         if name in _OF_SHAPE.split():
-            return _of_full_shape(func, first, args, kwargs)
+            return _compute_on_full_shape(func, first, args, kwargs)
         if name in _TEXTS:
             return f"Parameter of shape {tuple(compat.full_shape(first))}, divided among ranks"
         if _is_of_kind(name, access, args):
@@ -157,7 +157,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         return func(*args, **kwargs)
     found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, EmptyParameter)]
     if _is_building() and name.endswith("_") and not name.startswith("_"):
-        with _gathered(found), torch.no_grad():
+        with _gather(found), torch.no_grad():
             return func(*args, **kwargs)
     return _refuse(found[0], f"{name}()")
 
@@ -171,7 +171,7 @@ def _is_of_kind(name: str, access: str | None, args: tuple[Any, ...]) -> bool:
     return name in _OF_KIND.split() or access == "__delete__" or (access == "__get__" and name not in _VIEWS)
 
 
-def _of_full_shape(
+def _compute_on_full_shape(
     func: Callable[..., Any], parameter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compute a function of the shape on a tensor without values."""

@@ -118,22 +118,22 @@ class ReachedParameters:
             return
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, [self._names[parameter] for parameter in waiting])
-        raise AccumulationError(_told_of_branches(gathered, self._stage))
+        raise AccumulationError(_describe_branches(gathered, self._stage))
 
     def _fill_in_zeros(self) -> None:
         """Give zeros to parameters that only other ranks' backwards reached. Called on all ranks."""
         lacking = [p for p in self._names if not compat.has_gradient_of_stage_1(self._optimizer, p)]
-        self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
+        self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
         for parameter in lacking:
             compat.fill_gradient_of_stage_1(self._optimizer, parameter)
 
     def _count_zeros_in_bf16(self) -> None:
         """Make the norm include gradients that only other ranks' backwards made. Called on all ranks."""
         lacking = compat.parameters_without_flat_gradient(self._optimizer)
-        self._refuse_left_out(self._left_out([p for p in self._names if p.requires_grad], lacking))
+        self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
         compat.count_all_flat_gradients(self._optimizer)
 
-    def _left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
+    def _find_left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
         """Return the names of the parameters without a gradient on any rank. Called on all ranks."""
         missing = set(map(id, lacking))
         reached = torch.tensor(
@@ -154,7 +154,7 @@ class ReachedParameters:
             )
 
 
-def _told_of_branches(gathered: list[list[str]], stage: int) -> str:
+def _describe_branches(gathered: list[list[str]], stage: int) -> str:
     """Return the message for ranks that would reduce different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [

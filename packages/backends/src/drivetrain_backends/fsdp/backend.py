@@ -306,7 +306,7 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
         "shard_size": group.mesh_info.shard_mesh_size,
         "offload": offloads,
         "pin_memory": offloads and group.offload_policy.pin_memory,
-        **_of_models(models, settings),
+        **_read_back_models(models, settings),
     }
     reasons = _reasons(models, settings, reason)
     return {
@@ -329,7 +329,7 @@ def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
 _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 
-def _of_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
+def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
     """Return the values that depend on the models' own modules."""
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
     regions = blocks or [model.module for model in models]

@@ -66,12 +66,12 @@ def gathered_parameter(parameter: Any) -> nn.Parameter | None:
 def holds_full_gradient(parameter: Any) -> bool:
     """Return whether an unreduced backward left a full gradient."""
     gathered = gathered_parameter(parameter)
-    return _accumulated_apart(parameter) is not None or (gathered is not None and gathered.grad is not None)
+    return _find_apart_gradient(parameter) is not None or (gathered is not None and gathered.grad is not None)
 
 
 def drop_full_gradient(parameter: Any) -> None:
     """Drop the full gradient that an unreduced backward left."""
-    if _accumulated_apart(parameter) is not None:
+    if _find_apart_gradient(parameter) is not None:
         parameter.unsharded_accumulated_grad = None
     if (gathered := gathered_parameter(parameter)) is not None:
         gathered.grad = None
@@ -205,7 +205,7 @@ def give_gradient_dtypes(group: Any) -> bool:
     return True
 
 
-def _accumulated_apart(parameter: Any) -> Tensor | None:
+def _find_apart_gradient(parameter: Any) -> Tensor | None:
     """Return the gradient that older torch accumulates beside the gathered parameter.
 
     In 2.15 the name is a property without a setter, which gives the gathered parameter's own gradient.

@@ -153,7 +153,7 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
     is_max = norm_type == torch.inf
     parts: list[Tensor] = []
     for holders, tensors in groups.items():
-        part = _combined(tensors, norm_type, device)
+        part = _combine(tensors, norm_type, device)
         for group in holders:
             dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         parts.append(part)
@@ -170,7 +170,7 @@ def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> No
     multiply_by_device([local(gradient) for gradient in gradients], factor)
 
 
-def _combined(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _combine(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the largest element of some tensors, or the sum of their elements' powers, of shape ()."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest element
     dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)

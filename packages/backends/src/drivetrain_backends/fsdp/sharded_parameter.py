@@ -45,7 +45,7 @@ class ShardedParameter(DTensor):
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The values without autograd, as a sharded tensor; assigned values are copied into the shard."""
-        return self._named(Tensor.data.__get__(self))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._take_over(Tensor.data.__get__(self))  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -53,7 +53,7 @@ class ShardedParameter(DTensor):
             return
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise UnshardedParameterError(
-                f"{self.name_in_model}, of {_told(self)}, is assigned {_told(value)} after prepare(), as by "
+                f"{self.name_in_model}, of {_describe(self)}, is assigned {_describe(value)} after prepare(), as by "
                 "p.data = ... or model.to(...): FSDP has sized its memory for what prepare() divided. Convert or "
                 "move the model before prepare(); values of the same shape and dtype can be assigned"
             )
@@ -69,7 +69,7 @@ class ShardedParameter(DTensor):
 
     def detach(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the sharded values without autograd, in a tensor of this class, as a state dict holds them."""
-        return self._named(super().detach())
+        return self._take_over(super().detach())
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         copied: Any = super().detach().clone()
@@ -81,7 +81,7 @@ class ShardedParameter(DTensor):
         _refuse_file(self)
         return super().detach().__reduce_ex__(protocol)
 
-    def _named(self, values: Any) -> Tensor:
+    def _take_over(self, values: Any) -> Tensor:
         values.__class__ = type(self)
         values.name_in_model = self.name_in_model
         return values
@@ -99,7 +99,7 @@ class ProgramUse:
             del cls
             if func.__name__ in _ATTRIBUTES or in_forward():
                 return _AS_IT_IS(func, types, args, kwargs or {})
-            return _computed(func, types, args, kwargs or {})
+            return _compute(func, types, args, kwargs or {})
 
         self._given: Any = classmethod(run)
         # Of a model's own, so that models are trained, and end, independently of each other.
@@ -139,7 +139,7 @@ class ProgramUse:
             self.begin()
 
 
-def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on shards, or on full parameters if it is part of a loss."""
     name = func.__name__
     if name in _STORAGES:
@@ -153,7 +153,7 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.autograd.grad:
             _refuse_gradient(error)
         if not is_in_place:
-            return _of_whole(func, args, kwargs)
+            return _compute_on_full(func, args, kwargs)
         if "got mixed torch.Tensor and DTensor" not in str(error):
             raise
         if name not in _ELEMENTWISE and name not in _IN_PLACE_OPERATORS:
@@ -161,15 +161,15 @@ def _computed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
                 f"{name}() of a sharded parameter, in place and with a tensor that is not sharded: change the full "
                 "parameters inside accelerator.gathered(model, write=True)"
             ) from error
-        return _in_place(func, types, args, kwargs)
+        return _write_in_place(func, types, args, kwargs)
     results: Iterable[Any] = result if isinstance(result, (tuple, list)) else (result,)
     is_differentiable = any(isinstance(one, DTensor) and one.requires_grad for one in results)
     if is_in_place or not is_differentiable or any(result is arg for arg in args):
         return result
-    return _of_whole(func, args, kwargs)
+    return _compute_on_full(func, args, kwargs)
 
 
-def _in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _write_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Write elementwise, with this rank's part of each full tensor."""
     target = args[0]
 
@@ -182,7 +182,7 @@ def _in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return _AS_IT_IS(func, types, args, kwargs)
 
 
-def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+def _compute_on_full(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -235,7 +235,7 @@ def _refuse_node(parameter: Any) -> NoReturn:
     )
 
 
-def _told(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)} on {tensor.device.type}"
 
 

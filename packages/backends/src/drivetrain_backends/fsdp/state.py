@@ -55,12 +55,12 @@ def divided_like(
 ) -> dict[str, dict[str, Any]]:
     """Return an optimizer's named state, each tensor sharded like its parameter in `own`. Called on all ranks."""
     return {
-        name: {key: _sharded_like(value, own.get(name), device) for key, value in kept.items()}
+        name: {key: _shard_like(value, own.get(name), device) for key, value in kept.items()}
         for name, kept in state.items()
     }
 
 
-def _sharded_like(value: Any, like: Tensor | None, device: torch.device) -> Any:
+def _shard_like(value: Any, like: Tensor | None, device: torch.device) -> Any:
     """Return a value of a parameter's shape sharded like it; others, such as step counts, are unchanged."""
     if not isinstance(value, Tensor) or like is None or value.dim() == 0 or value.shape != like.shape:
         return value
@@ -84,7 +84,7 @@ def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) ->
         optimizer.state[shard] = {
             key: restored.restore(as_stored(value), shard)
             if has_parts(value)
-            else _sharded_like(value, shard, shard.device)
+            else _shard_like(value, shard, shard.device)
             for key, value in state.items()
         }
 

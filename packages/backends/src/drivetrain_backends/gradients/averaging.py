@@ -30,7 +30,7 @@ def average(
     world_size = dist.get_world_size(group)
     sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
     for bucket in _buckets(parameters, bucket_bytes):
-        flat = _packed(bucket, device, dtype)
+        flat = _pack(bucket, device, dtype)
         sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in sent:
         if work is not None:
@@ -52,7 +52,7 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[li
     return full + list(filling.values())
 
 
-def _packed(parameters: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> Tensor:
+def _pack(parameters: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """Return gradients in one flat tensor, after a flag per parameter that says if this rank has a gradient."""
     wide = torch.promote_types(parameters[0].dtype, torch.float32) if dtype is None else dtype
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)

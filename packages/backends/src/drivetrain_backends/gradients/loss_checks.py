@@ -64,7 +64,7 @@ class FirstLosses:
         groups = {owners[id(leaf)] for leaf in reached if id(leaf) in owners}
         if foreign and not groups:
             raise PairingError(
-                f"backward() of a loss that reaches no prepared model, but {_told(foreign)} of another: they are "
+                f"backward() of a loss that reaches no prepared model, but {_describe(foreign)} of another: they are "
                 "averaged over no ranks. Pass their model to prepare() with its optimizer, or call loss.backward()"
             )
         for group in groups:
@@ -80,7 +80,7 @@ class FirstLosses:
             logger.warning(
                 "a loss reaches %s of no prepared model: no ranks average their gradients. Prepare the model they "
                 "belong to, or freeze it, requires_grad_(False)",
-                _told(foreign),
+                _describe(foreign),
             )
 
 
@@ -143,7 +143,7 @@ def _check_count(count: object) -> None:
         )
 
 
-def _told(parameters: Sequence[Tensor]) -> str:
+def _describe(parameters: Sequence[Tensor]) -> str:
     first = f"of shape {tuple(parameters[0].shape)}"
     return (
         f"a parameter {first}"

@@ -142,7 +142,7 @@ class GradientGroup:
         ):
             self._edits.check_unscaled()
         if factor is not None and self.losses.adds_to_used:
-            raise self._used_already("of a window that closed early")
+            raise self._refuse_used("of a window that closed early")
         # Unmodified gradients are still those just compared; recording them is the main cost of a plain step.
         is_recorded = not has_edits and not is_changed and self._edits.are_averaged
         self.final = FinalGradients(overflowed=tracker.reducer.finalize(self.models, factor))
@@ -243,7 +243,7 @@ class GradientGroup:
         if self.stage != "used" or not any(is_nonzero(p.grad) for p in self._held if p.grad is not None):
             return _NO_LOSSES
         if is_counted or self._tracker.scaler is not None:
-            raise self._used_already("counted or scaled")
+            raise self._refuse_used("counted or scaled")
         return WindowLosses(adds_to_used=True)
 
     def _accept_or_refuse_edits(self, is_counted: bool) -> bool:
@@ -279,7 +279,7 @@ class GradientGroup:
     def _names(self) -> str:
         return " and ".join(type(model).__name__ for model in self.models)
 
-    def _used_already(self, what: str) -> AccumulationError:
+    def _refuse_used(self, what: str) -> AccumulationError:
         return AccumulationError(
             f"a loss {what} adds to gradients of {self._names} that a step has used and that were not cleared: these "
             "would be normalised a second time. Call zero_grad() of every optimizer after each step"

@@ -44,7 +44,7 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
             raise ValueError(
                 f"{original.__name__} checkpoints its activations already; do it once, or leave it to the model"
             )
-        module.__class__ = _checkpointed(original, kind)
+        module.__class__ = _make_checkpointed_class(original, kind)
 
 
 def restore_activations(module: nn.Module) -> None:
@@ -58,7 +58,7 @@ def checkpointing_of(module: nn.Module) -> Checkpointing:
     return module.checkpointing if isinstance(module, CheckpointedForward) else "none"
 
 
-def _checkpointed(original: type[nn.Module], kind: Checkpointing) -> type[nn.Module]:
+def _make_checkpointed_class(original: type[nn.Module], kind: Checkpointing) -> type[nn.Module]:
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     run = checkpoint if kind == "full" else partial(checkpoint, context_fn=contexts)
 

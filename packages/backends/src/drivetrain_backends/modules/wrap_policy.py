@@ -38,16 +38,16 @@ def plan_blocks(
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     if classes is not None:
-        chosen, reason = _by_class(modules, classes, [model, *others], asked), asked
+        chosen, reason = _choose_by_class(modules, classes, [model, *others], asked), asked
     elif min_num_params is not None:
-        chosen, reason = _by_size(model, min_num_params), "min_num_params"
+        chosen, reason = _choose_by_size(model, min_num_params), "min_num_params"
     elif own := [n for n, m in modules.items() if class_name(m) in declared]:
         chosen, reason = own, "the model's _no_split_modules"
     else:
         chosen = [n for n in modules if _is_listed(model, n)]
         reason = "the modules of its lists" if chosen else "no lists in the model, so all of it at once"
     chosen = [name for name in chosen if not _is_container(modules[name])]
-    left_out = {name: shared for name in chosen if (shared := _shared_outside(model, name)) is not None}
+    left_out = {name: shared for name in chosen if (shared := _find_shared_outside(model, name)) is not None}
     kept = [name for name in chosen if name not in left_out]
     return BlockPlan(blocks=tuple(_inner_first(kept)), reason=reason, left_out=left_out)
 
@@ -60,7 +60,7 @@ def class_name(module: nn.Module) -> str:
     return kind.__name__
 
 
-def _by_class(
+def _choose_by_class(
     modules: dict[str, nn.Module], wanted: tuple[str, ...], models: list[nn.Module], asked: str
 ) -> list[str]:
     there = {m for model in models for m in model.modules() if _has_parameters(m)}
@@ -79,7 +79,7 @@ def _by_class(
     return [name for name, module in modules.items() if class_name(module) in wanted]
 
 
-def _by_size(model: nn.Module, least: int) -> list[str]:
+def _choose_by_size(model: nn.Module, least: int) -> list[str]:
     """Return the modules that hold at least `least` elements beyond those of the blocks inside them."""
     found: list[str] = []
 
@@ -113,7 +113,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _shared_outside(model: nn.Module, block: str) -> str | None:
+def _find_shared_outside(model: nn.Module, block: str) -> str | None:
     """Return the name, outside a block, of a parameter that the block shares; None if it shares none."""
     module = model.get_submodule(block)
     inside, within = set(module.parameters()), set(module.modules())

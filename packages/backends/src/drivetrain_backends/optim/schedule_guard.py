@@ -41,7 +41,7 @@ class ScheduleGuard:
         is_scheduled = any("initial_lr" in group for group in groups)
         if is_scheduled is not self._looked_at:
             self._looked_at = is_scheduled
-            self._schedulers = [] if self.is_prepared else self._found()
+            self._schedulers = [] if self.is_prepared else self._find()
         if is_scheduled or self._schedulers:
             self._rates, self._progress = _rates_of(groups), self._progress_now()
 
@@ -52,7 +52,7 @@ class ScheduleGuard:
         now = _rates_of(optimizer.param_groups)
         if now != self._rates:
             what = f"the learning rate of {type(optimizer).__name__} changed"
-            how = f", from {_shown(self._rates)} to {_shown(now)}"
+            how = f", from {_format_rates(self._rates)} to {_format_rates(now)}"
         elif self._progress_now() != self._progress:
             what, how = f"the learning-rate schedule of {type(optimizer).__name__} advanced", ""
         else:
@@ -68,7 +68,7 @@ class ScheduleGuard:
         """Let the schedule move once, as when a state is loaded or a scheduler is built."""
         self._rates = None
 
-    def _found(self) -> list[ref[LRScheduler]]:
+    def _find(self) -> list[ref[LRScheduler]]:
         """Return torch's schedulers of these optimizers, which keep no list of them; takes about 50 ms, once.
 
         Objects hidden by `gc.freeze` are not found; changing rates still reveal their schedules.
@@ -76,7 +76,7 @@ class ScheduleGuard:
         own = [optimizer() for optimizer in self._optimizers]
         # Objects refer to their class. gc.get_objects() would hold tuples that other threads are making from
         # generators, which CPython then fails to finish (SystemError).
-        candidates = gc.get_referrers(*_with_subclasses(LRScheduler))
+        candidates = gc.get_referrers(*_list_subclasses(LRScheduler))
         schedulers = [one for one in candidates if issubclass(type(one), LRScheduler)]
         return [
             ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)
@@ -87,7 +87,7 @@ class ScheduleGuard:
         return [None if one is None else one.last_epoch for one in schedulers]
 
 
-def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+def _list_subclasses(kind: type[Any]) -> list[type[Any]]:
     found = [kind]
     for each in found:  # grows by those of each
         found += each.__subclasses__()
@@ -100,6 +100,6 @@ def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:
     return [(id(rate), version_of(rate)) if isinstance(rate, Tensor) else rate for rate in rates]
 
 
-def _shown(rates: Sequence[object]) -> str:
+def _format_rates(rates: Sequence[object]) -> str:
     numbers = ["a tensor" if isinstance(rate, tuple) else f"{rate:.6g}" for rate in rates[:3]]
     return ", ".join(numbers) + (", ..." if len(rates) > 3 else "")

@@ -15,7 +15,7 @@ _STAGES = ("num_warmup_steps", "num_stable_steps", "num_decay_steps")
 def total_of(scheduler: Any) -> int | None:
     """Return the number of steps that a scheduler is made for; None if it does not state them."""
     if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
-        return _after_milestones(scheduler, total_of(parts[-1]))
+        return _add_milestones(scheduler, total_of(parts[-1]))
     if parts:
         return max((total for one in parts if (total := total_of(one)) is not None), default=None)
     for attribute in ("total_steps", "T_max", "total_iters", "total_num_steps"):  # the last is DeepSpeed's
@@ -31,7 +31,7 @@ def end_of(scheduler: Any) -> int | None:
     A warm-up ends at the optimizer's own rate, on which training may go on.
     """
     if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
-        return _after_milestones(scheduler, end_of(parts[-1]))
+        return _add_milestones(scheduler, end_of(parts[-1]))
     if parts:
         ends = [end_of(one) for one in parts if not _is_warm_up(one)]
         known = [end for end in ends if end is not None]
@@ -64,7 +64,7 @@ def with_length_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _after_milestones(scheduler: Any, last: int | None) -> int | None:
+def _add_milestones(scheduler: Any, last: int | None) -> int | None:
     return None if last is None else milestones_of(scheduler)[-1] + last
 
 

@@ -74,7 +74,7 @@ def as_stored(value: Any) -> Any:
     if type(value) is Tensor:
         return value
     if has_parts(value):
-        return _stored(value, value.shape, None)
+        return _store(value, value.shape, None)
     if is_dtensor(value):
         if not has_parts(shard := local(value)):
             return value
@@ -82,7 +82,7 @@ def as_stored(value: Any) -> Any:
         is_divisible = (
             block_size and span is not None and not span[0] % block_size and not span[1] % block_size
         )
-        return _stored(shard, value.shape, value) if is_divisible else value
+        return _store(shard, value.shape, value) if is_divisible else value
     if type(value) is dict:
         return {key: as_stored(one) for key, one in cast("dict[Any, Any]", value).items()}
     if type(value) in (list, tuple):
@@ -91,7 +91,7 @@ def as_stored(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _stored(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any]:
+def _store(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
     block_size, per_block = _layout(tensor)
     parts: dict[str, Any] = {}
@@ -195,7 +195,7 @@ class Restored:
         value = (
             _values(stored, like) if is_foreign or is_cut or span is None else _rebuilt(stored, shape, span)
         )
-        return value if like is None else _sharded_like(value, like)
+        return value if like is None else _shard_like(value, like)
 
 
 def as_values(value: Any) -> Any:
@@ -212,10 +212,10 @@ def values_of_shard(tensor: Any, dtype: torch.dtype) -> Tensor:
     """Return a sharded state whose local shard is in floating point, dequantised where it was made of several."""
     shard = local(tensor)
     value = shard.dequantize() if has_parts(shard) else shard
-    return _sharded_like(value.to(dtype), tensor)
+    return _shard_like(value.to(dtype), tensor)
 
 
-def _sharded_like(value: Tensor, like: Any) -> Tensor:
+def _shard_like(value: Tensor, like: Any) -> Tensor:
     """Return a local shard as a tensor that is sharded like another, on its device."""
     value = value.to(local(like).device)
     if not is_dtensor(like):
@@ -234,14 +234,14 @@ def _values(stored: Mapping[str, Any], like: Tensor | None) -> Tensor:
             return torch.zeros(shape)
         first, last = span[0] // block_size, -(-span[1] // block_size)
         covering = (first * block_size, last * block_size)
-        blocks = _dequantized(_rebuilt(stored, torch.Size((covering[1] - covering[0],)), covering))
+        blocks = _dequantize(_rebuilt(stored, torch.Size((covering[1] - covering[0],)), covering))
         return blocks.reshape(-1)[span[0] - covering[0] : span[1] - covering[0]].reshape(shape)
     whole = torch.Size(stored["shape"])
-    values = _dequantized(_rebuilt(stored, whole, (0, whole.numel())))
+    values = _dequantize(_rebuilt(stored, whole, (0, whole.numel())))
     return values if not is_dtensor(like) else values[box_of_dtensor(like).slices()].contiguous()
 
 
-def _dequantized(tensor: Any) -> Tensor:
+def _dequantize(tensor: Any) -> Tensor:
     if not hasattr(tensor, "dequantize"):
         raise ValueError(
             f"the checkpoint's optimizer state is of {type(tensor).__name__}, which does not dequantize(): load it "

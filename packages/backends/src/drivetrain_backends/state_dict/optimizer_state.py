@@ -88,7 +88,10 @@ def load_named_state(
     own = named_groups(optimizer, names)
     positions = {name: index for index, name in enumerate(name for group in own for name in group)}
     groups = [
-        {**_as_built(live, saved), "params": _as_range(optimizer, [positions[name] for name in group])}
+        {
+            **_convert_as_built(live, saved),
+            "params": _as_range(optimizer, [positions[name] for name in group]),
+        }
         for live, saved, group in zip(optimizer.param_groups, state["param_groups"], own, strict=True)
     ]
     by_key = {
@@ -106,7 +109,7 @@ def _as_range(optimizer: Optimizer, positions: list[int]) -> Sequence[int]:
     return found if _loads_as_torch(optimizer) and list(found) == positions else positions
 
 
-def _as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return saved options, each number a tensor or not as the optimizer was built: some step with one kind only."""
     options = dict(saved)
     for key, value in saved.items():

@@ -301,12 +301,12 @@ def read_dtypes(
             m for model in models for m in unwrap_compiled(model).modules() if not isinstance(m, Fp32Island)
         ]
         if dtypes.param is not None:
-            found["param_dtype"] = _held([p for m in modules for p in m.parameters(recurse=False)])
+            found["param_dtype"] = _dtype_names([p for m in modules for p in m.parameters(recurse=False)])
         if dtypes.buffer is not None:
-            found["buffer_dtype"] = _held([b for m in modules for b in m.buffers(recurse=False)])
+            found["buffer_dtype"] = _dtype_names([b for m in modules for b in m.buffers(recurse=False)])
         if dtypes.output is not None:
             returned = {type(m).output_dtype if isinstance(m, PreparedForward) else None for m in models}
-            found["output_dtype"] = _listed({None if one is None else NAMES[one] for one in returned})
+            found["output_dtype"] = _join_names({None if one is None else NAMES[one] for one in returned})
         found["keep_fp32"] = tuple(p for p in dtypes.keep_fp32 if any(_are_islands(m, p) for m in models))
     if dtypes.update is not None:
         applied = "nearest" if updates is None else updates.rounding
@@ -315,13 +315,13 @@ def read_dtypes(
     return found
 
 
-def _held(tensors: Sequence[Tensor]) -> str | None:
+def _dtype_names(tensors: Sequence[Tensor]) -> str | None:
     """Return the names of the dtypes of plain floating-point tensors."""
     plain = [t for t in tensors if t.is_floating_point() and (t.dtype in NAMES or t.dtype.itemsize == 8)]
-    return _listed({NAMES.get(t.dtype, "fp64") for t in plain})
+    return _join_names({NAMES.get(t.dtype, "fp64") for t in plain})
 
 
-def _listed(names: set[str | None]) -> str | None:
+def _join_names(names: set[str | None]) -> str | None:
     return next(iter(names)) if len(names) == 1 else " and ".join(sorted(map(str, names))) or None
 
 

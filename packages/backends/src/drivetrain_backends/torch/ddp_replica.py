@@ -65,7 +65,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         try:
             output = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if (named := self._named(error)) is not None:
+            if (named := self._explain(error)) is not None:
                 raise named from error
             if not compat.in_functional_transform():
                 raise
@@ -152,11 +152,11 @@ class Replica(ModuleProxy, DistributedDataParallel):
         try:
             compat.check_reduced(self)
         except RuntimeError as error:
-            if (named := self._named(error)) is None:
+            if (named := self._explain(error)) is None:
                 raise
             raise named from error
 
-    def _named(self, error: RuntimeError) -> UnreducedGradientError | None:
+    def _explain(self, error: RuntimeError) -> UnreducedGradientError | None:
         if (unreduced := compat.unreduced_parameters(error)) is None:
             return None
         self.refuse_converted(error)

@@ -147,10 +147,10 @@ def _build(
         trackers=trackers_used,
         watch=watch,
     )
-    return parts if policy.recipe is None else _with_fp8(parts, policy.recipe)
+    return parts if policy.recipe is None else _add_fp8(parts, policy.recipe)
 
 
-def _with_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
+def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
     """Return the parts of a run that trains in fp8."""
     from drivetrain.fp8.fp8_training import Fp8Training
 

@@ -99,22 +99,22 @@ class LogReducer:
             weight == 0, torch.zeros_like(numbers), numbers * weight
         )  # a rank without samples
         total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
-        return self._named(flat, total[1:] / total[0])
+        return self._by_name(flat, total[1:] / total[0])
 
     def _sum(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._named(flat, self._all_reduce(flat, self._vector(flat.numbers), "sum"))
+        return self._by_name(flat, self._all_reduce(flat, self._vector(flat.numbers), "sum"))
 
     def _max(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._named(flat, self._all_reduce(flat, self._vector(flat.numbers), "max"))
+        return self._by_name(flat, self._all_reduce(flat, self._vector(flat.numbers), "max"))
 
     def _min(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._named(flat, -self._all_reduce(flat, -self._vector(flat.numbers), "max"))
+        return self._by_name(flat, -self._all_reduce(flat, -self._vector(flat.numbers), "max"))
 
     def _per_rank(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
         size = self._context.topology.world_size
 
         def gather(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            rows = collectives.gather(self._context, self._padded(flat, numbers)).view(size, -1)
+            rows = collectives.gather(self._context, self._pad(flat, numbers)).view(size, -1)
             return rows[:, 2:], rows[:, 0].max() - rows[:, 0].min()
 
         rows = self._exchange(flat, self._vector(flat.numbers), gather)
@@ -126,7 +126,7 @@ class LogReducer:
 
     def _all_reduce(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
         def reduce(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            reduced = collectives.reduce(self._context, self._padded(flat, numbers, op), op=op)
+            reduced = collectives.reduce(self._context, self._pad(flat, numbers, op), op=op)
             if op == "max":
                 return reduced[2:], reduced[0] + reduced[1]
             # Of equal marks, the square of the sum is the number of ranks by the sum of the squares.
@@ -150,7 +150,7 @@ class LogReducer:
             _check_same_names(names, seen["difference"])
         return result
 
-    def _padded(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
+    def _pad(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
         """Return the marks by which ranks compare their names, the numbers, and zeros up to a whole block."""
         marks = self._vector([flat.mark, flat.mark**2 if op == "sum" else -flat.mark])
         padding = numbers.new_zeros(-(2 + len(numbers)) % _BLOCK)
@@ -175,7 +175,7 @@ class LogReducer:
             ]
         )
 
-    def _named(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
+    def _by_name(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
         return dict(zip(flat.names, numbers.unbind(), strict=True))
 
 

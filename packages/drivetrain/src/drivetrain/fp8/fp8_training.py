@@ -104,7 +104,7 @@ class Fp8Training:
             for model in plain:
                 kept = dict.fromkeys(islands[model], "stays in fp32 (keep_fp32)")
                 kept |= dict.fromkeys(
-                    self._computing(self._models), "is shared with a model converted before"
+                    self._find_converted(self._models), "is shared with a model converted before"
                 )
                 try:
                     report = convert_model(
@@ -151,7 +151,7 @@ class Fp8Training:
                     recipe=self._recipe.name,
                     needed=self._recipe.requirements,
                     support=self._recipe.support(self._context.device),
-                    models=self._in_words(),
+                    models=self._describe_models(),
                 )
             )
 
@@ -174,12 +174,12 @@ class Fp8Training:
 
     def _undo(self, first: int) -> None:
         """Restore the plain layers of the models from index `first` on, except layers shared with earlier models."""
-        kept = self._computing(self._models[:first])
+        kept = self._find_converted(self._models[:first])
         for model in self._models[first:]:
             restore_model(model, self._recipe, kept=kept)
         del self._models[first:], self._reports[first:]
 
-    def _computing(self, models: Sequence[nn.Module]) -> set[nn.Module]:
+    def _find_converted(self, models: Sequence[nn.Module]) -> set[nn.Module]:
         """Return the layers of models that compute in the recipe."""
         return {each for model in models for each in model.modules() if self._recipe.is_converted(each)}
 
@@ -191,7 +191,7 @@ class Fp8Training:
         if verdict.fact is not None and self._on_count is not None:
             self._on_count({PRODUCTS: verdict.fact})
 
-    def _in_words(self) -> dict[int, str]:
+    def _describe_models(self) -> dict[int, str]:
         """Return the converted models by place, each with its class, and its number where there are several."""
         several = len(self._models) > 1
         return {

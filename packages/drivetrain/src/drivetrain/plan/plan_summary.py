@@ -33,17 +33,17 @@ def summarize(plan: EffectivePlan, *, whole: str) -> str:
         if name not in _PLACED:
             lines += _entry("data" if name == "data 0" and "data 1" not in facts else name, str(fact))
     asked = {row.setting: row for row in plan.rows if row.source != "default"}
-    items = [item.replace(" ", _UNBROKEN) for item in _asked(asked)]
+    items = [item.replace(" ", _UNBROKEN) for item in _list_requested(asked)]
     lines += _entry("asked", ", ".join(items) or "nothing: every setting has its default")
     lines += _chosen([row for row in plan.rows if row.reason and row.applied != row.asked])
     return "\n".join([*lines, *_entry("whole plan", whole)])
 
 
-def _asked(asked: Mapping[str, PlanRow]) -> Iterable[str]:
+def _list_requested(asked: Mapping[str, PlanRow]) -> Iterable[str]:
     """Yield each setting that was given explicitly, with its source."""
     for name, row in asked.items():
         if name not in _UNTOLD and _REPEATED.get(name) not in asked:
-            yield f"{name} = {_shown(row.asked)} ({row.source})"
+            yield f"{name} = {_format_value(row.asked)} ({row.source})"
 
 
 def _chosen(rows: list[PlanRow]) -> list[str]:
@@ -52,7 +52,7 @@ def _chosen(rows: list[PlanRow]) -> list[str]:
     lines = [
         line
         for row in rows[:_MOST]
-        for line in _entry("", f"{row.setting} = {_shown(row.applied)}: {row.reason}")
+        for line in _entry("", f"{row.setting} = {_format_value(row.applied)}: {row.reason}")
     ]
     if len(rows) > _MOST:
         lines += _entry("", f"and {len(rows) - _MOST} more")
@@ -75,7 +75,7 @@ def _entry(name: str, text: str) -> list[str]:
     return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Mapping) and value:
         return "see the whole plan"
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
     data: DataSettings = parts.resolved["data"].value
     # Every setting is an argument of the same name: a mismatch fails here, and is not silently dropped.
     asked = {each.name: getattr(data, each.name) for each in fields(data)}
-    asked["seed"], seed_source = _seed(loader, parts, place)
+    asked["seed"], seed_source = _choose_seed(loader, parts, place)
     asked["even"] = even or asked["even"]
     sharded = shard_loader(
         loader,
@@ -38,7 +38,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
         device=parts.context.device,
         group=parts.context.group,
         activity=parts.reading,
-        on_batch=_on_batch(parts),
+        on_batch=_make_on_batch(parts),
         seed_source=seed_source,
         draws_apart=True,
         **asked,
@@ -48,7 +48,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
     return sharded
 
 
-def _on_batch(parts: Parts) -> Callable[[], None]:
+def _make_on_batch(parts: Parts) -> Callable[[], None]:
     """Return what is called for every batch of a loader."""
     mark, seed, shard = (
         parts.context.progress.mark,
@@ -67,7 +67,7 @@ def _on_batch(parts: Parts) -> Callable[[], None]:
     return receive
 
 
-def _seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
+def _choose_seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
     """Return the seed of a loader, rank 0's on every rank, and its source. Called on all ranks.
 
     A loader's own generator takes precedence over the settings, as code does; then come the data section's seed, the

@@ -25,17 +25,20 @@ def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any
         for name, value in cast("Mapping[str, Any]", state["model"]).items()
     }
     optimizers = [
-        {key: _replicated(value) if key in ("state", "param_groups") else value for key, value in one.items()}
+        {
+            key: _mark_replicated(value) if key in ("state", "param_groups") else value
+            for key, value in one.items()
+        }
         for one in state["optimizers"]
     ]
     return {**state, "model": model, "optimizers": optimizers}
 
 
-def _replicated(value: Any) -> Any:
+def _mark_replicated(value: Any) -> Any:
     if type(value) is Tensor:
         return Replicated(value)
     if isinstance(value, Mapping):
-        return {key: _replicated(one) for key, one in cast("Mapping[Any, Any]", value).items()}
+        return {key: _mark_replicated(one) for key, one in cast("Mapping[Any, Any]", value).items()}
     return value
 
 

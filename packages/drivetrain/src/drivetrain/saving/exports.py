@@ -132,13 +132,13 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
     context.progress.mark("load")
     if is_live:
         kept = {name: full_tensor(state[name]).detach().cpu() for name in incompatible.missing_keys}
-        load_full_state_dict(prepared, _joined(kept, found.get("here", {})), context)
+        load_full_state_dict(prepared, _join(kept, found.get("here", {})), context)
     else:
         kept = {name: value for name, value in state.items() if name not in found["here"]}
-        prepared.load_state_dict({**prepared.state_dict(), "model": _joined(kept, found["here"])})
+        prepared.load_state_dict({**prepared.state_dict(), "model": _join(kept, found["here"])})
     return incompatible
 
 
-def _joined(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
+def _join(kept: Mapping[str, Any], exported: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """Join two states without copying: exported tensors are still read on demand."""
     return ChainMap(cast("Any", kept), cast("Any", exported))

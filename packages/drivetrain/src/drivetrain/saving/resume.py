@@ -101,7 +101,7 @@ def save(
     run.context.progress.note(ProgressMark.CHECKPOINT)
     models: dict[str, Any] = {}
     training: dict[str, Any] = {}
-    for name, one in _named(run.prepared).items():
+    for name, one in _name_models(run.prepared).items():
         state = mark_replicas(one.state_dict(), one)
         model = state.pop("model")
         if not trained_only:
@@ -159,7 +159,7 @@ def _changes_in_step(run: RunState) -> Callable[[str], bool]:
     """
     parameters = {
         f"models/{name}/{strip_wrapper_prefix(parameter)}"
-        for name, one in _named(run.prepared).items()
+        for name, one in _name_models(run.prepared).items()
         for parameter, _ in one.unwrap().named_parameters(remove_duplicate=False)
     }
     return lambda name: name in parameters or (name.startswith("replicated/training/") and "/state/" in name)
@@ -176,7 +176,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         ValueError: The checkpoint holds other models, loaders or registered objects than the run; or weights that
             would be rounded without being asked for.
     """
-    named = _named(run.prepared)
+    named = _name_models(run.prepared)
     held = {name: one.state_dict()["model"] for name, one in named.items()}
     own = {name: held[name] for name, one in named.items() if run.keeps(one)}
     loaded = checkpointer.load(path, like=as_in(held))
@@ -193,7 +193,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         world_size=run.context.topology.world_size,
     )
     models = own | {
-        name: _filled(one, loaded.models[name], saved) for name, one in named.items() if name not in own
+        name: _fill(one, loaded.models[name], saved) for name, one in named.items() if name not in own
     }
     for name, one in named.items():
         check_dtypes(models[name], held[name], one, run.dtypes, is_main=run.context.topology.is_main)
@@ -225,7 +225,7 @@ def frozen_names(prepared: Prepared) -> frozenset[str]:
     return frozenset(strip_wrapper_prefix(name) for name, parameter in named if not parameter.requires_grad)
 
 
-def _filled(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved model's state, completed with this run's values of frozen parameters that were left out.
 
     Raises:
@@ -272,7 +272,7 @@ def _restore_generators(run: RunState, loaded: "LoadResult") -> str:
     return became
 
 
-def _named(prepared: Sequence[Prepared]) -> dict[str, Prepared]:
+def _name_models(prepared: Sequence[Prepared]) -> dict[str, Prepared]:
     return {"model" if i == 0 else f"model_{i}": one for i, one in enumerate(prepared)}
 
 

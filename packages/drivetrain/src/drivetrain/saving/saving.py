@@ -229,7 +229,7 @@ class Saving(HasParts):
         self.wait_for_save()
         for hook in self._hooks:
             hook.before_load()
-        run = replace(self._run_state(), kept=[self._held_as(each) for each in kept_models])
+        run = replace(self._run_state(), kept=[self._find_holder(each) for each in kept_models])
         checkpointer = self._parts.checkpointers.of(input_dir)
         other = find_other_format(self.context, checkpointer.directory)
         if other is not None:
@@ -355,7 +355,7 @@ class Saving(HasParts):
         if not (prepared.models or prepared.loaders or self._registered):
             raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
 
-    def _held_as(self, model: nn.Module) -> object:
+    def _find_holder(self, model: nn.Module) -> object:
         """Return what holds a model's weights in a run's state: what the backend made of it, or a registered one."""
         is_registered = any(model is each for each in self._registered.shared.values())
         return model if is_registered else self._parts.prepared.of(model)

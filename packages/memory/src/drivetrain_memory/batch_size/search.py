@@ -150,7 +150,7 @@ class SizedFunction(Generic[Arguments, Result]):
         self._searching = searching
         if callable(function):  # a class method is not, and is looked at when it is called
             self.__signature__ = signature_of_callers(function)
-        self._method = self._as_method()
+        self._method = self._bind_method()
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Search, with the arguments of the function but for the batch size."""
@@ -165,7 +165,7 @@ class SizedFunction(Generic[Arguments, Result]):
         first = owner if isinstance(self._function, classmethod) else instance
         return self._method if first is None else MethodType(self._method, first)
 
-    def _as_method(self) -> Callable[..., Result]:
+    def _bind_method(self) -> Callable[..., Result]:
         """Return the function that a class has as its method: its object or class comes first."""
 
         def method(first: Any, /, *args: Any, **kwargs: Any) -> Result:

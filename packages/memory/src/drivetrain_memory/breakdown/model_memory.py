@@ -69,14 +69,14 @@ class _Count:
     def add_model(self) -> None:
         for name, module in self._model.named_modules():
             self.modules[name] = ModuleMemory(name=name, kind=type(module).__name__)
-        for owner, name, parameter in _named(self._model, "parameters"):
+        for owner, name, parameter in _iter_named(self._model, "parameters"):
             assert isinstance(parameter, nn.Parameter)
             self._owners.setdefault(id(parameter), owner)
             self._add(owner, "parameters", name, parameter)
             if parameter.grad is not None and id(parameter.grad) not in self._owners:
                 self._owners[id(parameter.grad)] = owner
                 self._add(owner, "gradients", f"{name} (gradient)", parameter.grad)
-        for owner, name, buffer in _named(self._model, "buffers"):
+        for owner, name, buffer in _iter_named(self._model, "buffers"):
             self._add(owner, "buffers", name, buffer)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -107,7 +107,7 @@ class _Count:
             self.modules[owner] = replace(module, **{kind: getattr(module, kind) + storage.size_bytes})
 
 
-def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _iter_named(model: nn.Module, kind: str) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield module name, tensor name and tensor, tied ones under each of their names."""
     for owner, module in model.named_modules():
         named = module.named_parameters if kind == "parameters" else module.named_buffers

@@ -67,7 +67,7 @@ def run(arguments: WatchArguments) -> int:
         )
     except OSError as error:
         return _fail(f"{arguments.target!r} does not start: {error}", _NOT_EXECUTABLE)
-    with _handing_signals_on(process):
+    with _forward_signals(process):
         # The program owns stdout: what is shown here goes beside it.
         try:
             watch = _Watch(arguments, process.pid, LiveTable(sys.stderr))
@@ -149,7 +149,7 @@ def summary_text(summary: RankSummary) -> str:
 
 
 @contextmanager
-def _handing_signals_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
+def _forward_signals(process: "subprocess.Popen[bytes]") -> Generator[None]:
     """Hand SIGTERM on to the program, and leave Ctrl-C to it: the terminal sends that to both."""
 
     def hand_on(number: int, _frame: FrameType | None) -> None:

@@ -86,7 +86,7 @@ class _Released:
 
     def empty(self) -> None:
         """Empty each object in place."""
-        kept = self._used_elsewhere()
+        kept = self._find_used_elsewhere()
         for one in self.objects:
             if isinstance(one, nn.Module):
                 for tensor in [*one.parameters(), *one.buffers()]:
@@ -104,7 +104,7 @@ class _Released:
         for container in self._containers:
             container.clear()
 
-    def _used_elsewhere(self) -> set[int]:
+    def _find_used_elsewhere(self) -> set[int]:
         """Return the ids of the tensors that live modules and optimizers hold which are not released."""
         modules = [one for one in self.objects if isinstance(one, nn.Module)]
         released = {id(parameter) for one in modules for parameter in one.parameters()}

@@ -46,18 +46,18 @@ def collect_cycles() -> tuple[TensorCycle, ...]:
         del gc.garbage[before:]
     finally:
         gc.set_debug(flags)
-    found = _described(garbage)
+    found = _describe(garbage)
     garbage.clear()
     gc.collect()
     return found
 
 
-def _described(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
+def _describe(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
     own = {id(one): one for one in garbage}
     edges = {key: [id(held) for held in gc.get_referents(one) if id(held) in own] for key, one in own.items()}
     grouped: dict[tuple[str, ...], list[Any]] = {}
     for circle in circles(edges):
-        tensors = [own[key] for key in _reached(circle, edges) if isinstance(own[key], Tensor)]
+        tensors = [own[key] for key in _find_reachable(circle, edges) if isinstance(own[key], Tensor)]
         if tensors:
             names = tuple(type(own[key]).__name__ for key in circle)
             # Turned so that equal circles read the same, from wherever they were entered.
@@ -100,7 +100,7 @@ def circles(edges: dict[int, list[int]]) -> list[list[int]]:
     return found
 
 
-def _reached(start: Sequence[int], edges: dict[int, list[int]]) -> set[int]:
+def _find_reachable(start: Sequence[int], edges: dict[int, list[int]]) -> set[int]:
     seen, pending = set(start), list(start)
     while pending:
         for after in edges[pending.pop()]:

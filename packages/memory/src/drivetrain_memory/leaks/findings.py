@@ -80,13 +80,13 @@ def grown_holders(before: Census, after: Census, steps: int, *, least_rate: floa
             per_step={kind: count for kind, (count, _, _) in types.items() if count > 0},
             samples=[one for _, _, samples in types.values() for one in reversed(samples)],
         )
-        for holder, types in _joined(grown).items()
+        for holder, types in _join(grown).items()
     ]
     leaks = [one for one in leaks if one.bytes_per_step >= least_rate or GRAPH in one.per_step]
     return sorted(leaks, key=lambda one: -one.bytes_per_step)
 
 
-def _joined(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:
+def _join(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:
     """Join growth inside growing elements with the growth of the elements, under their container's name."""
     joined: dict[str, dict[str, Any]] = {}
     for name in sorted(grown, key=len):

@@ -85,7 +85,7 @@ class _Walk:
                 holding.bytes += sys.getsizeof(value, 0)
             if issubclass(kind, _LEAVES):
                 continue
-            for step, held in self._held(value):
+            for step, held in self._iter_referents(value):
                 if depth < _MOST_PARTS:
                     queue.append((held, name + step, depth + (step != "")))
                 else:
@@ -117,7 +117,7 @@ class _Walk:
             holding.count += 1
             pending += [after for after, _ in node.next_functions]
 
-    def _held(self, value: Any) -> Iterator[tuple[str, Any]]:
+    def _iter_referents(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield what an object refers to, each with what to add to the object's name."""
         kind = type(value)
         if issubclass(kind, dict):
@@ -148,9 +148,9 @@ class _Walk:
                     (f".{name}", held) for name, held in list(vars(value).items()) if name[:2] != "__"
                 )
         else:
-            yield from self._of_object(value)
+            yield from self._iter_attributes(value)
 
-    def _of_object(self, value: Any) -> Iterator[tuple[str, Any]]:
+    def _iter_attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
         attributes, kind = _attributes(value), type(value)
         if issubclass(kind, nn.Module):
             for table in MODULE_TABLES & attributes.keys():

@@ -141,9 +141,9 @@ def _peaks(run: RunMemory) -> str:
             f"{rank.rank} ({rank.host}, pid {rank.pid})",
             bytes_text(rank.host_peak_bytes),
             rank.host_source,
-            _sampled(rank, "children/resident_bytes"),
-            _sampled(rank, "cgroup/held_bytes"),
-            _sampled(rank, _LIMIT),
+            _format_peak(rank, "children/resident_bytes"),
+            _format_peak(rank, "cgroup/held_bytes"),
+            _format_peak(rank, _LIMIT),
             *(bytes_text(rank.device_peaks.get(device, math.nan)) for device in devices),
         ]
         for rank in run.ranks
@@ -236,7 +236,7 @@ def _notes(run: RunMemory) -> Iterable[str]:
         yield f'<p class="note">No numbers of {escape(vendor)} devices: {escape(reason)}.</p>'
 
 
-def _sampled(rank: RankSummary, name: str) -> str:
+def _format_peak(rank: RankSummary, name: str) -> str:
     return bytes_text(rank.peaks[name].value) if name in rank.peaks else "-"
 
 

@@ -107,7 +107,7 @@ class MemoryTracker:
         """
         if self._summary is not None:
             return self._summary
-        recorder, thread, peak = self._started()
+        recorder, thread, peak = self._require_started()
         self._ended.set()
         thread.join()
         try:
@@ -158,7 +158,7 @@ class MemoryTracker:
 
         Numbers that are not known are left out.
         """
-        recorder, _, _ = self._started()
+        recorder, _, _ = self._require_started()
         newest = recorder.newest
         return {
             f"memory/{name}": value
@@ -168,14 +168,14 @@ class MemoryTracker:
 
     def samples(self) -> list[dict[str, float]]:
         """Return the newest samples, oldest first: up to 6000, the others are on disk alone."""
-        recorder, _, _ = self._started()
+        recorder, _, _ = self._require_started()
         return [dict(zip(recorder.columns, row, strict=True)) for row in recorder.ring]
 
     def summary(self) -> RankSummary:
         """Return the summary so far; after `stop`, the last one."""
         if self._summary is not None:
             return self._summary
-        recorder, _, peak = self._started()
+        recorder, _, peak = self._require_started()
         return self._build(recorder, peak)
 
     def __enter__(self) -> Self:
@@ -197,7 +197,7 @@ class MemoryTracker:
             breakdown=self._breakdown,
         )
 
-    def _started(self) -> tuple[SampleRecorder, threading.Thread, PeakRecord]:
+    def _require_started(self) -> tuple[SampleRecorder, threading.Thread, PeakRecord]:
         if self._recorder is None or self._thread is None or self._peak is None:
             raise RuntimeError("this tracker is not started: use it as `with tracker:`, or call start()")
         return self._recorder, self._thread, self._peak

@@ -46,7 +46,7 @@ def find_islands(
     found = {model: [p for p in patterns if matching_modules(model, p)] for model in [*models, *known]}
     for pattern in patterns:
         if found and not any(pattern in matched for matched in found.values()):
-            raise PrecisionError(_nothing_matches(pattern, found))
+            raise PrecisionError(_explain_no_match(pattern, found))
     return {model: _islands(model, found[model]) for model in models}
 
 
@@ -163,7 +163,7 @@ def _islands(model: nn.Module, patterns: Iterable[str]) -> frozenset[nn.Module]:
     return islands
 
 
-def _nothing_matches(pattern: str, models: Mapping[nn.Module, object]) -> str:
+def _explain_no_match(pattern: str, models: Mapping[nn.Module, object]) -> str:
     kinds = " and ".join(type(model).__name__ for model in models)
     names: dict[str, None] = {}
     for model in models:

@@ -72,7 +72,7 @@ def convert_model(
             or a layer is converted already or rounds its weight by `prepare_qat`. The model is left as it was.
     """
     model, recipe = unwrap_compiled(model), as_recipe(recipe)
-    found = list(_converted(model, recipe))
+    found = list(_find_converted(model, recipe))
     if first := [name for name, module in found if module not in kept]:
         raise PrecisionError(
             f"{first[0] or type(model).__name__} is converted already; restore_model(model, recipe) first gives the "
@@ -107,7 +107,7 @@ def restore_model(
     Modules in `kept`, such as those shared with another model, stay converted.
     """
     recipe = as_recipe(recipe)
-    names = tuple(name for name, module in _converted(model, recipe) if module not in kept)
+    names = tuple(name for name, module in _find_converted(model, recipe) if module not in kept)
     change_layers(unwrap_compiled(model), names, recipe.restore, recipe.convert)
     return names
 
@@ -117,7 +117,7 @@ def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]
     recipe = as_recipe(recipe)
     return {
         f"{name}.{key}" if name else key: value
-        for name, module in _converted(model, recipe)
+        for name, module in _find_converted(model, recipe)
         for key, value in recipe.state(module).items()
     }
 
@@ -178,7 +178,7 @@ def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | N
         raise PrecisionError(f"recipe {recipe.name}: {missing}")
 
 
-def _converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
+def _find_converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, nn.Module]]:
     modules = unwrap_compiled(model).named_modules()
     return ((name, each) for name, each in modules if recipe.is_converted(each))
 

@@ -83,13 +83,13 @@ def choose_recipe(
         supports = _supports(device)
         for name in _best_first(supports):
             return RecipeChoice(
-                _with_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}"
+                _apply_settings(load_recipe(name), settings), f"{name}: {supports[name].reason}"
             )
         shown = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
         return RecipeChoice(
             None, f"no recipe runs here ({shown}); train in bf16, or ask for fp8_fallback='bf16'"
         )
-    recipe = given or _with_settings(load_recipe(settings.fp8_recipe), settings)
+    recipe = given or _apply_settings(load_recipe(settings.fp8_recipe), settings)
     support = recipe.support(device)
     if support.level != "none":
         return RecipeChoice(recipe, f"{recipe.name}: {support.reason}")
@@ -112,10 +112,10 @@ def _best_first(supports: Mapping[str, Support]) -> list[str]:
     """Return the recipes that can run, the best first; those in hardware before those that are emulated."""
     native = [name for name, support in supports.items() if support.level == "native"]
     emulated = [name for name, support in supports.items() if support.level == "emulated"]
-    return [*_in_order(native, _BEST_FIRST), *_in_order(emulated, _EMULATED_FIRST)]
+    return [*_sort_names(native, _BEST_FIRST), *_sort_names(emulated, _EMULATED_FIRST)]
 
 
-def _in_order(names: Sequence[str], first: Sequence[str]) -> list[str]:
+def _sort_names(names: Sequence[str], first: Sequence[str]) -> list[str]:
     """Return names with those of `first` before the others, in its order."""
     return [*(name for name in first if name in names), *(name for name in names if name not in first)]
 
@@ -138,7 +138,7 @@ def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
         )
 
 
-def _with_settings(recipe: Fp8Recipe, settings: PrecisionSettings) -> Fp8Recipe:
+def _apply_settings(recipe: Fp8Recipe, settings: PrecisionSettings) -> Fp8Recipe:
     """Return a recipe with the layers that the settings leave out."""
     layers = replace(
         recipe.layers,

@@ -115,7 +115,7 @@ def to_te(module: nn.Module) -> nn.Module:
     if (reason := te_refusal(module)) is not None:
         raise PrecisionError(f"the {type(module).__name__} {reason}; leave it as it is")
     kind = next(each for each in _KINDS if type(module) is each.plain)
-    return _made(f"TE{kind.name}", kind, module)
+    return _build(f"TE{kind.name}", kind, module)
 
 
 def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
@@ -128,7 +128,7 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
         raise PrecisionError(f"the Linear {reason}; leave it as it is")
     before: Any = norm
     kind = _kind_of(norm).name
-    made = _made("LayerNormLinear", _LINEAR, linear, norm=norm, eps=before.eps, normalization=kind)
+    made = _build("LayerNormLinear", _LINEAR, linear, norm=norm, eps=before.eps, normalization=kind)
     before.is_computed_by_next = True
     return made
 
@@ -148,7 +148,7 @@ def from_te(module: nn.Module) -> nn.Module:
                 f"the {kind.name} has {name}={found!r}, which a plain layer does not have; only {name}={value!r} can "
                 "be restored"
             )
-    return _around(kind.plain(**kind.arguments(module), device="meta"), module)
+    return _take_parameters(kind.plain(**kind.arguments(module), device="meta"), module)
 
 
 def is_te_linear(module: nn.Module) -> bool:
@@ -185,7 +185,7 @@ def _kind_of(module: nn.Module) -> _Kind:
     )
 
 
-def _made(
+def _build(
     name: str, kind: _Kind, source: nn.Module, *, norm: nn.Module | None = None, **options: Any
 ) -> nn.Module:
     """Return a layer of Transformer Engine around the parameters of a plain one, and of a norm that it takes."""
@@ -196,7 +196,7 @@ def _made(
         )
     dtype = {kind.dtype: weight.dtype}
     made = getattr(library, name)(**kind.arguments(source), **dtype, **options, device="meta")
-    _around(made, source)
+    _take_parameters(made, source)
     if norm is not None:
         library.take_norm(made, norm)
     if kind is not _LINEAR:
@@ -206,7 +206,7 @@ def _made(
     return made.to(weight.device)  # no copy; on CUDA it allocates cuBLAS's workspace outside of any graph
 
 
-def _around(made: _Layer, source: nn.Module) -> _Layer:
+def _take_parameters(made: _Layer, source: nn.Module) -> _Layer:
     """Put the parameters of a layer into one that was built on the meta device, in its mode."""
     for name, parameter in source.named_parameters(recurse=False):
         setattr(made, name, parameter)

@@ -141,11 +141,13 @@ class TorchaoRecipe:
         ):  # torchao rounds none to MXFP8, and few devices sum products in it
             return "holds its weight in torch.float64, in which torchao's products do not run on every device"
         added = added_names(linear)
-        return name_clash(added, self._like(linear)) if added else None
+        return name_clash(added, self._convert_layer(linear)) if added else None
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Let a linear layer compute in the recipe, in place."""
-        return exchange_class(module, self._like(cast("nn.Linear", module)), owner="fp8", recipe=self.name)
+        return exchange_class(
+            module, self._convert_layer(cast("nn.Linear", module)), owner="fp8", recipe=self.name
+        )
 
     def is_converted(self, module: nn.Module) -> bool:
         """Return whether a recipe of torchao has converted a layer."""
@@ -170,7 +172,7 @@ class TorchaoRecipe:
         own = dict(module.named_buffers(recurse=False))
         return {} if record is None else {name: own[name] for name in record.buffers if name.endswith("seed")}
 
-    def _like(self, linear: nn.Linear) -> nn.Module:
+    def _convert_layer(self, linear: nn.Linear) -> nn.Module:
         """Return the layer that a linear layer becomes."""
         from drivetrain_precision.fp8 import torchao_layers
 

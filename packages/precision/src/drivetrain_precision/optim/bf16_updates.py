@@ -87,11 +87,11 @@ class Bf16Updates:
                 stepped = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
                 standing_in.append((parameter, stepped, f"{g}.{i}"))
             optimizer.param_groups[g]["params"].append(stepped)
-        with self._widened(optimizer, standing_in):
+        with self._widen(optimizer, standing_in):
             optimizer.step()
 
     @contextmanager
-    def _widened(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor, str]]) -> Generator[None]:
+    def _widen(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor, str]]) -> Generator[None]:
         """Give stand-ins the gradients and states of their parameters, and take the results over at the end."""
         before: list[dict[str, Any]] = []
         for parameter, wide, _ in pairs:
@@ -115,10 +115,10 @@ class Bf16Updates:
             for (parameter, wide, place), state in zip(pairs, before, strict=True):
                 stepped: dict[str, Any] = optimizer.state.pop(wide, {})
                 optimizer.state[parameter] = (
-                    self._written(parameter, wide, place, state, stepped) if is_done else state
+                    self._write_back(parameter, wide, place, state, stepped) if is_done else state
                 )
 
-    def _written(
+    def _write_back(
         self, parameter: Tensor, wide: Tensor, place: str, before: dict[str, Any], stepped: dict[str, Any]
     ) -> dict[str, Any]:
         """Round a stepped value and its state into a parameter, in place, and return the parameter's state."""

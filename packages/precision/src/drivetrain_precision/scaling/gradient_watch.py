@@ -147,8 +147,8 @@ class GradientWatch:
             return None
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked[parameter] = parameter.register_hook(self._of_parameter(index, name))
-        return self._seen_by_backward(call, args, kwargs)
+                self._hooked[parameter] = parameter.register_hook(self._make_parameter_hook(index, name))
+        return self._alias_inputs(call, args, kwargs)
 
     def leave(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Look at a module's outputs, and have their gradients looked at; a forward hook."""
@@ -183,7 +183,7 @@ class GradientWatch:
         # Reentrant checkpointing turns gradients off in the first forward of a module, but not in the model's.
         return _Call(index, self._num_calls[index], is_counted=is_training or self._is_training_forward)
 
-    def _seen_by_backward(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _alias_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with an alias of each tensor whose gradient then is that of this module alone."""
         # A tensor's own gradient is the sum over all modules that use it. Only tensors in tuples are exchanged: the
         # module may be to change a list or a dict. Equal arguments stay equal, as attention compares them.
@@ -207,7 +207,7 @@ class GradientWatch:
 
         return alias(args), {name: alias(value) for name, value in kwargs.items()}
 
-    def _of_parameter(self, index: int, name: str) -> Callable[[Tensor], None]:
+    def _make_parameter_hook(self, index: int, name: str) -> Callable[[Tensor], None]:
         @unserializable_hook
         def computed(gradient: Tensor) -> None:
             call = _Call(index, 1, is_counted=True)

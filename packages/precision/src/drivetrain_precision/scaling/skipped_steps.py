@@ -66,12 +66,12 @@ class SkippedSteps:
             return
         self.num_skipped += 1
         self.is_active = True
-        limit = self._reached_limit()
+        limit = self._find_reached_limit()
         if limit is not None and self._watch is not None:
             raise self._error(limit, gather)
         if self._watch is not None:
             self._watch.forget_first()
-        elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._reached_limit(ahead=1):
+        elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._find_reached_limit(ahead=1):
             self._attach(underflow=False)
 
     def stepped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
@@ -125,7 +125,7 @@ class SkippedSteps:
         models = {"" if alone else str(index): model for index, model in enumerate(self._models)}
         self._watch = GradientWatch(models, underflow=underflow)
 
-    def _reached_limit(self, *, ahead: int = 0) -> str | None:
+    def _find_reached_limit(self, *, ahead: int = 0) -> str | None:
         """Return which limit the skipped steps, and some more, have reached, as a clause; None if they may go on."""
         most = self._settings.max_skipped_steps
         if self._scaler is not None and not self._scaler.can_fall(after_overflows=ahead):
