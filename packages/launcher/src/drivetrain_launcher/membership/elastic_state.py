@@ -28,13 +28,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberNode(_Message):
-    """A node of an elastic run, which is one launcher: one that starts again is another node.
-
-    Attributes:
-        number: The order of arrival, from 1.
-        host: The name of its host, for messages.
-        processes: The number of its ranks.
-    """
+    """A node of an elastic run, by its number of arrival: one launcher; one that starts again is another node."""
 
     number: int
     host: str

@@ -38,8 +38,7 @@ class ElasticMeeting:
 class ElasticNodes(RendezvousHandler):
     """A rendezvous handler for nodes that come and go; the launcher on the store's host leads.
 
-    Attributes:
-        pids: The process ids of the running ranks, which end at once when this node was frozen.
+    It ends the running ranks, whose process ids are `pids`, when this node was frozen.
     """
 
     def __init__(self, meeting: ElasticMeeting) -> None:
@@ -151,9 +150,20 @@ class ElasticNodes(RendezvousHandler):
     def _join(self) -> Member:
         """Connect to the store, or host it, and say who this node is."""
         meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
+        is_here = False
         with suppress(OSError, UnicodeError):  # a name without an address, which the connection reports
-            if any(own_addresses(meeting.address)):
-                self._lead()  # unless another launcher on this host does
+            is_here = any(own_addresses(meeting.address))
+        if is_here:
+            timeout = timedelta(seconds=60)
+            try:
+                self._server = host_store(meeting.address, meeting.port, timeout=timeout, is_one_node=False)
+            except DistNetworkError as error:  # another launcher on this host leads
+                if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+                    raise
+            else:
+                self._leader = Leader(
+                    lambda: self._connect(60.0), address=meeting.address, limits=meeting.limits
+                )
         store = BoundedStore(lambda: self._connect(seconds))
         number = self._arrive(store, seconds)
         node = MemberNode(number=number, host=socket.gethostname(), processes=meeting.processes)
@@ -197,18 +207,6 @@ class ElasticNodes(RendezvousHandler):
             f"--rdzv-id {meeting.run_id}: the store at {place} belongs to run {run!r}; say its name to take part in "
             "it, or another --master-port"
         )
-
-    def _lead(self) -> None:
-        meeting = self._meeting
-        try:
-            self._server = host_store(
-                meeting.address, meeting.port, timeout=timedelta(seconds=60), is_one_node=False
-            )
-        except DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
-                raise
-            return
-        self._leader = Leader(lambda: self._connect(60.0), address=meeting.address, limits=meeting.limits)
 
     def _connect(self, seconds: float) -> TCPStore:
         meeting = self._meeting

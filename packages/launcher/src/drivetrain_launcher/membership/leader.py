@@ -33,12 +33,7 @@ class Leader:
     """A thread that reads the status of all nodes, and writes the state of the run.
 
     A node is lost when its status has not changed for `limits.silence_seconds` of this machine's clock: clocks of
-    different machines are never compared.
-
-    Args:
-        connect: A function that connects to the store.
-        address: The address of this host, under which the ranks find their store.
-        limits: The limits of the run.
+    different machines are never compared. The ranks find their store at `address`, of this host.
     """
 
     def __init__(self, connect: Callable[[], TCPStore], *, address: str, limits: Limits) -> None:

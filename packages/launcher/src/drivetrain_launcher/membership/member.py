@@ -30,11 +30,7 @@ _FENCED_FRACTION = 0.8
 
 
 class RunOverError(RuntimeError):
-    """The run is over for this node; the message says why.
-
-    Attributes:
-        exit_code: The exit code for the shell.
-    """
+    """The run is over for this node; the message says why, and `exit_code` is for the shell."""
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)

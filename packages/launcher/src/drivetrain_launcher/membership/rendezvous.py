@@ -67,14 +67,7 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
 
 
 class AgreeingNodes(RendezvousHandler):
-    """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing.
-
-    Args:
-        meeting: The meeting, the same on all nodes.
-
-    Raises:
-        DistNetworkError: The store of the meeting cannot be reached.
-    """
+    """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing."""
 
     def __init__(self, meeting: Meeting) -> None:
         host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address

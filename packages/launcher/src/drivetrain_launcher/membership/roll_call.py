@@ -29,15 +29,9 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """A meeting of nodes with given ranks.
+    """A meeting of nodes at a port of node 0, which wait some seconds for each other.
 
-    Attributes:
-        address: The host name or address of node 0.
-        port: The port on node 0.
-        run_id: The name of the run.
-        num_nodes: The number of nodes.
-        timeout_seconds: The time that nodes wait for each other.
-        hosts: The host name of each node by its rank, for error messages; empty if unknown.
+    `hosts` has the name of each node's host by its rank, for error messages; it is empty if they are unknown.
     """
 
     address: str
@@ -97,12 +91,7 @@ class GivenNodes(RendezvousHandler):
 
 
 class StaticNodes(GivenNodes):
-    """A rendezvous of several nodes with given ranks over a store that node 0 hosts.
-
-    Args:
-        meeting: The meeting, the same on all nodes.
-        rank: The rank of this node.
-    """
+    """A rendezvous of several nodes with given ranks over a store that node 0 hosts."""
 
     def __init__(self, meeting: Meeting, *, rank: int) -> None:
         super().__init__(meeting.run_id)
@@ -117,31 +106,24 @@ class StaticNodes(GivenNodes):
             LaunchError: Nodes are missing, two have the same rank, or node 0 cannot be reached.
             DistNetworkError: The port is in use.
         """
-        if self._store is None:
-            self._store = self._connect()
-            self._call_roll(PrefixStore(_PREFIX, PrefixStore(self._meeting.run_id, self._store)))
-        place = RendezvousStoreInfo(self._meeting.address, self._meeting.port)
-        store = PrefixStore(self._meeting.run_id, self._store)
-        return RendezvousInfo(store, self._rank, self._meeting.num_nodes, place)
-
-    def _connect(self) -> Store:
         meeting = self._meeting
-        try:
-            timeout = timedelta(seconds=meeting.timeout_seconds)
+        address, port, timeout = meeting.address, meeting.port, timedelta(seconds=meeting.timeout_seconds)
+        if self._store is None:
             if self._rank == 0:
-                return host_store(
-                    meeting.address, meeting.port, timeout=timeout, is_one_node=False, multi_tenant=True
-                )
-            return TCPStore(meeting.address, meeting.port, timeout=timeout, wait_for_workers=False)
-        except (DistNetworkError, DistStoreError) as error:
-            if self._rank == 0:
-                raise
-            raise LaunchError(
-                f"the {meeting.num_nodes} nodes did not meet at {meeting.address}:{meeting.port} within "
-                f"{meeting.timeout_seconds:g} s: node {self._rank}, this one, could not reach {meeting.name(0)}; "
-                "look at the output there, and check that this is its address and that the port can be reached from "
-                "here"
-            ) from error
+                self._store = host_store(address, port, timeout=timeout, is_one_node=False, multi_tenant=True)
+            else:
+                try:
+                    self._store = TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+                except (DistNetworkError, DistStoreError) as error:
+                    raise LaunchError(
+                        f"the {meeting.num_nodes} nodes did not meet at {address}:{port} within "
+                        f"{meeting.timeout_seconds:g} s: node {self._rank}, this one, could not reach "
+                        f"{meeting.name(0)}; look at the output there, and check that this is its address and that "
+                        "the port can be reached from here"
+                    ) from error
+            self._call_roll(PrefixStore(_PREFIX, PrefixStore(meeting.run_id, self._store)))
+        store = PrefixStore(meeting.run_id, self._store)
+        return RendezvousInfo(store, self._rank, meeting.num_nodes, RendezvousStoreInfo(address, port))
 
     def _call_roll(self, store: Store) -> None:
         meeting, me = self._meeting, f"{socket.gethostname()}, process {os.getpid()}"

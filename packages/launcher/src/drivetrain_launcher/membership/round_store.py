@@ -15,12 +15,7 @@ _LOOK_INTERVAL_SECONDS = 0.1
 
 
 class RoundStore(Store):
-    """The keys of one round in the store of the run; torch's agent agrees on the ranks and waits at the end with it.
-
-    Args:
-        member: The node that reads and writes.
-        number: The number of the round.
-    """
+    """The keys of one round in the store of the run, by which torch's agent agrees on ranks and waits at the end."""
 
     def __init__(self, member: Member, number: int) -> None:
         super().__init__()
@@ -67,8 +62,7 @@ class RoundStore(Store):
         """Wait until all keys have a value.
 
         Raises:
-            RoundOverError: The round ended before.
-            RunOverError: The run ended before.
+            RoundOverError: The round ended before; RunOverError: the run did.
             DistStoreError: The time is up.
         """
         limit = self.timeout if timeout is None else timeout

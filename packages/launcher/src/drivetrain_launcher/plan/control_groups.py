@@ -11,12 +11,8 @@ from drivetrain_memory.usage.processes import PROC
 class GroupLimits:
     """The tightest limits over this process's control groups; None where there is none.
 
-    Attributes:
-        cpus: The number of cores' time that the group may use.
-        memory_bytes: The memory that the group may use.
-        used_bytes: The memory that it uses, without what the kernel drops when memory is needed.
-        pids: The number of processes and threads that it may have.
-        used_pids: The number that it has.
+    `cpus` is a number of cores' time; `used_bytes` is without what the kernel drops when memory is needed; `pids`
+    counts processes and threads.
     """
 
     cpus: float | None = None
@@ -33,11 +29,23 @@ def read_group_limits(root: Path = CGROUP_ROOT, proc: Path = PROC) -> GroupLimit
         found = cgroup_folders(controller, root=root, proc=proc)
         return [folder for _, hierarchy in found for folder in hierarchy]
 
+    def quota(folder: Path) -> float | None:
+        try:
+            used, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            used, period = (
+                str(_number(folder / "cpu.cfs_quota_us")),
+                str(_number(folder / "cpu.cfs_period_us")),
+            )
+        if not used.isdecimal() or not period.isdecimal() or int(used) == 0:
+            return None
+        return int(used) / int(period)
+
     memory = nearest_limit(root=root, proc=proc)
     of_pids = [(most, folder) for folder in folders("pids") if (most := _number(folder / "pids.max"))]
     pids = min(of_pids, default=None)
     return GroupLimits(
-        cpus=min((quota for folder in folders("cpu") if (quota := _quota(folder)) is not None), default=None),
+        cpus=min((cpus for folder in folders("cpu") if (cpus := quota(folder)) is not None), default=None),
         memory_bytes=None if memory is None else memory.limit_bytes,
         used_bytes=0 if memory is None else memory.held_bytes,
         pids=None if pids is None else pids[0],
@@ -51,13 +59,3 @@ def _number(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
-
-
-def _quota(folder: Path) -> float | None:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        quota, period = str(_number(folder / "cpu.cfs_quota_us")), str(_number(folder / "cpu.cfs_period_us"))
-    if not quota.isdecimal() or not period.isdecimal() or int(quota) == 0:
-        return None
-    return int(quota) / int(period)

@@ -16,11 +16,8 @@ _Item = TypeVar("_Item")
 class CoreBinding:
     """The cores of a rank, which its threads and worker processes inherit.
 
-    Attributes:
-        cpus: The numbers of the hardware threads, as `sched_setaffinity` counts them.
-        num_cores: The number of physical cores.
-        numa_nodes: The NUMA nodes of these cores.
-        is_near_device: Whether they are on the NUMA node of the rank's accelerator.
+    `cpus` numbers the hardware threads as `sched_setaffinity` does; `is_near_device` says whether they are on the
+    NUMA node of the rank's accelerator.
     """
 
     cpus: tuple[int, ...]

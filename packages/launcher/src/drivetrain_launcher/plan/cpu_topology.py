@@ -18,12 +18,7 @@ _AMD_NODES = Path("sys/class/kfd/kfd/topology/nodes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A physical core.
-
-    Attributes:
-        cpus: The numbers of its hardware threads that may be used, as `sched_setaffinity` counts them.
-        numa_node: The NUMA node of its memory.
-    """
+    """A physical core: its usable hardware threads, as `sched_setaffinity` counts them, and its NUMA node."""
 
     cpus: tuple[int, ...]
     numa_node: int

@@ -208,24 +208,20 @@ class LaunchPlan:
             )
         if self.preload and self.mode == "elastic":
             lines.append(f"ranks are forked off a process that imports {', '.join(self.preload)}")
-        lines += _rank_lines(self.ranks())
+        # First what is the same for each rank, then what is a rank's own.
+        ranks = self.ranks()
+        first = ranks[0]
+        common = dict(set.intersection(*(set(rank.environment.items()) for rank in ranks)))
+        who = "each rank" if len(ranks) > 1 else f"rank {first.rank}"
+        lines.append(f"{who}: {' '.join(self.command)}")
+        lines += [f"    {name}={text}" for name, text in first.environment.items() if name in common]
+        for rank in ranks:
+            shown = [f"{name}={text}" for name, text in rank.environment.items() if name not in common]
+            if rank.binding is not None:
+                shown.append(f"bound to {rank.binding}")
+            if shown:
+                lines.append(f"rank {rank.rank}: {' '.join(shown)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _rank_lines(ranks: tuple[RankPlan, ...]) -> list[str]:
-    """Describe the command and variables of ranks: first what is the same for each, then what is a rank's own."""
-    first = ranks[0]
-    own = [name for name in first.environment if len({rank.environment.get(name) for rank in ranks}) > 1]
-    who = "each rank" if len(ranks) > 1 else f"rank {first.rank}"
-    lines = [f"{who}: {' '.join(first.command)}"]
-    lines += [f"    {name}={text}" for name, text in first.environment.items() if name not in own]
-    for rank in ranks:
-        shown = [f"{name}={rank.environment[name]}" for name in own]
-        if rank.binding is not None:
-            shown.append(f"bound to {rank.binding}")
-        if shown:
-            lines.append(f"rank {rank.rank}: {' '.join(shown)}")
-    return lines
 
 
 def _cluster_lines(place: JobPlacement | None) -> list[str]:

@@ -29,15 +29,7 @@ Said = Mapping[str, tuple[Entry, ...]]
 
 
 def place_layers(layers: Layers, place: JobPlacement) -> Layers:
-    """Return the layers with the values of a job added.
-
-    Args:
-        layers: The command line, environment and file.
-        place: The place of this process in a job.
-
-    Raises:
-        LaunchError: A setting contradicts the job; the message names both values and both sources.
-    """
+    """Return the layers with the values of a job added; a setting that contradicts the job is a LaunchError."""
     said = layers.of_section(_SECTION)
     _check(said, place)
     added: dict[str, tuple[Any, str]] = {}
@@ -80,9 +72,6 @@ def check_devices(place: JobPlacement, *, processes: int, source: str, wants_cpu
         processes: The number of processes on this node.
         source: The settings or variables that the number follows from.
         wants_cpu: Whether the run uses no accelerator.
-
-    Raises:
-        LaunchError: There are more processes than bound accelerators; the message names both values and sources.
     """
     # With one accelerator, each task may well have its own; with several, tasks share what they see.
     if wants_cpu or not place.devices or (place.is_one_task_per_rank and len(place.devices) == 1):

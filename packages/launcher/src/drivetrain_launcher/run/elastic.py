@@ -65,11 +65,7 @@ _ONE_PRESS_SECONDS = 1.0
 
 
 def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
-    """Start the processes of a plan on this node, and wait for them.
-
-    Args:
-        plan: The plan of the launch.
-        preloader: The process that the ranks are forked off; None for fresh interpreters.
+    """Start the processes of a plan on this node, forked off the preloader if there is one, and wait for them.
 
     Returns:
         0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + the signal's number.
@@ -150,11 +146,7 @@ class WorkerLogs(DefaultLogsSpecs):
 
 
 class RankStarter:
-    """Starts each rank on its cores: as a fresh interpreter, or forked off a process with its modules.
-
-    Attributes:
-        pids: The process ids of the ranks that were started in this attempt.
-    """
+    """Starts each rank on its cores, fresh or forked off a process with its modules; `pids` are those started."""
 
     def __init__(self, plan: LaunchPlan, preloader: Preloader | None, keeper: Keeper) -> None:
         self.pids: list[int] = []

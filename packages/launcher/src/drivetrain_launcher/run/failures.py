@@ -143,15 +143,9 @@ def format_for_user(error: BaseException) -> str:
 def read_failure(
     record: Mapping[str, object], *, rank: int, local_rank: int, pid: int, exit_code: int | None, seen: float
 ) -> RankFailure:
-    """Build the failure of a rank from its error record and exit code.
+    """Build the failure of a rank from its exit code and the JSON of its error file, written by us or torch.
 
-    Args:
-        record: The JSON of the error file, from `record_error` or torch's own `record`; empty if there is none.
-        rank: As in `RankFailure`, like the next three.
-        local_rank: The local rank on this node.
-        pid: The id of its process.
-        exit_code: The exit code.
-        seen: The time of detection, in seconds since the epoch; the record's own time takes precedence.
+    The record is empty if there is none; its own time takes precedence over `seen`, both in seconds since the epoch.
     """
     message = record.get("message")
     said = message if isinstance(message, Mapping) else {}
@@ -233,26 +227,25 @@ def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
 
 
 def describe_others(root: RankFailure, failures: Sequence[RankFailure]) -> str:
-    """Describe the other failed ranks, one line each, or one line for all with the same error as the root.
-
-    Returns:
-        The lines as text; empty if no other rank failed.
-    """
+    """Describe the other failed ranks, one line each, or one line for all with the same error as the root."""
     others = sorted((f for f in failures if f.rank != root.rank), key=lambda failure: failure.rank)
     alike = [failure.rank for failure in others if root.error and failure.error == root.error]
-    lines = [f"  rank {f.rank}: {_in_a_line(f)}\n" for f in others if f.rank not in alike]
+    lines: list[str] = []
+    for failure in others:
+        if failure.rank in alike:
+            continue
+        what = f"exit code {failure.exit_code}"
+        if failure.error:
+            broken = " (a connection broke after the first failure)" if failure.is_aftermath else ""
+            what = f"{failure.error.splitlines()[0]}{broken}"
+        elif failure.signal == "SIGTERM":
+            what = "was stopped by the launcher"
+        elif failure.signal == "SIGKILL":
+            what = "was killed (SIGKILL): by the launcher if it did not stop in time, else by the system"
+        elif failure.signal:
+            what = f"ended by {failure.signal}"
+        lines.append(f"  rank {failure.rank}: {what}\n")
     if alike:
         who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
         lines.insert(0, f"  {who}: the same error\n")
     return "".join(["drivetrain: the other ranks of this node:\n", *lines]) if lines else ""
-
-
-def _in_a_line(failure: RankFailure) -> str:
-    if failure.error:
-        line = failure.error.splitlines()[0]
-        return f"{line}{' (a connection broke after the first failure)' if failure.is_aftermath else ''}"
-    if failure.signal == "SIGTERM":
-        return "was stopped by the launcher"
-    if failure.signal == "SIGKILL":
-        return "was killed (SIGKILL): by the launcher if it did not stop in time, else by the system"
-    return f"ended by {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"

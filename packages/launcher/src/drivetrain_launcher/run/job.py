@@ -20,10 +20,6 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
 
     In a job the name may get its address after the nodes start, as the names of pods do.
 
-    Args:
-        plan: The plan of the launch.
-        patience_seconds: The time for which to wait for the address in a job.
-
     Raises:
         LaunchError: The name does not resolve; the message says what it was read from.
     """
@@ -65,18 +61,15 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
 
 
 def requeue_after(code: object, plan: LaunchPlan) -> int:
-    """Have the cluster start the job again if all ranks have saved. Called by every launcher of the job.
+    """Return the exit code for the shell; have the cluster start the job again if all ranks have saved.
 
-    The launcher of task 0 asks the cluster. Those of other tasks stay until the cluster stops them, or until the time
-    that ranks have to save is over: a cluster may stop a job as soon as one of its tasks ends with an error, and that
-    must not be before task 0 has asked.
+    Called by every launcher of the job. That of task 0 asks the cluster. Those of other tasks stay until the cluster
+    stops them, or until the time that ranks have to save is over: a cluster may stop a job as soon as one of its
+    tasks ends with an error, and that must not be before task 0 has asked.
 
     Args:
         code: The exit code of the ranks of this launcher, or the value with which the script called `sys.exit`.
         plan: The plan that was run.
-
-    Returns:
-        The exit code for the shell.
     """
     shown = code if isinstance(code, int) else int(code is not None)
     place = plan.placement

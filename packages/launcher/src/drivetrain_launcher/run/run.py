@@ -1,8 +1,7 @@
 """Run a plan: in this process, by replacing it with a program, or with torch's agent."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
@@ -10,9 +9,6 @@ from drivetrain_launcher.plan.launch_plan import ANY_PORT, LaunchPlan
 from drivetrain_launcher.run.job import check_address, requeue_after
 from drivetrain_launcher.run.runpy_main import run_as_main
 from drivetrain_messages import say
-
-if TYPE_CHECKING:
-    from drivetrain_launcher.run.preload.preloader import Preloader
 
 
 def run_plan(plan: LaunchPlan) -> int:
@@ -39,7 +35,12 @@ def run_plan(plan: LaunchPlan) -> int:
     if plan.mode == "in place":
         return _run_in_place(plan)
     try:
-        with _preloader(plan) as preloader:
+        with ExitStack() as stack:
+            preloader = None
+            if plan.preload:
+                from drivetrain_launcher.run.preload.preloader import Preloader
+
+                preloader = stack.enter_context(Preloader(plan))
             from drivetrain_launcher.run.elastic import run_elastic  # while the preloader imports
 
             code = run_elastic(plan, preloader)
@@ -47,14 +48,6 @@ def run_plan(plan: LaunchPlan) -> int:
         say("interrupted before a rank was started")
         code = 130
     return requeue_after(code, plan)
-
-
-def _preloader(plan: LaunchPlan) -> AbstractContextManager["Preloader | None"]:
-    if not plan.preload:
-        return nullcontext()
-    from drivetrain_launcher.run.preload.preloader import Preloader
-
-    return Preloader(plan)
 
 
 def _run_in_place(plan: LaunchPlan) -> int:

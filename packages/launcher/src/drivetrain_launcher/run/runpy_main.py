@@ -46,8 +46,15 @@ def run_as_main(
     sys.modules["__main__"] = main
     try:
         exec((_load_module if is_module else _load_script)(main, name), main.__dict__)
-    except (SystemExit, KeyboardInterrupt) as stop:
-        _show_without_our_frames(stop, main)
+    except (SystemExit, KeyboardInterrupt) as error:
+        stop, frames, hook = error, _frames_of(main, error), sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            # Python shows `stop` at its very end, after the launcher's frames were added again.
+            taken = frames if error is stop else traceback
+            hook(kind, error.with_traceback(taken), taken)
+
+        sys.excepthook = show
         raise
     except BaseException as error:  # noqa: BLE001 - on_error shows every error of the program
         on_error(error.with_traceback(_frames_of(main, error)))
@@ -139,17 +146,6 @@ def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
     while found is not None and found.tb_frame.f_globals.get("__name__") in _FINDING:
         found = found.tb_next
     return found
-
-
-def _show_without_our_frames(stop: BaseException, main: ModuleType) -> None:
-    """Hide the launcher's frames when Python shows `stop` at its very end, after they were added again."""
-    frames, hook = _frames_of(main, stop), sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        taken = frames if error is stop else traceback
-        hook(kind, error.with_traceback(taken), taken)
-
-    sys.excepthook = show
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -8,7 +8,6 @@ imports these modules, and forks a worker whenever the launcher orders one.
 import faulthandler
 import os
 import sys
-from collections.abc import Sequence
 from io import TextIOWrapper
 from types import TracebackType
 
@@ -20,33 +19,24 @@ def main() -> None:
     """Run the target of the command line as the main program; record an exception for the launcher to show."""
     launcher = parent = os.getppid()
     if sys.argv[1].startswith("--preload="):
+        import socket
+
+        from drivetrain_config import environ
+        from drivetrain_launcher.run.preload.preload_process import become_rank, serve
+
         number, _, modules = sys.argv.pop(1).removeprefix("--preload=").partition(":")
-        parent = _become_forked_rank(int(number), modules.split(","))
+        if not sys.flags.safe_path:  # modules beside the script are found, as the script will find them
+            folder = os.path.dirname(os.path.realpath(sys.argv[1]))
+            sys.path[0] = os.getcwd() if sys.argv[1] == "-m" else folder
+        order = serve(socket.socket(fileno=int(number)), modules.split(","))  # which returns in each rank
+        become_rank(order)
+        environ.replace(order.environment)
+        parent = order.parent
     _run(launcher=launcher, parent=parent)
 
 
-def _become_forked_rank(connection: int, modules: Sequence[str]) -> int:
-    """Serve the launcher; return in each rank that it orders, with the id of the process it was forked off."""
-    import socket
-
-    from drivetrain_config import environ
-    from drivetrain_launcher.run.preload.preload_process import become_rank, serve
-
-    if not sys.flags.safe_path:  # modules beside the script are found, as the script will find them
-        sys.path[0] = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.realpath(sys.argv[1]))
-    rank = serve(socket.socket(fileno=connection), modules)
-    become_rank(rank)
-    environ.replace(rank.environment)
-    return rank.parent
-
-
 def _run(*, launcher: int, parent: int) -> None:
-    """Run the target as the main program.
-
-    Args:
-        launcher: The process id of the launcher.
-        parent: The process id of the launcher, or of the process that this one was forked off.
-    """
+    """Run the target as the main program, forked off `parent` unless that is the launcher."""
     from drivetrain_config import environ
 
     is_module = sys.argv[1] == "-m"

@@ -43,21 +43,12 @@ class Keeper:
         self._process.wait()
 
     def begin_attempt(self, token: str) -> None:
-        """Forget the ranks before; others are started now.
-
-        Args:
-            token: A text in the environment of the ranks, and of no other process.
-        """
+        """Forget the ranks before; others are started now, whose environment alone has the text `token`."""
         self._token, self._streams, self._pids = token, [], []
         self._send("attempt", token=token)
 
     def add_stream(self, stream: Stream, file: int) -> None:
-        """Have an output of a rank shown.
-
-        Args:
-            stream: The description of the output.
-            file: The file descriptor to read; stays open here until the next attempt.
-        """
+        """Have an output of a rank shown, whose file stays open here until the next attempt."""
         self._streams.append((stream, file))
         self._send("stream", [file], stream=asdict(stream))
 

@@ -42,11 +42,7 @@ _WRITE_BYTES = 1 << 18
 
 
 class OutputThread:
-    """A thread that writes to an output, so that a slow terminal or a full pipe stops nothing else.
-
-    Args:
-        file: The file descriptor of the output.
-    """
+    """A thread that writes to an output, so that a slow terminal or a full pipe stops nothing else."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -94,12 +90,7 @@ class OutputThread:
 
 
 class KeeperProcess:
-    """The state of the keeper process.
-
-    Args:
-        connection: The connection to the launcher; its end tells of the launcher's death.
-        options: The facts that the launcher gave at the start.
-    """
+    """The state of the keeper process; the end of its connection tells of the launcher's death."""
 
     def __init__(self, connection: socket.socket, options: KeeperOptions) -> None:
         self._options = options

@@ -21,14 +21,10 @@ _RETAINED_LINE_BYTES = 2000
 
 
 class RankOutput:
-    """An output of a rank.
+    """An output of a rank, shown on a screen unless that is None; this object closes the file.
 
-    Args:
-        stream: The description of the output.
-        file: The file descriptor to read from; this object closes it.
-        screen: The output where it is shown; None if it is not shown.
-        retained: The last lines of its rank, which the rank's other output may share.
-        tell: The function that shows a line of the launcher's.
+    `retained` has the last lines of its rank, which the rank's other output may share; `tell` shows a line of the
+    launcher's.
     """
 
     def __init__(
@@ -104,12 +100,7 @@ class RankOutput:
 
 
 class RankOutputs:
-    """The outputs of all ranks of an attempt.
-
-    Args:
-        screens: The outputs of the launch by file descriptor.
-        tell: The function that shows a line of the launcher's.
-    """
+    """The outputs of all ranks of an attempt, shown on screens by the launcher's file descriptor."""
 
     def __init__(self, screens: Mapping[int, Screen], *, tell: Callable[[str], None]) -> None:
         self._screens = screens

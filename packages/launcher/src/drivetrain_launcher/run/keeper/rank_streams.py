@@ -18,12 +18,7 @@ _PIPE_BYTES = 1 << 18
 
 
 class RankStreams:
-    """The outputs of the ranks of one attempt after another, until the end of this context manager.
-
-    Args:
-        plan: The plan of the launch.
-        keeper: The keeper that shows them.
-    """
+    """The outputs of the ranks of one attempt after another, until the end of this context manager."""
 
     def __init__(self, plan: LaunchPlan, keeper: Keeper) -> None:
         self._plan = plan
@@ -51,14 +46,11 @@ class RankStreams:
         self._close()
 
     def open(self, rank: int, log_files: Mapping[int, str]) -> tuple[str, str]:
-        """Open the outputs of a rank.
+        """Open the outputs of a rank, and return the paths of its stdout and stderr; empty for the launcher's own.
 
         Args:
             rank: The global rank.
             log_files: The paths of the files to write, by file descriptor, 1 and 2; empty paths for none.
-
-        Returns:
-            The paths that the rank's stdout and stderr are opened by; empty for the launcher's own.
         """
         is_shown = not self._plan.show_ranks or rank in self._plan.show_ranks
         has_files = any(log_files.values())

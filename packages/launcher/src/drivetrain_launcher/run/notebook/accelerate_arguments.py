@@ -34,11 +34,11 @@ _OWN = ("function", "args", "num_processes", "mixed_precision", "master_port")
 
 
 def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
-    """Check the additional arguments, and return the port of the rendezvous.
+    """Check the additional arguments of `notebook_launcher`, and return the port of the rendezvous.
 
     Args:
-        arguments: The additional keyword arguments of `notebook_launcher`, by name.
-        master_port: The port that the caller has given by our own name; 0 if it was not given.
+        arguments: The arguments by name.
+        master_port: The port by our own name; 0 if it was not given.
 
     Raises:
         LaunchError: If an argument asks for something that is not supported, or the ports contradict each other.

@@ -4,11 +4,11 @@ import pickle
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from drivetrain_launcher.run.failures import RankFailure, find_root
 from drivetrain_launcher.run.notebook.output import OutputView
@@ -29,12 +29,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRank:
-    """The end of a rank that failed.
-
-    Attributes:
-        failure: The description of the failure.
-        exception: The pickled exception; None if there is none.
-    """
+    """The end of a rank that failed, with its pickled exception; None if there is none."""
 
     failure: RankFailure
     exception: bytes | None = None
@@ -72,26 +67,17 @@ class Interrupts:
 
 
 class Call:
-    """A call in progress.
-
-    Args:
-        ranks: The processes, in rank order.
-        output: Shows their output.
-        show_figure: Shows a figure of rank 0, from its PNG.
-        grace_seconds: The time that ranks have to save when they are stopped.
-    """
+    """A call in progress on ranks in their order, which have some seconds to save when they are stopped."""
 
     def __init__(
         self,
         ranks: Sequence[RankProcess],
         output: OutputView,
         *,
-        show_figure: Callable[[IO[bytes]], None],
         grace_seconds: float,
     ) -> None:
         self._ranks = ranks
         self._output = output
-        self._show_figure = show_figure
         self._grace_seconds = grace_seconds
         self._outcomes: dict[int, Outcome] = {}
         self._began: set[int] = set()
@@ -164,7 +150,10 @@ class Call:
             self._began.add(rank.rank)
         elif message is Message.FIGURE and content is not None:
             with content:
-                self._show_figure(content)
+                from IPython.display import Image, display
+
+                content.seek(0)
+                display(Image(data=content.read(), format="png"))
         elif message is Message.INTERRUPTED:
             self._outcomes[rank.rank] = Interrupted()
         elif message is Message.RETURNED and content is not None:

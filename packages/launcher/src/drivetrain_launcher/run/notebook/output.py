@@ -14,12 +14,7 @@ _PIECES = re.compile(r"(\r\n|\r|\n)")
 
 
 class StreamView:
-    """The merged stdout, or stderr, of all ranks.
-
-    Args:
-        write: The function that shows a text.
-        num_ranks: The number of ranks; the lines of a single one have no prefix.
-    """
+    """The merged stdout, or stderr, of all ranks; the lines of a single one have no prefix."""
 
     def __init__(self, write: Callable[[str], object], *, num_ranks: int) -> None:
         self._write = write
@@ -89,15 +84,7 @@ class StreamView:
 
 
 class OutputView:
-    """Both streams of all ranks, shown on those of this process at the time of the call.
-
-    In Jupyter these belong to the cell that runs.
-
-    Args:
-        stdout: The stream that shows the ranks' stdout.
-        stderr: The stream that shows their stderr.
-        num_ranks: The number of ranks.
-    """
+    """Both streams of all ranks, shown on those of this process; in Jupyter these belong to the cell that runs."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, *, num_ranks: int) -> None:
         self._streams = {"stdout": stdout, "stderr": stderr}

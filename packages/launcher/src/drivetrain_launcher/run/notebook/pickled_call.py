@@ -27,12 +27,7 @@ _LARGE_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledCall:
-    """A function with its arguments, ready to be sent to any number of ranks.
-
-    Attributes:
-        content: The file that contains it.
-        notes: The lines that tell the user what is special about it.
-    """
+    """A file with a function and its arguments, for any number of ranks, and lines on what is special about it."""
 
     content: IO[bytes]
     notes: tuple[str, ...] = ()

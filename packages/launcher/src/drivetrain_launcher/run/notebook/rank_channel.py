@@ -53,11 +53,8 @@ class CallSetup:
 class Failed:
     """An exception of the function, or of shipping it or its return value.
 
-    Attributes:
-        line: The exception in one line.
-        traceback: The exception with its traceback, from the function's frame on.
-        exception: The pickled exception; None if it cannot be pickled.
-        time: The time, in seconds since the epoch.
+    `line` is the exception in one line, `traceback` starts at the function's frame, `exception` is pickled, or None
+    if it cannot be, and `time` is in seconds since the epoch.
     """
 
     line: str

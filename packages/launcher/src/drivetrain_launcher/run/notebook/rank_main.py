@@ -167,9 +167,7 @@ def free_memory() -> None:
 def user_modules(*, since_ns: int) -> dict[str, int]:
     """Return the time of change of the files of imported modules that are not installed.
 
-    Args:
-        since_ns: The time, in nanoseconds since the epoch, from which a change may be later than the import; the
-            time of such a file is 0.
+    It is 0 for a file that has changed since `since_ns`, in nanoseconds since the epoch: perhaps after its import.
     """
     found: dict[str, int] = {}
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))

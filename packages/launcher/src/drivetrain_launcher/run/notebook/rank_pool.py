@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError, RankFailedError
@@ -24,11 +24,7 @@ _GRACE_SECONDS = 30.0
 
 
 class RankPool:
-    """The processes of a plan.
-
-    Args:
-        plan: The plan of the processes.
-    """
+    """The processes of a plan."""
 
     def __init__(self, plan: RankPoolPlan) -> None:
         if sys.platform == "win32":
@@ -52,24 +48,31 @@ class RankPool:
         self._modules = {}
 
     def call(self, pickled_call: PickledCall) -> list[Any]:
-        """Call a function on all ranks.
+        """Call a function on all ranks, and return its values in rank order.
 
-        After a failure or an interrupt no rank is left.
-
-        Returns:
-            The return values, in rank order.
-
-        Raises:
-            RankFailedError: If a rank fails.
-            KeyboardInterrupt: If the notebook is interrupted; the ranks have stopped.
-            RuntimeError: If a call is in progress, in another thread.
+        After a failure (RankFailedError) or an interrupt (KeyboardInterrupt) no rank is left. A call in progress in
+        another thread is a RuntimeError.
         """
         if self._is_busy:
             raise RuntimeError("these workers are running another call; wait for it, or start other workers")
         self._is_busy = True
         is_over = False
         try:
-            self._replace_stale()
+            changed: list[str] = []
+            for file, time_ns in self._modules.items():
+                with suppress(OSError):  # removed: the loaded code is all there is
+                    if Path(file).stat().st_mtime_ns != time_ns:
+                        changed.append(file)
+            if changed:
+                say(f"{Path(changed[0]).name} has changed since the last call; the workers start anew")
+            ended = [rank for rank in self._ranks if rank.exit_code() is not None]
+            if ended:
+                say(
+                    f"the process of rank {ended[0].rank} has ended since the last call; the workers start anew"
+                )
+            if changed or ended:
+                self.kill()
+            self.start()
             for note in pickled_call.notes:
                 say(note)
             results = self._call(pickled_call)
@@ -106,29 +109,12 @@ class RankPool:
                 rank.close()
             self._ranks = []
 
-    def _replace_stale(self) -> None:
-        """Start the processes anew if one has ended, or if a module of the user's has changed on the disk."""
-        changed: list[str] = []
-        for file, time_ns in self._modules.items():
-            with suppress(OSError):  # removed: the loaded code is all there is
-                if Path(file).stat().st_mtime_ns != time_ns:
-                    changed.append(file)
-        if changed:
-            say(f"{Path(changed[0]).name} has changed since the last call; the workers start anew")
-        ended = [rank for rank in self._ranks if rank.exit_code() is not None]
-        if ended:
-            say(f"the process of rank {ended[0].rank} has ended since the last call; the workers start anew")
-        if changed or ended:
-            self.kill()
-        self.start()
-
     def _call(self, pickled_call: PickledCall) -> list[Any]:
         from drivetrain_launcher.membership.rendezvous import OneNode
 
         call = Call(
             self._ranks,
             OutputView(sys.stdout, sys.stderr, num_ranks=self._plan.num_processes),
-            show_figure=_show_figure,
             grace_seconds=_GRACE_SECONDS,
         )
         with Interrupts() as interrupts:
@@ -196,11 +182,3 @@ class RankPool:
             self._modules = {**self._modules, **modules}
             values.append(value)
         return values
-
-
-def _show_figure(content: IO[bytes]) -> None:
-    """Show a PNG in the cell that runs."""
-    from IPython.display import Image, display
-
-    content.seek(0)
-    display(Image(data=content.read(), format="png"))

@@ -27,25 +27,14 @@ _TPU_VARIABLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPoolPlan:
-    """The plan of a pool, on one machine.
-
-    Attributes:
-        num_processes: The number of ranks.
-        variables: The environment variables of each rank, besides those of the notebook.
-        master_port: The port of the rendezvous; 0 for any free port.
-    """
+    """The plan of a pool on one machine: `variables` are set besides the notebook's; port 0 is any free port."""
 
     num_processes: int
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     master_port: int = 0
 
     def environments(self, notebook: Mapping[str, str], *, port: int) -> list[dict[str, str]]:
-        """Return the environment of each rank: the notebook's, with torchrun's variables.
-
-        Args:
-            notebook: The environment of the notebook.
-            port: The port where the ranks meet.
-        """
+        """Return the environment of each rank: the notebook's with torchrun's variables."""
         common = {**notebook, **self.variables}
         if self.num_processes > 1:
             common.setdefault("OMP_NUM_THREADS", "1")  # as under `drivetrain launch`

@@ -24,16 +24,6 @@ class RankProcess:
 
     It leads a process group of its own, so that Ctrl-C reaches it from the notebook only, and its children can be
     ended with it.
-
-    Args:
-        rank: The rank of the process.
-        environment: The environment variables of the process.
-        folder: The working folder of the process.
-
-    Attributes:
-        rank: The rank of the process.
-        pid: The id of the process.
-        channel: The connection to it.
     """
 
     def __init__(self, rank: int, *, environment: Mapping[str, str], folder: str) -> None:

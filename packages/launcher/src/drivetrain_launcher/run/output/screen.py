@@ -27,9 +27,7 @@ class Size:
 class Screen:
     """An output that several ranks share.
 
-    Args:
-        write: The function that takes the bytes to write, in order.
-        size: The function that returns the size of the terminal; None if the output is no terminal.
+    `write` takes the bytes in order; `size` returns the size of the terminal, and is None if the output is none.
     """
 
     def __init__(self, write: Callable[[bytes], object], size: Callable[[], Size] | None) -> None:
@@ -69,12 +67,7 @@ class Screen:
         self.release(now=now)
 
     def release(self, *, now: float, at_once: bool = False) -> None:
-        """Write the lines that wait, if rank 0 allows it by now.
-
-        Args:
-            now: The time in seconds, of a clock that only counts on.
-            at_once: Whether to end rank 0's line if need be, since rank 0 has ended or nobody can wait.
-        """
+        """Write the lines that wait, if rank 0 allows it by now; at once also if its line must be ended for that."""
         if not self._held:
             return
         tracker = self._tracker

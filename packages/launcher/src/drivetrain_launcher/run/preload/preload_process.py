@@ -27,13 +27,9 @@ _THREAD_END_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """The order of a rank.
+    """The order of a rank: all its variables, CPUs (empty for any), and file descriptors (None for the launcher's).
 
-    Attributes:
-        parent: The id of the process that it was forked off.
-        environment: The environment variables of the rank, all of them.
-        cpus: The CPUs to bind it to; empty for any.
-        outputs: The file descriptors of its stdout and stderr; None for those of the launcher.
+    `parent` is the id of the process that it was forked off.
     """
 
     parent: int

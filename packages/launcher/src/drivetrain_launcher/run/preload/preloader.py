@@ -24,14 +24,7 @@ _READ_AT_IMPORT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFI
 class ForkedRank:
     """A rank that another process has forked, with what torch's agent uses of `subprocess.Popen`.
 
-    Args:
-        pid: The id of its process.
-        look: The function that waits up to a number of seconds, or without end for None, for ranks to end, and sets
-            their `returncode`.
-
-    Attributes:
-        pid: The id of its process.
-        returncode: The exit code, negative for the signal that ended it; None while it is not known to have ended.
+    `look` waits up to a number of seconds, or without end for None, for ranks to end, and sets their `returncode`.
     """
 
     def __init__(self, pid: int, look: Callable[[float | None], None]) -> None:
@@ -64,9 +57,6 @@ class ForkedRank:
 
 class Preloader:
     """The process that the ranks of a plan are forked off; it imports meanwhile, and ends with this context manager.
-
-    Args:
-        plan: The plan of the launch; its `preload` names the modules.
 
     Raises:
         LaunchError: This system cannot fork ranks safely, or a variable would bind their threads before they have
@@ -105,10 +95,10 @@ class Preloader:
         cpus: Sequence[int],
         outputs: Sequence[IO[Any] | None],
     ) -> ForkedRank:
-        """Fork a rank.
+        """Fork a rank with these environment variables, all of them.
 
         Args:
-            environment: The environment variables of the rank, all of them.
+            environment: The variables.
             cpus: The CPUs to bind it to; empty for any.
             outputs: The files for stdout and stderr; None for those of the launcher.
 
@@ -145,11 +135,7 @@ class Preloader:
         return started
 
     def look(self, seconds: float | None = 0.0) -> None:
-        """Learn which ranks have ended.
-
-        Args:
-            seconds: The time to wait for one that ends; None for as long as it takes.
-        """
+        """Wait some seconds, or without end for None, to learn which ranks have ended."""
         if self._ranks and select([self._link.connection], [], [], seconds)[0]:
             try:
                 self._take_messages()
