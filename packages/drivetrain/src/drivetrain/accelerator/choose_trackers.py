@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from drivetrain.settings import RunSettings
-from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings, as_tracker, make_trackers
+from drivetrain_tracking import Tracker, as_tracker
 
 LogWith: TypeAlias = Sequence[str | Tracker] | str | Tracker
 
@@ -23,19 +22,3 @@ def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tu
     given = list(log_with) if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
     objects = tuple(as_tracker(one) for one in given if not isinstance(one, str))
     return tuple(one for one in given if isinstance(one, str)), objects
-
-
-def group_trackers(
-    settings: RunSettings, objects: Sequence[Tracker], *, is_main: bool, section: TrackingSettings
-) -> TrackerGroup:
-    """Create the trackers named in the settings, and group them with those given as objects.
-
-    Raises:
-        UnknownTrackerError: No installed package provides one of the names.
-        MissingLibraryError: The library of a platform is not installed.
-        ValueError: Two trackers have the same name.
-    """
-    directory = settings.project_dir
-    assert directory is not None or not settings.log_with  # RunSettings refuses names without it
-    named = make_trackers(settings.log_with, directory or "", settings=section)
-    return TrackerGroup([*named, *objects], is_main=is_main, settings=section)

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from drivetrain.accelerator.choose_trackers import group_trackers
 from drivetrain.accelerator.sections import Sections
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.parts import Parts
@@ -19,7 +18,7 @@ from drivetrain_config.settings.unread import find_unread
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
 from drivetrain_state import Context, ParallelDims, connect
-from drivetrain_tracking import Tracker
+from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings, make_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -113,27 +112,10 @@ def _build(
     window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
     backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
     _check_applied(backend, run, policy)
-    if policy.recipe is not None:
-        _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
+    _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
     reading = LoaderTracker()
-    trackers_used = group_trackers(run, trackers, is_main=is_main, section=given.tracking)
-    prepared = PreparedObjects([reading.mark_stepped])
-    watch = None
-    if given.tracking.measures_throughput:
-        from drivetrain_throughput.step_watch import StepWatch
-
-        watch = StepWatch(
-            context=context,
-            settings=given.tracking,
-            prepared=prepared,
-            reading=reading,
-            readers=readers,
-            trackers=trackers_used,
-            mode=policy.mode,
-        )
-        prepared.on_step.append(watch.end_step)
-        if isinstance(backend, SupportsWaitWatch):
-            backend.watch_waits(watch.begin_wait)
+    # RunSettings refuses names of trackers without a project_dir.
+    named = make_trackers(run.log_with, run.project_dir or "", settings=given.tracking)
     parts = Parts(
         resolved=given.resolved,
         context=context,
@@ -141,13 +123,33 @@ def _build(
         readers=readers,
         policy=policy,
         backend=backend,
-        prepared=prepared,
+        prepared=PreparedObjects([reading.mark_stepped]),
         reading=reading,
         checkpointers=Checkpointers(context, given.checkpoint, run.project_dir),
-        trackers=trackers_used,
-        watch=watch,
+        trackers=TrackerGroup([*named, *trackers], is_main=is_main, settings=given.tracking),
     )
+    if given.tracking.measures_throughput:
+        parts = _add_watch(parts, given.tracking)
     return parts if policy.recipe is None else _add_fp8(parts, policy.recipe)
+
+
+def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
+    """Return the parts of a run whose throughput is measured."""
+    from drivetrain_throughput.step_watch import StepWatch
+
+    watch = StepWatch(
+        context=parts.context,
+        settings=settings,
+        prepared=parts.prepared,
+        reading=parts.reading,
+        readers=parts.readers,
+        trackers=parts.trackers,
+        mode=parts.policy.mode,
+    )
+    parts.prepared.on_step.append(watch.end_step)
+    if isinstance(parts.backend, SupportsWaitWatch):
+        parts.backend.watch_waits(watch.begin_wait)
+    return replace(parts, watch=watch)
 
 
 def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
@@ -190,9 +192,11 @@ def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
 
 
 def _check_recipe(
-    recipe: Fp8Recipe, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
+    recipe: Fp8Recipe | None, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
 ) -> None:
     """Refuse an fp8 recipe under a backend not allowed for it, and warn of an untested combination."""
+    if recipe is None:
+        return
     needed = recipe.requirements
     if needed.backends is not None and not _is_one_of(backend, needed.backends, registry):
         raise PrecisionError(

@@ -90,34 +90,29 @@ class LogReducer:
         if self._context.topology.world_size == 1:
             names = [f"{name}/rank_0" for name in flat.names] if how == "per_rank" else flat.names
             return dict(zip(names, flat.numbers, strict=True))
-        return getattr(self, f"_{how}")(flat, count)
-
-    def _mean(self, flat: FlatValues, count: LoggedCount | None) -> dict[str, Any]:
-        weight = self._vector([1.0 if count is None else count])
         numbers = self._vector(flat.numbers)
-        weighed = torch.where(
-            weight == 0, torch.zeros_like(numbers), numbers * weight
-        )  # a rank without samples
-        total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
-        return self._by_name(flat, total[1:] / total[0])
+        if how == "per_rank":
+            return self._gather(flat, numbers)
+        if how == "mean":
+            weight = self._vector([1.0 if count is None else count])
+            # Not 0 x NaN: a rank without samples has a weight of 0, and often a NaN as its mean.
+            weighed = torch.where(weight == 0, torch.zeros_like(numbers), numbers * weight)
+            total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
+            reduced = total[1:] / total[0]
+        elif how == "min":
+            reduced = -self._all_reduce(flat, -numbers, "max")
+        else:
+            reduced = self._all_reduce(flat, numbers, how)
+        return dict(zip(flat.names, reduced.unbind(), strict=True))
 
-    def _sum(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._by_name(flat, self._all_reduce(flat, self._vector(flat.numbers), "sum"))
-
-    def _max(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._by_name(flat, self._all_reduce(flat, self._vector(flat.numbers), "max"))
-
-    def _min(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
-        return self._by_name(flat, -self._all_reduce(flat, -self._vector(flat.numbers), "max"))
-
-    def _per_rank(self, flat: FlatValues, _count: LoggedCount | None) -> dict[str, Any]:
+    def _gather(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
         size = self._context.topology.world_size
 
         def gather(numbers: Tensor) -> tuple[Tensor, Tensor]:
             rows = collectives.gather(self._context, self._pad(flat, numbers)).view(size, -1)
             return rows[:, 2:], rows[:, 0].max() - rows[:, 0].min()
 
-        rows = self._exchange(flat, self._vector(flat.numbers), gather)
+        rows = self._exchange(flat, numbers, gather)
         return {
             f"{name}/rank_{rank}": rows[rank, index]
             for index, name in enumerate(flat.names)
@@ -174,9 +169,6 @@ class LogReducer:
                 for index, (number, is_there) in enumerate(zip(numbers, there, strict=True))
             ]
         )
-
-    def _by_name(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
-        return dict(zip(flat.names, numbers.unbind(), strict=True))
 
 
 def _check_same_names(names: Sequence[str], difference: object) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from drivetrain_data import ShardedLoader
@@ -83,6 +83,11 @@ class StepSize:
     processes: int
     micro_batches: int
 
+    @classmethod
+    def of(cls, loader: ShardedLoader[Any], micro_batches: int) -> "StepSize":
+        """Return the samples of a step on a loader's batches."""
+        return cls(batch_size=loader.batch_size, processes=loader.shard.count, micro_batches=micro_batches)
+
     @property
     def total(self) -> int:
         """The samples of a step; its micro-batches on all processes if their samples are not known."""
@@ -96,11 +101,7 @@ class StepSize:
 def step_sizes(loaders: Sequence[ShardedLoader[Any]], micro_batches: int) -> dict[str, dict[str, int | None]]:
     """Return the size of a step for each loader that an optimizer has stepped on, for a checkpoint, by its place."""
     return {
-        str(place): {
-            "batch_size": loader.batch_size,
-            "processes": loader.shard.count,
-            "micro_batches": micro_batches,
-        }
+        str(place): asdict(StepSize.of(loader, micro_batches))
         for place, loader in enumerate(loaders)
         if loader.is_trained
     }
@@ -118,9 +119,7 @@ def warn_if_resumed_otherwise(
     """
     for place, values in saved.items():
         loader, was = loaders[int(place)], StepSize(**values)
-        now = StepSize(
-            batch_size=loader.batch_size, processes=loader.shard.count, micro_batches=micro_batches
-        )
+        now = StepSize.of(loader, micro_batches)
         if was.total == now.total or (was.batch_size is None) != (now.batch_size is None):
             continue
         one = now.total // now.micro_batches

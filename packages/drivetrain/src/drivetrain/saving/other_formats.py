@@ -1,7 +1,7 @@
 """Runs that another library saved: the protocol of a format, and the installed ones."""
 
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from drivetrain.saving.resume import RunState
 from drivetrain_checkpoint import find_accelerate_state
@@ -31,15 +31,11 @@ class RunFormat(Protocol):
         ...
 
 
-class SavedElsewhere(NamedTuple):
-    """A saved run of another library, and the format that reads it."""
+def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] | None:
+    """Return the format of another library's saved run in a folder, and its folder. Called on all ranks.
 
-    format: RunFormat
-    folder: Path
-
-
-def find_other_format(context: Context, place: Place) -> SavedElsewhere | None:
-    """Return another library's saved run in a folder; None if there is none. Called on all ranks.
+    Returns:
+        None if there is none.
 
     Raises:
         ValueError: The run is Accelerate's, and the package that reads it is not installed.
@@ -60,4 +56,4 @@ def find_other_format(context: Context, place: Place) -> SavedElsewhere | None:
         return None
 
     found = on_main(context, look, doing=f"the load of {place}")
-    return None if found is None else SavedElsewhere(cast("RunFormat", formats[found[0]].load()), found[1])
+    return None if found is None else (cast("RunFormat", formats[found[0]].load()), found[1])

@@ -233,7 +233,8 @@ class Saving(HasParts):
         checkpointer = self._parts.checkpointers.of(input_dir)
         other = find_other_format(self.context, checkpointer.directory)
         if other is not None:
-            step, became = other.format.load(run, other.folder)
+            other_format, folder = other
+            step, became = other_format.load(run, folder)
         else:
             step, path, became = resume.load(run, checkpointer, input_dir)
             self._parts.checkpointers.of(path.parent).continues = True
