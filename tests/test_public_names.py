@@ -1,6 +1,7 @@
 """A new public name is a decision, and so is one that goes: tests/public_names.txt lists them all."""
 
 import ast
+import inspect
 from importlib import import_module
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_every_public_name_is_there_and_listed_once(name: str) -> None:
     assert dir(module) == sorted(module.__all__)
     for public in module.__all__:
         assert getattr(module, public) is not None
+        assert not inspect.ismodule(getattr(module, public)), f"{public} is hidden by the module of its name"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from drivetrain_accelerate.installation import is_installed as is_installed
     from drivetrain_accelerate.installation import uninstall as uninstall
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "AlreadyImportedError": "errors",
-    "NotProvidedError": "errors",
-    "UnknownVersionError": "errors",
-    "install": "installation",
-    "is_installed": "installation",
-    "uninstall": "installation",
-    "write_accelerate_layout": "checkpoint_files.run_files",
+# Module -> its public names.
+_NAMES = {
+    "checkpoint_files.run_files": "write_accelerate_layout",
+    "errors": "AlreadyImportedError NotProvidedError UnknownVersionError",
+    "installation": "install is_installed uninstall",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

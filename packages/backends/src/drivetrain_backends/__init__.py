@@ -56,56 +56,30 @@ if TYPE_CHECKING:
     from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
     from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "full_state_dict": "state_dict.full_tensors",
-    "is_packed": "modules.packed_weights",
-    "packed_entries": "modules.packed_weights",
-    "strip_wrapper_prefix": "modules.compile",
-    "full_tensor": "state_dict.full_tensors",
-    "AutoValue": "protocol",
-    "DeepSpeedSettings": "settings",
-    "DeepSpeedBackend": "deepspeed.backend",
-    "DriftedReplicasError": "errors",
-    "EngineConfigError": "errors",
-    "OptimizerStateError": "errors",
-    "SchedulerError": "errors",
-    "BackendNotInstalledError": "errors",
-    "AccumulationError": "errors",
-    "AccumulationWindow": "gradients.accumulation",
-    "Backend": "protocol",
-    "BackwardOptions": "gradients.reducer",
-    "BackendContract": "testing.contract",
-    "BackendRegistry": "registry",
-    "BatchMismatchError": "errors",
-    "DDPBackend": "torch.ddp",
-    "DDPSettings": "settings",
-    "NonFiniteGradientError": "errors",
-    "FSDPBackend": "fsdp.backend",
-    "FSDPSettings": "settings",
-    "PairingError": "errors",
-    "ReplacedParameterError": "errors",
-    "SupportsLocalSteps": "protocol",
-    "SupportsManualSteps": "protocol",
-    "Prepared": "protocol",
-    "SupportsReplicas": "protocol",
-    "SupportsWaitWatch": "protocol",
-    "PreparedOptimizer": "optim.optimizer",
-    "PreparedScheduler": "optim.scheduler",
-    "Scheduler": "optim.scheduler",
-    "SecondDerivativeError": "errors",
-    "SingleBackend": "torch.single_device",
-    "StepResult": "optim.optimizer",
-    "UnknownBackendError": "errors",
-    "UnreducedGradientError": "errors",
-    "UnshardedParameterError": "errors",
-    "load_full_state_dict": "state_dict.full_tensors",
-    "full_model": "state_dict.full_tensors",
-    "iter_full_tensors": "state_dict.full_tensors",
-    "register_backend": "registry",
-    "restore_forward": "modules.autocast_forward",
-    "unwrap_compiled": "modules.compile",
+# Module -> its public names.
+_NAMES = {
+    "deepspeed.backend": "DeepSpeedBackend",
+    "errors": "AccumulationError BackendNotInstalledError BatchMismatchError DriftedReplicasError EngineConfigError "
+    "NonFiniteGradientError OptimizerStateError PairingError ReplacedParameterError SchedulerError "
+    "SecondDerivativeError UnknownBackendError UnreducedGradientError UnshardedParameterError",
+    "fsdp.backend": "FSDPBackend",
+    "gradients.accumulation": "AccumulationWindow",
+    "gradients.reducer": "BackwardOptions",
+    "modules.autocast_forward": "restore_forward",
+    "modules.compile": "strip_wrapper_prefix unwrap_compiled",
+    "modules.packed_weights": "is_packed packed_entries",
+    "optim.optimizer": "PreparedOptimizer StepResult",
+    "optim.scheduler": "PreparedScheduler Scheduler",
+    "protocol": "AutoValue Backend Prepared SupportsLocalSteps SupportsManualSteps SupportsReplicas "
+    "SupportsWaitWatch",
+    "registry": "BackendRegistry register_backend",
+    "settings": "DDPSettings DeepSpeedSettings FSDPSettings",
+    "state_dict.full_tensors": "full_model full_state_dict full_tensor iter_full_tensors load_full_state_dict",
+    "testing.contract": "BackendContract",
+    "torch.ddp": "DDPBackend",
+    "torch.single_device": "SingleBackend",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

@@ -51,51 +51,28 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.saving.schedule import SaveSchedule as SaveSchedule
     from drivetrain_checkpoint.settings import CheckpointSettings as CheckpointSettings
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "PickleNotAllowedError": "errors",
-    "AccelerateState": "interop.accelerate.state",
-    "RESUME_EXIT_CODE": "saving.schedule",
-    "SaveReason": "saving.schedule",
-    "SaveSchedule": "saving.schedule",
-    "CheckpointSettings": "settings",
-    "ChangedWhileCopiedError": "errors",
-    "Checkpointer": "checkpointer",
-    "CorruptCheckpointError": "errors",
-    "CorruptRange": "loading.verify",
-    "ExportMatch": "export.load",
-    "ExportPlan": "export.export_plan",
-    "ExportedTensors": "export.reader",
-    "CheckpointLockedError": "errors",
-    "FolderNotSharedError": "errors",
-    "LoadedFlatShard": "format.shards",
-    "FlatShard": "format.shards",
-    "ForeignStateError": "errors",
-    "CheckpointInfo": "loading.discovery",
-    "IncompatibleNames": "export.load",
-    "LoadResult": "loading.collective_load",
-    "Manifest": "format.manifest",
-    "NoCheckpointError": "errors",
-    "OtherRankFailedError": "errors",
-    "Proportional": "format.shards",
-    "Replicated": "format.shards",
-    "StateTree": "format.state_tree",
-    "StateError": "errors",
-    "TensorInfo": "export.export_plan",
-    "find_accelerate_state": "interop.accelerate.folder",
-    "find_checkpoints": "loading.discovery",
-    "load_model": "export.load",
-    "match_export": "export.load",
-    "merge_shards": "export.merge",
-    "open_export": "export.reader",
-    "plan_export": "export.export_plan",
-    "read_accelerate_state": "interop.accelerate.state",
-    "read_manifest": "format.manifest",
-    "save_model": "export.writer",
-    "verify_checkpoint": "loading.verify",
-    "write_export": "export.writer",
-    "write_tensor_file": "export.writer",
+# Module -> its public names.
+_NAMES = {
+    "checkpointer": "Checkpointer",
+    "errors": "ChangedWhileCopiedError CheckpointLockedError CorruptCheckpointError FolderNotSharedError "
+    "ForeignStateError NoCheckpointError OtherRankFailedError PickleNotAllowedError StateError",
+    "export.export_plan": "ExportPlan plan_export TensorInfo",
+    "export.load": "ExportMatch IncompatibleNames load_model match_export",
+    "export.merge": "merge_shards",
+    "export.reader": "ExportedTensors open_export",
+    "export.writer": "save_model write_export write_tensor_file",
+    "format.manifest": "Manifest read_manifest",
+    "format.shards": "FlatShard LoadedFlatShard Proportional Replicated",
+    "format.state_tree": "StateTree",
+    "interop.accelerate.folder": "find_accelerate_state",
+    "interop.accelerate.state": "AccelerateState read_accelerate_state",
+    "loading.collective_load": "LoadResult",
+    "loading.discovery": "CheckpointInfo find_checkpoints",
+    "loading.verify": "CorruptRange verify_checkpoint",
+    "saving.schedule": "RESUME_EXIT_CODE SaveReason SaveSchedule",
+    "settings": "CheckpointSettings",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

@@ -16,17 +16,13 @@ if TYPE_CHECKING:
     from drivetrain_clusters.registry import find_placement as find_placement
     from drivetrain_clusters.registry import make_cluster as make_cluster
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "Cluster": "protocol",
-    "ClusterError": "errors",
-    "JobPlacement": "protocol",
-    "JobRequest": "protocol",
-    "Submission": "protocol",
-    "cluster_names": "registry",
-    "find_placement": "registry",
-    "make_cluster": "registry",
+# Module -> its public names.
+_NAMES = {
+    "errors": "ClusterError",
+    "protocol": "Cluster JobPlacement JobRequest Submission",
+    "registry": "cluster_names find_placement make_cluster",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

@@ -25,25 +25,17 @@ if TYPE_CHECKING:
     from drivetrain_config.settings.schema import questions as questions
     from drivetrain_config.source import Source as Source
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "ConfigError": "errors",
-    "SettingConflict": "settings.resolution",
-    "Flag": "settings.schema",
-    "RankEnvironment": "environ",
-    "Layers": "settings.layers",
-    "Prompt": "settings.schema",
-    "Resolved": "settings.resolution",
-    "Source": "source",
-    "commands": "plugins.registry",
-    "flags": "settings.schema",
-    "json_schema": "settings.schema",
-    "markdown_table": "settings.schema",
-    "questions": "settings.schema",
-    "resolve": "settings.resolution",
-    "section_names": "plugins.registry",
-    "sections": "plugins.registry",
+# Module -> its public names.
+_NAMES = {
+    "environ": "RankEnvironment",
+    "errors": "ConfigError",
+    "plugins.registry": "commands section_names sections",
+    "settings.layers": "Layers",
+    "settings.resolution": "resolve Resolved SettingConflict",
+    "settings.schema": "Flag flags json_schema markdown_table Prompt questions",
+    "source": "Source",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

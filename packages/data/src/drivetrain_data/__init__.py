@@ -35,40 +35,26 @@ if TYPE_CHECKING:
     from drivetrain_data.skipping_view import skip_first_batches as skip_first_batches
     from drivetrain_data.unprepared_loops import UnpreparedLoops as UnpreparedLoops
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "LoaderTracker": "active_loaders",
-    "AmbiguousLoaderError": "errors",
-    "BatchPlan": "sampling.step_info",
-    "DataSettings": "settings",
-    "DataStateError": "errors",
-    "DispatchError": "errors",
-    "UnevenPolicy": "settings",
-    "IndexFunction": "sampling.block_shuffle",
-    "IndexRangeError": "errors",
-    "InvertibleIndexFunction": "sampling.block_shuffle",
-    "ORDER_VERSION": "randomness.permutation",
-    "Partition": "sampling.partition",
-    "Permutation": "randomness.permutation",
-    "PermutationSampler": "sampling.samplers",
-    "SkippedBatches": "skipping_view",
-    "ResumedLoaderError": "errors",
-    "Shard": "shard",
-    "ShardedLoader": "loader",
-    "ShardingStrategy": "settings",
-    "TrimError": "errors",
-    "UnpreparedLoaderError": "errors",
-    "UnpreparedLoops": "unprepared_loops",
-    "check_after_loop": "remainder",
-    "is_loader": "sharded_loader",
-    "own_seed": "loader_seeds",
-    "batch_sizes": "remainder",
-    "seed_at": "loader_seeds",
-    "shard_loader": "sharded_loader",
-    "skip_first_batches": "skipping_view",
-    "trim": "remainder",
-    "trim_objects": "remainder",
+# Module -> its public names.
+_NAMES = {
+    "active_loaders": "LoaderTracker",
+    "errors": "AmbiguousLoaderError DataStateError DispatchError IndexRangeError ResumedLoaderError TrimError "
+    "UnpreparedLoaderError",
+    "loader": "ShardedLoader",
+    "loader_seeds": "own_seed seed_at",
+    "randomness.permutation": "ORDER_VERSION Permutation",
+    "remainder": "batch_sizes check_after_loop trim trim_objects",
+    "sampling.block_shuffle": "IndexFunction InvertibleIndexFunction",
+    "sampling.partition": "Partition",
+    "sampling.samplers": "PermutationSampler",
+    "sampling.step_info": "BatchPlan",
+    "settings": "DataSettings ShardingStrategy UnevenPolicy",
+    "shard": "Shard",
+    "sharded_loader": "is_loader shard_loader",
+    "skipping_view": "skip_first_batches SkippedBatches",
+    "unprepared_loops": "UnpreparedLoops",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

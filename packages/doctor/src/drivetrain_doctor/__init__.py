@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from drivetrain_doctor.links.link_faults import LinkFaults as LinkFaults
     from drivetrain_doctor.links.link_faults import find_faults as find_faults
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "CheckedRun": "checked_run",
-    "DoctorFinding": "doctor_finding",
-    "Examination": "examination",
-    "LinkFaults": "links.link_faults",
-    "examine": "examination",
-    "find_faults": "links.link_faults",
-    "run_to_check": "checked_run",
+# Module -> its public names.
+_NAMES = {
+    "checked_run": "CheckedRun run_to_check",
+    "doctor_finding": "DoctorFinding",
+    "examination": "Examination examine",
+    "links.link_faults": "find_faults LinkFaults",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

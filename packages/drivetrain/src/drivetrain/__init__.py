@@ -64,65 +64,28 @@ if TYPE_CHECKING:
     from drivetrain_tracking import JSONLTracker as JSONLTracker
     from drivetrain_tracking import Tracker as Tracker
 
-# Public name -> the module that defines or exports it.
-_HOMES = {
-    "Accelerator": "drivetrain.accelerator.accelerator",
-    "AccumulationError": "drivetrain_backends",
-    "BackendRegistry": "drivetrain_backends",
-    "BatchMismatchError": "drivetrain_backends",
-    "CheckpointHook": "drivetrain.saving.hooks",
-    "CheckpointSettings": "drivetrain_checkpoint",
-    "Checkpointer": "drivetrain_checkpoint",
-    "ConfigError": "drivetrain_config",
-    "Context": "drivetrain_state",
-    "DDPSettings": "drivetrain_backends",
-    "DataSettings": "drivetrain_data",
-    "EffectivePlan": "drivetrain.plan.effective_plan",
-    "JSONLTracker": "drivetrain_tracking",
-    "Layers": "drivetrain_config",
-    "LeakDetector": "drivetrain_memory",
-    "PairingError": "drivetrain_backends",
-    "ParallelDims": "drivetrain_state",
-    "PlanMismatchError": "drivetrain.plan.effective_plan",
-    "PlanRow": "drivetrain.plan.effective_plan",
-    "PrecisionError": "drivetrain_precision",
-    "PrecisionSettings": "drivetrain_precision",
-    "RunSettings": "drivetrain.settings",
-    "Shard": "drivetrain_data",
-    "ShardedLoader": "drivetrain_data",
-    "StateSettings": "drivetrain_state",
-    "Tracker": "drivetrain_tracking",
-    "UnknownBackendError": "drivetrain_backends",
-    "clear_device_cache": "drivetrain_memory",
-    "compute_module_sizes": "drivetrain_dispatch",
-    "connect": "drivetrain_state",
-    "cpu_offload": "drivetrain_dispatch",
-    "cpu_offload_with_hook": "drivetrain_dispatch",
-    "debug_launcher": "drivetrain_launcher",
-    "disk_offload": "drivetrain_dispatch",
-    "dispatch_model": "drivetrain_dispatch",
-    "find_executable_batch_size": "drivetrain_memory",
-    "find_tied_parameters": "drivetrain_dispatch",
-    "free_memory": "drivetrain_memory",
-    "get_logger": "drivetrain_state",
-    "infer_auto_device_map": "drivetrain_dispatch",
-    "init_empty_weights": "drivetrain_dispatch",
-    "init_on_device": "drivetrain_dispatch",
-    "load_checkpoint_and_dispatch": "drivetrain_dispatch",
-    "load_checkpoint_in_model": "drivetrain_dispatch",
-    "notebook_launcher": "drivetrain_launcher",
-    "record_peak": "drivetrain_memory",
-    "register_backend": "drivetrain_backends",
-    "release_memory": "drivetrain_memory",
-    "remove_hooks": "drivetrain_dispatch",
-    "resolve": "drivetrain_config",
-    "retie_parameters": "drivetrain_dispatch",
-    "set_seed": "drivetrain_state",
-    "shard_loader": "drivetrain_data",
-    "skip_first_batches": "drivetrain_data",
-    "supported_modes": "drivetrain_precision",
-    "synchronize_rng_states": "drivetrain_state",
+# Module -> its public names.
+_NAMES = {
+    "drivetrain.accelerator.accelerator": "Accelerator",
+    "drivetrain.plan.effective_plan": "EffectivePlan PlanMismatchError PlanRow",
+    "drivetrain.saving.hooks": "CheckpointHook",
+    "drivetrain.settings": "RunSettings",
+    "drivetrain_backends": "AccumulationError BackendRegistry BatchMismatchError DDPSettings PairingError "
+    "register_backend UnknownBackendError",
+    "drivetrain_checkpoint": "Checkpointer CheckpointSettings",
+    "drivetrain_config": "ConfigError Layers resolve",
+    "drivetrain_data": "DataSettings Shard shard_loader ShardedLoader skip_first_batches",
+    "drivetrain_dispatch": "compute_module_sizes cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+    "find_tied_parameters infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
+    "load_checkpoint_in_model remove_hooks retie_parameters",
+    "drivetrain_launcher": "debug_launcher notebook_launcher",
+    "drivetrain_memory": "clear_device_cache find_executable_batch_size free_memory LeakDetector record_peak "
+    "release_memory",
+    "drivetrain_precision": "PrecisionError PrecisionSettings supported_modes",
+    "drivetrain_state": "connect Context get_logger ParallelDims set_seed StateSettings synchronize_rng_states",
+    "drivetrain_tracking": "JSONLTracker Tracker",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_HOMES)

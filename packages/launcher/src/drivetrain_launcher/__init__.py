@@ -21,22 +21,18 @@ if TYPE_CHECKING:
     from drivetrain_launcher.run.run import run_plan as run_plan
     from drivetrain_launcher.settings import LaunchSettings as LaunchSettings
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "Host": "plan.host_detection",
-    "LaunchError": "errors",
-    "LaunchPlan": "plan.launch_plan",
-    "LaunchSettings": "settings",
-    "RankFailedError": "errors",
-    "RankPlan": "plan.launch_plan",
-    "LaunchTarget": "plan.launch_plan",
-    "Workers": "run.notebook.workers",
-    "debug_launcher": "run.notebook.launchers",
-    "detect_host": "plan.host_detection",
-    "notebook_launcher": "run.notebook.launchers",
-    "plan_launch": "plan.launch_planner",
-    "run_plan": "run.run",
+# Module -> its public names.
+_NAMES = {
+    "errors": "LaunchError RankFailedError",
+    "plan.host_detection": "detect_host Host",
+    "plan.launch_plan": "LaunchPlan LaunchTarget RankPlan",
+    "plan.launch_planner": "plan_launch",
+    "run.notebook.launchers": "debug_launcher notebook_launcher",
+    "run.notebook.workers": "Workers",
+    "run.run": "run_plan",
+    "settings": "LaunchSettings",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

@@ -17,17 +17,15 @@ if TYPE_CHECKING:
     from drivetrain_lint.reading.targets import find_targets as find_targets
     from drivetrain_lint.rules.registry import choose_rules as choose_rules
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "Finding": "finding",
-    "LintArgumentError": "errors",
-    "Report": "checker",
-    "Severity": "finding",
-    "Target": "reading.targets",
-    "check_targets": "checker",
-    "choose_rules": "rules.registry",
-    "find_targets": "reading.targets",
+# Module -> its public names.
+_NAMES = {
+    "checker": "check_targets Report",
+    "errors": "LintArgumentError",
+    "finding": "Finding Severity",
+    "reading.targets": "find_targets Target",
+    "rules.registry": "choose_rules",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

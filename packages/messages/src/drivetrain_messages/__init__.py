@@ -13,18 +13,15 @@ if TYPE_CHECKING:
     from drivetrain_messages.near_names import suggest as suggest
     from drivetrain_messages.tables import format_table as format_table
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "SIZE_UNITS": "byte_sizes",
-    "find_near": "near_names",
-    "format_count": "name_lists",
-    "format_size": "byte_sizes",
-    "format_table": "tables",
-    "list_some": "name_lists",
-    "parse_size": "byte_sizes",
-    "say": "console",
-    "suggest": "near_names",
+# Module -> its public names.
+_NAMES = {
+    "byte_sizes": "format_size parse_size SIZE_UNITS",
+    "console": "say",
+    "name_lists": "format_count list_some",
+    "near_names": "find_near suggest",
+    "tables": "format_table",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

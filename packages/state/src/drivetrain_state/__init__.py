@@ -60,65 +60,29 @@ if TYPE_CHECKING:
     from drivetrain_state.topology import Topology as Topology
     from drivetrain_state.topology import topology_from_hosts as topology_from_hosts
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "CollectiveMismatchError": "errors",
-    "ConnectError": "errors",
-    "Context": "context",
-    "DeviceCapability": "detect",
-    "DeviceChoice": "settings",
-    "DeviceError": "errors",
-    "DeviceGroup": "detect",
-    "GroupRenewal": "group_renewal",
-    "GroupMismatchError": "errors",
-    "LeafError": "errors",
-    "MeshPlan": "mesh",
-    "OtherRankFailedError": "errors",
-    "ParallelDims": "mesh",
-    "RankLogger": "collectives.logs",
-    "ReduceOp": "collectives.operations",
-    "StateSettings": "settings",
-    "Topology": "topology",
-    "ProgressMark": "hang.progress_record",
-    "ProgressRecord": "hang.progress_record",
-    "Watchdog": "hang.watchdog",
-    "capabilities": "detect",
-    "barrier": "collectives.operations",
-    "best_device_kind": "detect",
-    "broadcast": "collectives.operations",
-    "broadcast_object": "collectives.operations",
-    "build_mesh": "mesh",
-    "connect": "connection",
-    "derive_seed": "collectives.seed",
-    "describe_environment": "detect",
-    "detect_devices": "detect",
-    "deterministic_algorithms": "collectives.seed",
-    "device_count": "detect",
-    "gather": "collectives.operations",
-    "gather_object": "collectives.operations",
-    "get_logger": "collectives.logs",
-    "group_backend": "connection",
-    "load_rng_state": "collectives.seed",
-    "local_main_process_first": "collectives.control",
-    "main_process_first": "collectives.control",
-    "on_last_process": "collectives.control",
-    "on_local_main_process": "collectives.control",
-    "on_main_process": "collectives.control",
-    "on_process": "collectives.control",
-    "pad_across_processes": "collectives.operations",
-    "split_for_process": "collectives.control",
-    "print_on_main": "collectives.control",
-    "reduce": "collectives.operations",
-    "reseed": "collectives.seed",
-    "rng_state": "collectives.seed",
-    "scatter": "collectives.scatter",
-    "set_seed": "collectives.seed",
-    "control_store": "context",
-    "split_between_processes": "collectives.control",
-    "start_watchdog": "hang.watchdog",
-    "synchronize_rng_states": "collectives.seed",
-    "topology_from_hosts": "topology",
+# Module -> its public names.
+_NAMES = {
+    "collectives.control": "local_main_process_first main_process_first on_last_process on_local_main_process "
+    "on_main_process on_process print_on_main split_between_processes split_for_process",
+    "collectives.logs": "get_logger RankLogger",
+    "collectives.operations": "barrier broadcast broadcast_object gather gather_object pad_across_processes reduce "
+    "ReduceOp",
+    "collectives.scatter": "scatter",
+    "collectives.seed": "derive_seed deterministic_algorithms load_rng_state reseed rng_state set_seed "
+    "synchronize_rng_states",
+    "connection": "connect group_backend",
+    "context": "Context control_store",
+    "detect": "best_device_kind capabilities describe_environment detect_devices device_count DeviceCapability "
+    "DeviceGroup",
+    "errors": "CollectiveMismatchError ConnectError DeviceError GroupMismatchError LeafError OtherRankFailedError",
+    "group_renewal": "GroupRenewal",
+    "hang.progress_record": "ProgressMark ProgressRecord",
+    "hang.watchdog": "start_watchdog Watchdog",
+    "mesh": "build_mesh MeshPlan ParallelDims",
+    "settings": "DeviceChoice StateSettings",
+    "topology": "Topology topology_from_hosts",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

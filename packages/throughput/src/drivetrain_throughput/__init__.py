@@ -15,17 +15,15 @@ if TYPE_CHECKING:
     from drivetrain_throughput.straggler import Straggler as Straggler
     from drivetrain_throughput.straggler import find_straggler as find_straggler
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "LiveLine": "live_line",
-    "PhaseTimes": "phase_times",
-    "StepRecord": "meter",
-    "Straggler": "straggler",
-    "Throughput": "meter",
-    "ThroughputMeter": "meter",
-    "find_straggler": "straggler",
-    "peak_flops": "device_peaks",
+# Module -> its public names.
+_NAMES = {
+    "device_peaks": "peak_flops",
+    "live_line": "LiveLine",
+    "meter": "StepRecord Throughput ThroughputMeter",
+    "phase_times": "PhaseTimes",
+    "straggler": "find_straggler Straggler",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)

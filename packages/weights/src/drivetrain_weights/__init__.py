@@ -25,25 +25,17 @@ if TYPE_CHECKING:
     from drivetrain_weights.weight_index import open_weights as open_weights
     from drivetrain_weights.weight_index import read_index as read_index
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "Box": "tensor_box",
-    "MappedFile": "mapped_file",
-    "NoWeightsError": "errors",
-    "SeveralWeightsError": "errors",
-    "TiedParametersError": "errors",
-    "UnsafePickleError": "errors",
-    "WeightFilesError": "errors",
-    "WeightIndex": "weight_index",
-    "box_of_dtensor": "tensor_box",
-    "find_tied_parameters": "tied_parameters",
-    "find_ties": "tied_parameters",
-    "open_weights": "weight_index",
-    "read_index": "weight_index",
-    "read_torch_file": "torch_file",
-    "retie_parameters": "tied_parameters",
-    "write_aligned": "aligned_file",
+# Module -> its public names.
+_NAMES = {
+    "aligned_file": "write_aligned",
+    "errors": "NoWeightsError SeveralWeightsError TiedParametersError UnsafePickleError WeightFilesError",
+    "mapped_file": "MappedFile",
+    "tensor_box": "Box box_of_dtensor",
+    "tied_parameters": "find_tied_parameters find_ties retie_parameters",
+    "torch_file": "read_torch_file",
+    "weight_index": "open_weights read_index WeightIndex",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # else a type checker would accept any name
     __all__ = sorted(_MODULES)
