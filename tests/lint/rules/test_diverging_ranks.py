@@ -222,6 +222,7 @@ def test_a_loop_over_a_share_is_uneven(loop: str, found: bool) -> None:
         ("try:\n    f()\nexcept Exception:\n    accelerator.save_state()\n    raise\n", False),
         ("try:\n    import apex\nexcept ImportError:\n    accelerator.wait_for_everyone()\n", False),
         ("try:\n    f()\nexcept KeyboardInterrupt:\n    accelerator.save_state()\n", False),
+        ("try:\n    f()\nexcept SkippedStepsError:\n    accelerator.save_state()\n", False),  # all ranks raise it
         ("for x in loader:\n    try:\n        loss = model(x)\n    except RuntimeError:\n        "
             "continue\n    accelerator.backward(loss)\n", True),
         ("for x in loader:\n    try:\n        accelerator.backward(model(x))\n    except "

@@ -21,12 +21,8 @@ class RankEnvironment:
     """The ranks and rendezvous that torchrun, or a launcher like it, passes to a worker.
 
     Attributes:
-        rank: The rank of this process.
         local_rank: The rank of this process on its node.
-        world_size: The number of processes.
         local_world_size: The number of processes on this node.
-        node_rank: The rank of this node.
-        num_nodes: The number of nodes.
         master_addr: The host of the rendezvous store.
         master_port: The port of the rendezvous store.
         run_id: The run's name, the same on all ranks; "none" if the launcher sets none.

@@ -53,7 +53,7 @@ class Report:
 
 
 def check_targets(targets: Iterable[Target], *, rules: Sequence[Rule[Any]]) -> Report:
-    """Check files; one that cannot be parsed is a finding, and the others are checked all the same."""
+    """Check files; a file that does not parse is a finding."""
     files = list(targets)
     findings = [
         finding
@@ -65,21 +65,38 @@ def check_targets(targets: Iterable[Target], *, rules: Sequence[Rule[Any]]) -> R
 
 def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]]) -> list[Finding]:
     """Return the findings of one file, in the order of its lines."""
-    if isinstance(document, Unreadable):
-        return [_unreadable_file(document)]
-    try:
-        visitor = visit(read_program(document))
-        hits = [(rule, hit) for rule in rules for hit in rule.find(visitor)]
-    except RecursionError:  # parsed, and nested deeper than the walk may follow
-        reason = "is nested too deeply to be checked"
-        return [_unreadable_file(Unreadable(path=document.path, line=1, column=1, reason=reason))]
-    suppressed = read_suppressions(document)
-    found = {
-        _finding(document, rule, hit)
-        for rule, hit in hits
-        if not suppressed.cover(hit.node, code=rule.code, name=rule.name)
-    }
-    return sorted(found, key=lambda each: (each.cell or 0, each.line, each.column, each.code, each.what))
+    if isinstance(document, Document):
+        try:
+            visitor = visit(read_program(document))
+            hits = [(rule, hit) for rule in rules for hit in rule.find(visitor)]
+        except RecursionError:  # parsed, and nested deeper than the walk may follow
+            reason = "is nested too deeply to be checked"
+            document = Unreadable(path=document.path, line=1, column=1, reason=reason)
+        else:
+            suppressed = read_suppressions(document)
+            found = {
+                _finding(document, rule, hit)
+                for rule, hit in hits
+                if not suppressed.cover(hit.node, code=rule.code, name=rule.name)
+            }
+            return sorted(
+                found, key=lambda each: (each.cell or 0, each.line, each.column, each.code, each.what)
+            )
+    unreadable = Finding(
+        path=document.path,
+        line=document.line,
+        column=document.column,
+        end_column=document.column + 1,
+        code=UNREADABLE.code,
+        name=UNREADABLE.name,
+        severity=UNREADABLE.severity,
+        what=f"The file {document.reason}",
+        why=UNREADABLE.why,
+        mend=UNREADABLE.mend,
+        source_line=document.source_line,
+        cell=document.cell,
+    )
+    return [unreadable]
 
 
 def _finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
@@ -108,20 +125,3 @@ def _finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
 def _characters(text: str, offset: int) -> int:
     """Return the number of characters in a number of UTF-8 bytes, in which syntax trees count."""
     return len(text.encode()[:offset].decode(errors="ignore"))
-
-
-def _unreadable_file(file: Unreadable) -> Finding:
-    return Finding(
-        path=file.path,
-        line=file.line,
-        column=file.column,
-        end_column=file.column + 1,
-        code=UNREADABLE.code,
-        name=UNREADABLE.name,
-        severity=UNREADABLE.severity,
-        what=f"The file {file.reason}",
-        why=UNREADABLE.why,
-        mend=UNREADABLE.mend,
-        source_line=file.source_line,
-        cell=file.cell,
-    )

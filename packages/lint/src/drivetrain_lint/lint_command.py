@@ -10,10 +10,7 @@ from drivetrain_config import environ
 from drivetrain_lint.checker import Report, check_targets
 from drivetrain_lint.errors import LintArgumentError
 from drivetrain_lint.reading.targets import find_targets
-from drivetrain_lint.reporters.github import as_github
-from drivetrain_lint.reporters.json_report import as_json
-from drivetrain_lint.reporters.sarif import as_sarif
-from drivetrain_lint.reporters.terminal import as_text, summary
+from drivetrain_lint.reporters import as_github, as_json, as_sarif, as_text, summary
 from drivetrain_lint.rules.registry import choose_rules
 
 _FOUND = 1

@@ -21,13 +21,7 @@ _TOP = (".git", "pyproject.toml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsPlace:
-    """A place that may hold a settings file.
-
-    Attributes:
-        folder: The folder of the file.
-        stem: The file's name without its ending.
-        title: The name of the place for messages, such as "the working folder".
-    """
+    """A place that may hold a settings file, by its name without the ending; the title is for messages."""
 
     folder: Path
     stem: str
@@ -53,12 +47,7 @@ class SettingsPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsFile:
-    """The settings file of a launch.
-
-    Attributes:
-        path: The path of the file.
-        place: The place where it was found; None if the user named it.
-    """
+    """The settings file of a launch, and the place where it was found; None if the user named it."""
 
     path: Path
     place: SettingsPlace | None = None
@@ -80,12 +69,16 @@ def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[Setti
     """
     here = Path() if folder == Path.cwd() else folder
     found = [SettingsPlace(folder=here, stem="drivetrain", title="the working folder")]
+    lineage = (folder.absolute(), *folder.absolute().parents)
+    tops = [index for index, each in enumerate(lineage) if any((each / mark).exists() for mark in _TOP)]
     found += [
         SettingsPlace(folder=above, stem="drivetrain", title="a folder above, within the project")
-        for above in _project_above(folder.absolute())
+        for above in lineage[1 : tops[0] + 1 if tops else 1]
     ]
-    if (user := _user_folder(environment)) is not None:
-        found.append(SettingsPlace(folder=user, stem="config", title="the user's folder"))
+    base, home = environment.get("XDG_CONFIG_HOME"), environment.get("HOME")
+    if base or home:
+        user = Path(base) if base else Path(home or "") / ".config"
+        found.append(SettingsPlace(folder=user / "drivetrain", stem="config", title="the user's folder"))
     return tuple(found)
 
 
@@ -111,22 +104,3 @@ def choose_file(named: str | None, environment: Mapping[str, str]) -> SettingsFi
     if named is None:
         return find_file(Path.cwd(), environment)
     return None if named == NO_FILE else SettingsFile(path=Path(named).expanduser())
-
-
-def _project_above(folder: Path) -> list[Path]:
-    """Return the folders above a folder, nearest first, up to the top of its project."""
-    above: list[Path] = []
-    for each in (folder, *folder.parents):
-        if each != folder:
-            above.append(each)
-        if any((each / mark).exists() for mark in _TOP):
-            return above
-    return []
-
-
-def _user_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the user's folder of drivetrain; None for a user without a home."""
-    if base := environment.get("XDG_CONFIG_HOME"):
-        return Path(base) / "drivetrain"
-    home = environment.get("HOME")
-    return Path(home) / ".config" / "drivetrain" if home else None

@@ -19,7 +19,6 @@ class Contents:
     """The contents of a settings file.
 
     Attributes:
-        path: The path of the file.
         data: The sections by name, not yet checked.
         lines: The lines of sections and fields; empty where the parser does not report them.
         notices: The notices of another program's options that drivetrain meets in another way, one line each.
@@ -70,13 +69,29 @@ def read_file(path: Path) -> Contents:
 
 
 def _parse(path: Path) -> tuple[Any, Lines]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConfigError(f"{path}: says {twice[0]!r} twice in one mapping; keep one")
+        return dict(pairs)
+
     match path.suffix.lower():
         case ".yaml" | ".yml":
             return read_yaml(path, _text(path))
-        case ".toml":
-            return _read_toml(path, _text(path)), {}
         case ".json":
-            return _read_json(path, _text(path)), {}
+            return _parsed(path, _text(path), object_pairs_hook=without_duplicates), {}
+        case ".toml":
+            import tomllib
+
+            try:
+                found = tomllib.loads(_text(path))
+            except RecursionError:
+                raise too_deep(path) from None
+            except tomllib.TOMLDecodeError as error:
+                raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+            if is_too_deep(found):
+                raise too_deep(path)
+            return found, {}
         case suffix:
             raise ConfigError(
                 f"{path}: a file of settings ends in .yaml, .yml, .toml or .json, not in {suffix!r}"
@@ -94,30 +109,6 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
-
-
-def _read_toml(path: Path, text: str) -> Any:
-    import tomllib
-
-    try:
-        found = tomllib.loads(text)
-    except RecursionError:
-        raise too_deep(path) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
-    if is_too_deep(found):
-        raise too_deep(path)
-    return found
-
-
-def _read_json(path: Path, text: str) -> Any:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise ConfigError(f"{path}: says {twice[0]!r} twice in one mapping; keep one")
-        return dict(pairs)
-
-    return _parsed(path, text, object_pairs_hook=without_duplicates)
 
 
 def check_json_object(path: Path) -> None:

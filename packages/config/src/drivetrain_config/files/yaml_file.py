@@ -5,7 +5,7 @@ that way.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
         root: Any = loader.get_single_node()
         if root is None:
             return None, {}
-        for node in _scalars(root):
-            _check_scalar(path, node, loader)
+        _check_scalars(path, root, loader)
         lines = _lines_of(path, root)  # before constructing, which resolves merges in place
         return loader.construct_document(root), lines
     except yaml.MarkedYAMLError as error:
@@ -68,8 +67,8 @@ def check_levels(path: Path, text: str) -> None:
             raise too_deep(path)
 
 
-def _scalars(root: Any) -> Iterator[Any]:
-    """Yield each scalar node of a document once, keys included."""
+def _check_scalars(path: Path, root: Any, loader: Any) -> None:
+    """Refuse numbers that other versions of YAML read differently, keys included, and turn dates into text."""
     seen: set[int] = set()  # an alias repeats a node, and may even refer to its own parent
     waiting = [root]
     while waiting:
@@ -77,25 +76,19 @@ def _scalars(root: Any) -> Iterator[Any]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if node.id == "scalar":
-            yield node
-        elif node.id == "sequence":
+        kind = node.tag.removeprefix(_TAG)
+        if node.id == "sequence":
             waiting += node.value
-        else:
+        elif node.id == "mapping":
             waiting += [each for pair in node.value for each in pair]
-
-
-def _check_scalar(path: Path, node: Any, loader: Any) -> None:
-    """Refuse a number that other versions of YAML read differently, and turn a date into text."""
-    kind = node.tag.removeprefix(_TAG)
-    if kind == "timestamp":
-        node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates
-    elif kind == "int" and not _is_python(int, node.value):
-        _refuse(path, node, str(loader.construct_yaml_int(node)))
-    elif kind == "float" and not (_is_python(float, node.value) or _SPECIAL_FLOAT.fullmatch(node.value)):
-        _refuse(path, node, str(loader.construct_yaml_float(node)))
-    elif kind == "str" and node.style is None and _NEW_OCTAL.fullmatch(node.value):
-        _refuse(path, node, "text")
+        elif kind == "timestamp":
+            node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates
+        elif kind == "int" and not _is_python(int, node.value):
+            _refuse(path, node, str(loader.construct_yaml_int(node)))
+        elif kind == "float" and not (_is_python(float, node.value) or _SPECIAL_FLOAT.fullmatch(node.value)):
+            _refuse(path, node, str(loader.construct_yaml_float(node)))
+        elif kind == "str" and node.style is None and _NEW_OCTAL.fullmatch(node.value):
+            _refuse(path, node, "text")
 
 
 def _is_python(kind: type[int] | type[float], text: str) -> bool:

@@ -18,13 +18,7 @@ from drivetrain_config.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, order=True)
 class EntryPoint:
-    """An object that a distribution registers.
-
-    Attributes:
-        name: The name of the entry point.
-        value: The location of the object, as "package.module:attribute".
-        distribution: The name of the distribution.
-    """
+    """An object that a distribution registers; its value is its location, as "package.module:attribute"."""
 
     name: str
     value: str
@@ -51,22 +45,33 @@ def entry_points(group: str) -> tuple[EntryPoint, ...]:
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     # Cached by path: entry points change only with an installation, which takes effect in a new process.
-    texts = _texts(path) if _is_plain(path) else _texts_by_importlib(path)
-    found = sorted(point for name, text in texts for point in _parse(name, text, group))
+    others = [finder for finder in sys.meta_path if finder is not PathFinder]
+    is_zipped = any(map(os.path.isfile, path))
+    if is_zipped or any(hasattr(finder, "find_distributions") for finder in others):
+        from importlib.metadata import distributions
+
+        texts: dict[str, str] = {}
+        for each in distributions(path=list(path)):
+            name = each.name.lower().replace("-", "_").replace(".", "_")
+            texts.setdefault(name, each.read_text("entry_points.txt") or "")
+    else:
+        texts = dict(_texts(path))
+    found: list[EntryPoint] = []
+    for distribution, text in texts.items():
+        current = ""
+        for line in map(str.strip, text.splitlines() if f"[{group}]" in text else ()):
+            if line.startswith("["):
+                current = line.strip("[]")
+            elif current == group and "=" in line and not line.startswith(("#", ";")):
+                name, _, value = line.partition("=")
+                found.append(EntryPoint(name.strip(), value.partition("[")[0].strip(), distribution))
+    found.sort()
     for one, other in pairwise(found):
         if one.name == other.name:
             raise ConfigError(
                 f"{group}: {one.name!r} is announced by {one.distribution} and by {other.distribution}; uninstall one"
             )
     return tuple(found)
-
-
-def _is_plain(path: tuple[str, ...]) -> bool:
-    """Return whether all distributions are folders: none is zipped, and no other finder provides any."""
-    others = [finder for finder in sys.meta_path if finder is not PathFinder]
-    return not any(hasattr(finder, "find_distributions") for finder in others) and not any(
-        map(os.path.isfile, path)
-    )
 
 
 def _texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -88,26 +93,3 @@ def _texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                     yield name, file.read()
             except OSError:
                 continue  # most distributions have no entry points
-
-
-def _texts_by_importlib(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    from importlib.metadata import distributions
-
-    seen: set[str] = set()
-    for distribution in distributions(path=list(path)):
-        name = distribution.name.lower().replace("-", "_").replace(".", "_")
-        if name not in seen:
-            seen.add(name)
-            yield name, distribution.read_text("entry_points.txt") or ""
-
-
-def _parse(distribution: str, text: str, group: str) -> Iterator[EntryPoint]:
-    if f"[{group}]" not in text:
-        return
-    current = ""
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("["):
-            current = line.strip("[]")
-        elif current == group and "=" in line and not line.startswith(("#", ";")):
-            name, _, value = line.partition("=")
-            yield EntryPoint(name.strip(), value.partition("[")[0].strip(), distribution)

@@ -63,8 +63,15 @@ class Layers:
         """
         vocabulary = Vocabulary(sections or {})
         chosen = SettingsFile(path=file) if isinstance(file, Path) else file
+        by_flag: list[_Found] = []
+        for section, values in (command_line or {}).items():
+            for field, value in values.items():
+                flag = (written or {}).get((section, field))
+                if value is not None:
+                    flag = flag or flag_name(section, field, negated=value is False)
+                    by_flag.append((section, field, Entry(value, Source("command line", flag))))
         given = [
-            *_of_command_line(command_line or {}, written or {}),
+            *by_flag,
             *_of_environment(vocabulary),
             *_of_file(None if chosen is None else chosen.path, vocabulary),
         ]
@@ -135,18 +142,6 @@ def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
     return checked
 
 
-def _of_command_line(
-    given: Mapping[str, Mapping[str, Any]], written: Mapping[tuple[str, str], str]
-) -> list[_Found]:
-    found: list[_Found] = []
-    for section, values in given.items():
-        for field, value in values.items():
-            flag = written.get((section, field)) or flag_name(section, field, negated=value is False)
-            if value is not None:
-                found.append((section, field, Entry(value, Source("command line", flag))))
-    return found
-
-
 def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
     found: list[_Found] = []
     for name, text in environ.overrides().items():
@@ -154,32 +149,27 @@ def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
         section, mark, field = words.partition("__")
         if mark:
             found.append((section, field, Entry(text, Source("environment", name))))
-        else:
-            _check_words(name, words, vocabulary)
-    return found
-
-
-def _check_words(name: str, words: str, vocabulary: Vocabulary) -> None:
-    """Refuse a variable such as DRIVETRAIN_RUN_SEED or DRIVETRAIN_SEED, which sets nothing.
-
-    One that begins with a section's name is most likely misspelled, which is warned of; any other may be the user's.
-    """
-    if homes := vocabulary.sections_with(words):
-        meant = " or ".join(environ.override_name(section, words) for section in homes)
-        raise ConfigError(f"{name} in the environment sets nothing: a variable names its section, {meant}")
-    for section in vocabulary.names():
-        field = words.removeprefix(f"{section}_")
-        if field == words:
             continue
-        if field in field_types(vocabulary.section(section, Source("environment", name))):
+        if homes := vocabulary.sections_with(words):  # such as DRIVETRAIN_SEED
+            meant = " or ".join(environ.override_name(section, words) for section in homes)
             raise ConfigError(
-                f"{name} in the environment sets nothing: two underscores stand between section and field, "
-                f"{environ.override_name(section, field)}"
+                f"{name} in the environment sets nothing: a variable names its section, {meant}"
             )
-        if _is_first():
-            logger.warning(
-                "%s in the environment sets nothing: section %r has no field %r", name, section, field
-            )
+        # What begins with a section's name, such as DRIVETRAIN_RUN_SEED, is most likely misspelled.
+        for section in vocabulary.names():
+            field = words.removeprefix(f"{section}_")
+            if field == words:
+                continue
+            if field in field_types(vocabulary.section(section, Source("environment", name))):
+                raise ConfigError(
+                    f"{name} in the environment sets nothing: two underscores stand between section and field, "
+                    f"{environ.override_name(section, field)}"
+                )
+            if _is_first():
+                logger.warning(
+                    "%s in the environment sets nothing: section %r has no field %r", name, section, field
+                )
+    return found
 
 
 def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:

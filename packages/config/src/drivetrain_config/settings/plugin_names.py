@@ -47,7 +47,20 @@ def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str
         name for name in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(name, str)
     ]
     unknown = [name for name in names if name not in known and not (has_pairs and ":" in name)]
-    return [_review(f"{spec.section}.{spec.name}", name, known, source, script) for name in unknown]
+    notes: list[str] = []
+    for name in unknown:
+        meant = suggest(name.lower(), known, likeness=_RESEMBLANCE)
+        field, listed = f"{spec.section}.{spec.name}={name!r}", ", ".join(known)
+        if meant if script is None else not contains_word(script, name):
+            raise ConfigError(
+                f"{field}: no installed package provides it{meant}; say one of {listed}; from {source}. A name that "
+                "the script registers itself is accepted by a launch if the script's file contains it"
+            )
+        notes.append(
+            f"{field}: no package provides it in this environment, which has {listed}; it is right if the "
+            f"script registers it, or another environment has it; from {source}"
+        )
+    return notes
 
 
 def contains_word(script: str, word: str) -> bool:
@@ -58,19 +71,3 @@ def contains_word(script: str, word: str) -> bool:
 def word_pattern(word: str) -> str:
     """Return a pattern that matches a word with underscores or hyphens."""
     return "[-_]".join(map(re.escape, re.split("[-_]", word)))
-
-
-def _review(field: str, name: str, known: Collection[str], source: Source, script: str | None) -> str:
-    """Return a note of a name that is not known, if it may be right."""
-    meant = suggest(name.lower(), known, likeness=_RESEMBLANCE)
-    is_own = not meant if script is None else contains_word(script, name)
-    listed = ", ".join(known)
-    if is_own:
-        return (
-            f"{field}={name!r}: no package provides it in this environment, which has {listed}; it is right if the "
-            f"script registers it, or another environment has it; from {source}"
-        )
-    raise ConfigError(
-        f"{field}={name!r}: no installed package provides it{meant}; say one of {listed}; from {source}. A name that "
-        "the script registers itself is accepted by a launch if the script's file contains it"
-    )

@@ -5,16 +5,16 @@ therefore overrides no other layer: it ranks below the file and above the defaul
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.settings.layers import Layers
-from drivetrain_config.settings.schema import flag_name
-from drivetrain_config.settings.vocabulary import check_field, converted, is_secret
+from drivetrain_config.settings.schema import FieldSpec, flag_name, specs
+from drivetrain_config.settings.vocabulary import check_field, converted
 from drivetrain_config.source import Entry, Source
-from drivetrain_config.values.kinds import describe, field_types
+from drivetrain_config.values.kinds import describe
 
 Section = TypeVar("Section")
 
@@ -26,9 +26,7 @@ class SettingConflict:
     Attributes:
         field: The field's name, as "section.field".
         taken: The value in force.
-        taken_from: The source of the value in force.
         overruled: The value not in force.
-        overruled_from: The source of the value not in force.
     """
 
     field: str
@@ -92,62 +90,47 @@ def resolve(
     """
     if layers is None:
         layers = Layers.of_process(sections={section: section_type})
-    types = field_types(section_type)
-    given = _entries(section_type, section, code or {}, layers.of_section(section))
-    said = {
-        name: [(converted(section, name, types[name], entry), entry) for entry in entries]
-        for name, entries in given.items()
-    }
-    ranked = {name: _ranked(each, _default(section_type, name)) for name, each in said.items()}
-    sources = {name: ranked[name][0][1].source if name in ranked else Source("default") for name in types}
-    found = [_disagreement(f"{section}.{name}", each) for name, each in ranked.items()]
-    values = {name: each[0][0] for name, each in ranked.items()}
-    entries = {name: tuple(entry for _, entry in each) for name, each in ranked.items()}
-    value = _constructed(section_type, section, values, entries)
-    return Resolved(
-        value=value, sources=sources, disagreements=tuple(each for each in found if each is not None)
-    )
+    fields = {spec.name: spec for spec in specs(section_type, section)}
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(fields, Source("default"))
+    disagreements: list[SettingConflict] = []
+    for name, entries in _entries(fields, section, code or {}, layers.of_section(section)).items():
+        kind, default = fields[name].kind, fields[name].default
+        said = [(converted(section, name, kind, entry), entry) for entry in entries]
+        value, entry = said[0]
+        if entry.source.kind == "code" and type(value) is type(default) and value == default:
+            said = [*said[1:], said[0]]  # a default in code ranks last
+        values[name], sources[name] = said[0][0], said[0][1].source
+        disagreements += _disagreements(f"{section}.{name}", said)
+    value = _constructed(section_type, section, fields, values, sources)
+    return Resolved(value=value, sources=sources, disagreements=tuple(disagreements))
 
 
-def _default(section_type: type[Any], name: str) -> Any:
-    """Return a field's default; MISSING if it has none."""
-    field = next(each for each in fields(section_type) if each.name == name)
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _ranked(said: list[tuple[Any, Entry]], default: Any) -> list[tuple[Any, Entry]]:
-    """Rank the values of one field, highest first; a value in code that equals the default ranks last."""
-    (value, entry), *others = said
-    if entry.source.kind == "code" and type(value) is type(default) and value == default:
-        return [*others, said[0]]
-    return said
-
-
-def _disagreement(field: str, ranked: list[tuple[Any, Entry]]) -> SettingConflict | None:
-    """Return how code and another layer differ; None if they agree, or if code overrides environment or file."""
+def _disagreements(field: str, ranked: list[tuple[Any, Entry]]) -> list[SettingConflict]:
+    """Return how code and another layer differ, unless they agree or code overrides environment or file."""
     (taken, first), (other, last) = ranked[0], ranked[-1]
     if first.source.kind == "code":
         found = [(value, entry) for value, entry in ranked[1:] if entry.source.kind == "command line"]
         other, last = found[0] if found else (taken, first)
     if taken == other or "code" not in (first.source.kind, last.source.kind):
-        return None
-    return SettingConflict(
+        return []
+    conflict = SettingConflict(
         field=field,
         taken="***" if first.secret else taken,
         taken_from=first.source,
         overruled="***" if last.secret else other,
         overruled_from=last.source,
     )
+    return [conflict]
 
 
 def _entries(
-    section_type: type[Any],
+    known: Mapping[str, FieldSpec],
     section: str,
     code: Mapping[str, object | None],
     outside: Mapping[str, tuple[Entry, ...]],
 ) -> dict[str, tuple[Entry, ...]]:
     """Return the entries of each field, highest layer first."""
-    known = field_types(section_type)
     for name in code:
         check_field(section, name, known, Source("code"))
     for name, entries in outside.items():
@@ -157,7 +140,7 @@ def _entries(
         entries = outside.get(name, ())
         if (in_code := code.get(name)) is not None:
             said = in_code if isinstance(in_code, Entry) else Entry(in_code, Source("code"))
-            said = replace(said, secret=is_secret(section_type, name))
+            said = replace(said, secret=known[name].secret)
             entries = (said, *entries) if said.source.kind == "code" else (*entries, said)
         if entries:
             found[name] = entries
@@ -171,10 +154,18 @@ def _in_code(source: Source) -> str:
 def _constructed(
     section_type: type[Section],
     section: str,
+    known: Mapping[str, FieldSpec],
     values: Mapping[str, Any],
-    given: Mapping[str, tuple[Entry, ...]],
+    sources: Mapping[str, Source],
 ) -> Section:
-    _check_complete(section_type, section, values)
+    for name, spec in known.items():
+        if spec.default is MISSING and name not in values:
+            variable = environ.override_name(section, name)
+            ways = variable if spec.secret else f"{flag_name(section, name)}, {variable}"
+            raise ConfigError(
+                f"{section}.{name} has no default and was not given: it must be {describe(spec.kind)}; "
+                f"say it in code, by {ways}, or in a file"
+            )
     try:
         return section_type(**values)
     except ConfigError:
@@ -182,27 +173,10 @@ def _constructed(
     except ValueError as error:
         message = str(error)
         name = message.partition("=")[0]  # by convention the message begins with "field=value"
-        if name not in field_types(section_type):
+        if name not in known:
             raise ConfigError(f"section {section!r}: {message}") from error
-        source = f"; from {given[name][0].source}" if name in given else ""
-        if is_secret(section_type, name):
+        source = f"; from {sources[name]}" if name in values else ""
+        if known[name].secret:
             hidden = message.replace(repr(values.get(name)), "***")
             raise ConfigError(f"{section}.{hidden}{source}") from None
         raise ConfigError(f"{section}.{message}{source}") from error
-
-
-def _check_complete(section_type: type[Any], section: str, values: Mapping[str, Any]) -> None:
-    types = field_types(section_type)
-    for field in fields(section_type):
-        required = field.init and field.default is MISSING and field.default_factory is MISSING
-        if required and field.name not in values:
-            variable = environ.override_name(section, field.name)
-            ways = (
-                variable
-                if is_secret(section_type, field.name)
-                else f"{flag_name(section, field.name)}, {variable}"
-            )
-            raise ConfigError(
-                f"{section}.{field.name} has no default and was not given: it must be {describe(types[field.name])}; "
-                f"say it in code, by {ways}, or in a file"
-            )

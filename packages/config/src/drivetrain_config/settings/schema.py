@@ -24,6 +24,14 @@ from drivetrain_config.values.kinds import (
 
 # Sections whose flags omit the section's name, as every launch uses them.
 _BARE_SECTIONS = ("launch", "run")
+_JSON_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    Path: "string",
+    NoneType: "null",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +39,6 @@ class FieldSpec:
     """A field of a section.
 
     Attributes:
-        section: The section's name.
-        name: The field's name.
-        kind: The field's type.
         default: The field's default; MISSING if it has none.
         help: The description in one sentence, with units.
         secret: Whether the value is masked in messages and never handed on.
@@ -77,8 +82,6 @@ class Flag:
 
     Attributes:
         name: The flag itself, such as "--num-processes".
-        section: The section of the field.
-        field: The field that the flag sets.
         is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
         choices: The allowed values, where the type is a closed list; else None.
         help: The description in one sentence; "%" is doubled, as argparse requires.
@@ -97,9 +100,6 @@ class Prompt:
     """A question of a wizard.
 
     Attributes:
-        section: The section of the field.
-        field: The field that the answer sets.
-        text: The text of the question.
         default: The value for an empty answer.
         choices: The allowed answers, where the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
@@ -227,12 +227,4 @@ def _schema_of(kind: Any) -> dict[str, Any]:
         return _schema_of_dataclass(kind)  # pyright: ignore[reportArgumentType]  # a type, not an instance
     if is_mapping(kind):
         return {"type": "object", "additionalProperties": _schema_of(item_kind(kind))}
-    names = {
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        str: "string",
-        Path: "string",
-        NoneType: "null",
-    }
-    return {"type": names[kind]} if kind in names else {}
+    return {"type": _JSON_TYPES[kind]} if kind in _JSON_TYPES else {}

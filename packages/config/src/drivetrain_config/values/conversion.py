@@ -4,7 +4,6 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -53,14 +52,20 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
         return value
     if is_union(kind):
         return _to_union(value, kind, text)
-    if get_origin(kind) is Literal:
-        return _to_literal(value, kind, text)
-    if is_enum(kind):
-        return _to_enum(value, kind, text)
+    if get_origin(kind) is Literal or is_enum(kind):
+        return _to_choice(value, kind, text)
     if is_sequence(kind):
         return _to_sequence(value, kind, text)
     if is_mapping(kind):
-        return _to_mapping(value, get_args(kind) or (str, Any), text)
+        kinds = get_args(kind) or (str, Any)
+        found, text = _mapping(value, text)
+        if found is None:
+            raise ConversionError("must be a mapping; as text it is JSON, or key=value pairs between commas")
+        # Keys are text in every file format, whatever their type.
+        return {
+            _inside("key", key, kinds[0], True): _inside(str(key), item, kinds[1], text)
+            for key, item in found.items()
+        }
     if is_dataclass(kind):
         return _to_dataclass(value, kind, text)
     return _to_plain(value, kind, text)
@@ -74,7 +79,11 @@ def _to_plain(value: Any, kind: Any, text: bool) -> Any:
         found = _integer(value, text)
         valid = found is not None
     elif kind is float:
-        found = _number(value)
+        # Parse text from files too: YAML 1.1 reads 1e-4 as text, because it has no decimal point.
+        try:
+            found = None if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            found = None
         valid = found is not None
     elif kind is Path:
         found = Path(value).expanduser() if isinstance(value, str) and value else value
@@ -97,16 +106,6 @@ def _integer(value: Any, text: bool) -> int | None:
         return None
 
 
-def _number(value: Any) -> float | None:
-    # Parse text from files too: YAML 1.1 reads 1e-4 as text, because it has no decimal point.
-    if isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def _quoting_hint(value: Any, kind: Any, text: bool) -> str:
     if text:
         return ""
@@ -120,8 +119,13 @@ def _quoting_hint(value: Any, kind: Any, text: bool) -> str:
 
 def _to_union(value: Any, kind: Any, text: bool) -> Any:
     options = members(kind)
-    for option in options:
-        if _is_exactly(value, option, text):
+    is_spelled = text and isinstance(value, str)
+    for option in options:  # no earlier member may convert a value that has the type of a later one
+        if get_origin(option) is Literal:
+            is_exact = any(_is_choice(value, choice, text) for choice in get_args(option))
+        else:
+            is_exact = type(value) is option and not is_spelled
+        if is_exact:
             return convert(value, option, text=text)
     if is_optional(kind) and (value is None or (text and str(value).lower() in _NULLS)):
         return None
@@ -135,34 +139,25 @@ def _to_union(value: Any, kind: Any, text: bool) -> Any:
     raise ConversionError(f"must be {describe(kind)}")
 
 
-def _is_exactly(value: Any, option: Any, text: bool) -> bool:
-    """Return whether a value already has the type of a union's member, so that no earlier member may convert it."""
-    if get_origin(option) is Literal:
-        return any(_is_choice(value, choice, text) for choice in get_args(option))
-    return type(value) is option and not (text and isinstance(value, str))
-
-
-def _to_literal(value: Any, kind: Any, text: bool) -> Any:
-    known = get_args(kind)
-    for choice in known:
-        if _is_choice(value, choice, text):
-            return choice
-    if isinstance(value, bool):  # YAML 1.1 reads a bare no, off, yes or on as a bool
-        spelled = [choice for choice in known if isinstance(choice, str) and _BOOLS.get(choice) is value]
-        if len(spelled) == 1:
-            return spelled[0]
+def _to_choice(value: Any, kind: Any, text: bool) -> Any:
+    if is_enum(kind):
+        for member in kind:
+            if value is member or value == member.name or _is_choice(value, member.value, text):
+                return member
+    else:
+        known = get_args(kind)
+        for choice in known:
+            if _is_choice(value, choice, text):
+                return choice
+        if isinstance(value, bool):  # YAML 1.1 reads a bare no, off, yes or on as a bool
+            spelled = [choice for choice in known if isinstance(choice, str) and _BOOLS.get(choice) is value]
+            if len(spelled) == 1:
+                return spelled[0]
     raise ConversionError(f"must be {describe(kind)}{suggest(str(value), map(str, choices(kind) or ()))}")
 
 
 def _is_choice(value: Any, choice: Any, text: bool) -> bool:
     return (type(value) is type(choice) and value == choice) or (text and value == str(choice))
-
-
-def _to_enum(value: Any, kind: type[Enum], text: bool) -> Enum:
-    for member in kind:
-        if value is member or value == member.name or _is_choice(value, member.value, text):
-            return member
-    raise ConversionError(f"must be {describe(kind)}{suggest(str(value), map(str, choices(kind) or ()))}")
 
 
 def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
@@ -179,17 +174,6 @@ def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
         raise ConversionError(f"must be {describe(kind)}; there are {len(value)}")
     items = [_inside(f"item {i}", v, k, text) for i, (v, k) in enumerate(zip(value, kinds, strict=True))]
     return items if (get_origin(kind) or kind) is list else tuple(items)
-
-
-def _to_mapping(value: Any, arguments: tuple[Any, ...], text: bool) -> dict[Any, Any]:
-    value, text = _mapping(value, text)
-    if value is None:
-        raise ConversionError("must be a mapping; as text it is JSON, or key=value pairs between commas")
-    # Keys are text in every file format, whatever their type.
-    return {
-        _inside("key", key, arguments[0], True): _inside(str(key), item, arguments[1], text)
-        for key, item in value.items()
-    }
 
 
 def _to_dataclass(value: Any, kind: Any, text: bool) -> Any:

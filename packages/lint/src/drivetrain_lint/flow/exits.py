@@ -7,10 +7,11 @@ from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.reading.script import own_nodes
 
 _PROCESS_EXITS = frozenset({"sys.exit", "exit", "quit", "os._exit"})
-# What every rank meets alike: a missing package, a missing feature, a key press that the launcher sends to all.
+# What every rank meets alike: a missing package or feature, a key press that the launcher sends to all, drivetrain's
+# own count of skipped steps.
 _SHARED = word_set(
     "ImportError ModuleNotFoundError AttributeError NameError NotImplementedError TypeError KeyboardInterrupt "
-    "StopIteration GeneratorExit SystemExit"
+    "StopIteration GeneratorExit SystemExit SkippedStepsError"
 )
 
 

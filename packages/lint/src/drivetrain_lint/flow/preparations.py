@@ -1,7 +1,7 @@
 """The calls of `prepare` in a script, and the names that go in and come out."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from drivetrain_lint.reading.imports import last_name, word_set, written
@@ -67,7 +67,19 @@ def read_preparations(script: Script) -> list[Preparation]:
 def read_prepared_names(script: Script, preparations: Iterable[Preparation]) -> PreparedNames:
     """Return the names around `prepare` in a script."""
     arguments: set[str] = set()
-    handed_on = set(_held_names(script))
+    handed_on: set[str] = set()
+    for node in script.nodes:  # what containers, attributes, other names and callers take
+        match node:
+            case ast.Return() | ast.Yield() if node.value is not None:
+                handed_on |= set(map(written, ast.walk(node.value)))
+            case ast.List(ctx=ast.Load()) | ast.Tuple(ctx=ast.Load()) | ast.Set():
+                handed_on |= set(map(written, node.elts))
+            case ast.Dict():
+                handed_on |= set(map(written, node.values))
+            case ast.Assign():
+                handed_on.add(written(node.value))
+            case _:
+                pass
     for call in script.calls():
         last = last_name(call.func)
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -80,19 +92,3 @@ def read_prepared_names(script: Script, preparations: Iterable[Preparation]) -> 
         results=frozenset(name for each in preparations for name in each.results),
         handed_on=frozenset(handed_on - {""}),
     )
-
-
-def _held_names(script: Script) -> Iterator[str]:
-    """Iterate over the names that containers, attributes, other names and callers take."""
-    for node in script.nodes:
-        match node:
-            case ast.Return() | ast.Yield() if node.value is not None:
-                yield from map(written, ast.walk(node.value))
-            case ast.List(ctx=ast.Load()) | ast.Tuple(ctx=ast.Load()) | ast.Set():
-                yield from map(written, node.elts)
-            case ast.Dict():
-                yield from map(written, node.values)
-            case ast.Assign():
-                yield written(node.value)
-            case _:
-                pass

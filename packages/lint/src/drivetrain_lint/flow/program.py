@@ -1,7 +1,6 @@
 """A script with what the flow model found in it."""
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drivetrain_lint.flow.bindings import Bindings, read_bindings
@@ -51,7 +50,15 @@ def read_program(document: Document) -> Program:
             walk = Walk(signatures=signatures, tests=tests, bindings=bindings)
             walk.block(scope.body, _one_rank_decorator(scope) if isinstance(scope, Function) else None)
             divergences += walk.divergences()
-        divergences += _one_rank_calls(script, signatures)
+        # Functions with collectives that are wrapped in a call: `accelerator.on_main_process(function)`.
+        for call in script.calls():
+            for argument in call.args if last_name(call.func) in ONE_RANK else ():
+                function = script.functions.get(argument.id) if isinstance(argument, ast.Name) else None
+                if function is None or script.parents.get(call) is function:
+                    continue
+                if reached := signatures.through(function, call):
+                    cause = Cause(kind=Parting.DECORATOR, node=call, test=text_of(call))
+                    divergences.append(Divergence(cause=cause, reached=tuple(reached)))
     preparations = read_preparations(script)
     return Program(
         script=script,
@@ -72,15 +79,3 @@ def _one_rank_decorator(function: Function) -> Cause | None:
         if any(last_name(each) in ONE_RANK for each in (called, *inner)):
             return Cause(kind=Parting.DECORATOR, node=decorator, test=f"@{text_of(decorator)}")
     return None
-
-
-def _one_rank_calls(script: Script, signatures: Signatures) -> Iterator[Divergence]:
-    """Iterate over functions with collectives that are wrapped in a call, `accelerator.on_main_process(function)`."""
-    for call in script.calls():
-        for argument in call.args if last_name(call.func) in ONE_RANK else ():
-            function = script.functions.get(argument.id) if isinstance(argument, ast.Name) else None
-            if function is None or script.parents.get(call) is function:
-                continue
-            if reached := signatures.through(function, call):
-                cause = Cause(kind=Parting.DECORATOR, node=call, test=text_of(call))
-                yield Divergence(cause=cause, reached=tuple(reached))

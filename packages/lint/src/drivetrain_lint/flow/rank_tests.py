@@ -82,7 +82,15 @@ class RankTests:
             case ast.Call():
                 return self._judge_call(test, depth)
             case ast.Name() | ast.Attribute():
-                return self._judge_name(test, depth)
+                if self._is_agreed(test):
+                    return None
+                if values := self.bindings.values(test):
+                    return self._first(values, depth)
+                last = _last(test)
+                if last in _FLAGS and not self.bindings.of(test):
+                    return RankSubset.SOME if last == "is_last_process" else RankSubset.MAIN
+                # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
+                return RankSubset.OTHERS if last in _NUMBERS and last != "rank" else None
             case _:
                 return RankSubset.SOME if self.is_number(test, depth) else None
 
@@ -147,17 +155,6 @@ class RankTests:
         """Return the ranks of the first value that depends on the rank."""
         return next((found for each in values if (found := self.ranks(each, depth - 1))), None)
 
-    def _judge_name(self, node: ast.expr, depth: int) -> RankSubset | None:
-        if self._is_agreed(node):
-            return None
-        if values := self.bindings.values(node):
-            return self._first(values, depth)
-        last = _last(node)
-        if last in _FLAGS and not self.bindings.of(node):
-            return RankSubset.SOME if last == "is_last_process" else RankSubset.MAIN
-        # The truth of a rank that another file computes: `rank` alone may be that of a matrix.
-        return RankSubset.OTHERS if last in _NUMBERS and last != "rank" else None
-
     def _judge_call(self, call: ast.Call, depth: int) -> RankSubset | None:
         name = last_name(call.func)
         function = self.bindings.script.callee(call)
@@ -216,7 +213,11 @@ def _returned(function: Function) -> Iterator[ast.expr]:
 
 def _ranks_of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
     """Return the ranks on which a comparison of a rank is true; None for tests of whether ranks exist at all."""
-    values = _constants(other)
+    try:
+        value = ast.literal_eval(other)
+        values: list[object] | None = list(value) if isinstance(value, tuple | list | set) else [value]
+    except ValueError:
+        values = None
     if is_flag:
         is_main = values == [True] or not isinstance(operation, ast.Eq | ast.Is)
         return RankSubset.MAIN if is_main else RankSubset.SOME
@@ -233,14 +234,6 @@ def _ranks_of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool
             return RankSubset.OTHERS
         case _:  # `local_rank >= 0` asks whether there are several processes
             return None
-
-
-def _constants(node: ast.expr) -> list[object] | None:
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return None
-    return list(value) if isinstance(value, tuple | list | set) else [value]
 
 
 def _is_environ(node: ast.AST) -> bool:

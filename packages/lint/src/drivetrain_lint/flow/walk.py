@@ -72,7 +72,15 @@ class Walk:
     def _statement(self, statement: ast.stmt, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
         match statement:
             case ast.If():
-                return self._if(statement, cause, rest)
+                test = statement.test
+                self._expressions([test], cause)
+                if cause is None and self.tests.ranks(test):
+                    if branches_agree(statement, rest, self.signatures, in_loop=self._in_loop(statement)):
+                        return []
+                    cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
+                elif cause is None and is_data_test(test, self.bindings, self.signatures.names):
+                    cause = Cause(kind=Parting.DATA, node=test, test=text_of(test))
+                return [*self.block(statement.body, cause, rest), *self.block(statement.orelse, cause, rest)]
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self._loop(statement, cause)
             case ast.With() | ast.AsyncWith():
@@ -83,7 +91,18 @@ class Walk:
                     cause = Cause(kind=Parting.TURNS, node=turns, test=text_of(turns))
                 return self.block(statement.body, cause, rest)
             case ast.Try() | ast.TryStar():
-                return self._try(statement, cause, rest)
+                after = [*statement.orelse, *statement.finalbody, *rest]
+                departures = self.block(statement.body, cause, after)
+                for handler in statement.handlers:
+                    reason = cause
+                    if cause is None and swallowed(handler):
+                        caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
+                        reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
+                        reached = self.signatures.reached(statement.body)
+                        self._record([each for each in reached if each.collective.key == "backward"], reason)
+                    departures += self.block(handler.body, reason, [*statement.finalbody, *rest])
+                departures += self.block(statement.orelse, cause, rest)
+                return [*departures, *self.block(statement.finalbody, cause, rest)]
             case ast.Match():
                 return self._match(statement, cause, rest)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -91,17 +110,6 @@ class Walk:
             case _:
                 self._expressions([statement], cause)
                 return []
-
-    def _if(self, statement: ast.If, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
-        test = statement.test
-        self._expressions([test], cause)
-        if cause is None and self.tests.ranks(test):
-            if branches_agree(statement, rest, self.signatures, in_loop=self._in_loop(statement)):
-                return []
-            cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
-        elif cause is None and is_data_test(test, self.bindings, self.signatures.names):
-            cause = Cause(kind=Parting.DATA, node=test, test=text_of(test))
-        return [*self.block(statement.body, cause, rest), *self.block(statement.orelse, cause, rest)]
 
     def _loop(self, loop: Loop, cause: Cause | None) -> list[Cause]:
         head = loop.test if isinstance(loop, ast.While) else loop.iter
@@ -123,21 +131,6 @@ class Walk:
                 self._record(before, departure)
         after = [each for each in departures if not isinstance(each.departure, ast.Break | ast.Continue)]
         return [*after, *self.block(loop.orelse, cause)]
-
-    def _try(
-        self, statement: ast.Try | ast.TryStar, cause: Cause | None, rest: Sequence[ast.stmt]
-    ) -> list[Cause]:
-        departures = self.block(statement.body, cause, [*statement.orelse, *statement.finalbody, *rest])
-        for handler in statement.handlers:
-            reason = cause
-            if cause is None and swallowed(handler):
-                caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
-                reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
-                reached = self.signatures.reached(statement.body)
-                self._record([each for each in reached if each.collective.key == "backward"], reason)
-            departures += self.block(handler.body, reason, [*statement.finalbody, *rest])
-        departures += self.block(statement.orelse, cause, rest)
-        return [*departures, *self.block(statement.finalbody, cause, rest)]
 
     def _match(self, statement: ast.Match, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
         subject, cases = statement.subject, statement.cases

@@ -2,12 +2,26 @@
 
 import ast
 import io
+import json
+import re
 import tokenize
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from drivetrain_lint.reading.notebooks import CellLine, read_notebook
+_MAGIC = re.compile(r"^(?P<indent>\s*)(?P<rest>[%!].*|\?.*|[\w.]+\?{1,2}\s*)$")
+# `files = !ls` and `result = %timeit f()` assign the output of a command or a magic.
+_ASSIGNED = re.compile(r"^(?P<head>\s*[\w, ]+=\s*)[!%].*$")
+_OTHER_LANGUAGE = re.compile(r"^%%(?!time\b|timeit\b|capture\b|prun\b)\w+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellLine:
+    """The cell and the line in it, both from 1, of a line of the joined source."""
+
+    cell: int
+    line: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +61,7 @@ def read_document(path: Path, *, shown: str) -> Document | Unreadable:
     except OSError as error:
         return Unreadable(path=shown, line=1, column=1, reason=f"cannot be read: {error.strerror or error}")
     if path.suffix == ".ipynb":
-        notebook = read_notebook(raw)
-        if isinstance(notebook, str):
-            return Unreadable(path=shown, line=1, column=1, reason=notebook)
-        return parse_document(notebook.text, shown=shown, cells=notebook.lines)
+        return _read_notebook(raw, shown=shown)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = io.TextIOWrapper(io.BytesIO(raw), encoding).read()
@@ -84,3 +95,36 @@ def parse_document(
         reason = str(error) or "it is nested too deeply"
         return Unreadable(path=shown, line=1, column=1, reason=f"does not parse: {reason}")
     return Document(path=shown, text=text, tree=tree, lines=lines, cells=cells)
+
+
+def _read_notebook(raw: bytes, *, shown: str) -> Document | Unreadable:
+    """Parse the code cells of a Jupyter notebook, joined; IPython's magics become `pass`."""
+
+    def refuse(reason: str) -> Unreadable:
+        return Unreadable(path=shown, line=1, column=1, reason=f"is no notebook{reason}")
+
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        return refuse(f": {error}")
+    cells = cast("dict[str, Any]", content).get("cells") if isinstance(content, dict) else None
+    if not isinstance(cells, list):
+        return refuse(" of format 4: it has no list of cells")
+    texts: list[str] = []
+    places: list[CellLine] = []
+    number = 0
+    for cell in cast("list[Any]", cells):
+        if not isinstance(cell, dict) or cast("dict[str, Any]", cell).get("cell_type") != "code":
+            continue
+        number += 1
+        source = cast("dict[str, Any]", cell).get("source", "")
+        text = "".join(map(str, cast("list[Any]", source))) if isinstance(source, list) else str(source)
+        is_python = not _OTHER_LANGUAGE.match(text)
+        for index, line in enumerate(text.splitlines(), start=1):
+            if magic := _MAGIC.match(line):
+                line = f"{magic['indent']}pass"
+            elif assigned := _ASSIGNED.match(line):
+                line = f"{assigned['head']}None"
+            texts.append(line if is_python else "pass")
+            places.append(CellLine(cell=number, line=index))
+    return parse_document("\n".join([*texts, ""]), shown=shown, cells=tuple(places))

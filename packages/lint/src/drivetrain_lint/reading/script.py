@@ -118,10 +118,24 @@ def read_script(document: Document) -> Script:
     scopes: dict[ast.AST, ast.Module | Function] = {}
     functions: dict[str, Function] = {}
     nodes: list[ast.AST] = []
+    accelerators: set[str] = set()
     waiting: list[ast.AST] = [document.tree]
     while waiting:
         node = waiting.pop()
         nodes.append(node)
+        match node:
+            case ast.Assign() if _makes_accelerator(node.value, imports):
+                accelerators |= set(map(written, node.targets))
+            case ast.AnnAssign() if node.value and _makes_accelerator(node.value, imports):
+                accelerators.add(written(node.target))
+            case ast.withitem() if node.optional_vars and _makes_accelerator(node.context_expr, imports):
+                accelerators.add(written(node.optional_vars))
+            case ast.arg() if node.annotation:
+                annotation = ast.unparse(node.annotation).strip("\"'").removesuffix(" | None")
+                if annotation.rpartition(".")[2] == _ACCELERATOR:
+                    accelerators.add(node.arg)
+            case _:
+                pass
         if isinstance(node, Function):
             parent = parents[node]
             prefix = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
@@ -131,7 +145,6 @@ def read_script(document: Document) -> Script:
         parents |= dict.fromkeys(children, node)
         scopes |= dict.fromkeys(children, node if isinstance(node, ast.Module | Function) else scopes[node])
         waiting += reversed(children)
-    accelerators = frozenset(_accelerators(nodes, imports))
     uses = bool(accelerators) or _comes_from(imports.values(), _FRAMEWORKS)
     return Script(
         document=document,
@@ -140,7 +153,7 @@ def read_script(document: Document) -> Script:
         scopes=scopes,
         nodes=tuple(nodes),
         functions=functions,
-        accelerators=accelerators,
+        accelerators=frozenset(accelerators),
         uses_accelerator=uses,
         is_distributed=uses
         or _comes_from(imports.values(), _DISTRIBUTED)
@@ -153,23 +166,6 @@ def read_script(document: Document) -> Script:
 
 def _comes_from(names: Iterable[str], packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in names for package in packages)
-
-
-def _accelerators(nodes: Iterable[ast.AST], imports: Mapping[str, str]) -> Iterator[str]:
-    for node in nodes:
-        match node:
-            case ast.Assign() if _makes_accelerator(node.value, imports):
-                yield from map(written, node.targets)
-            case ast.AnnAssign() if node.value and _makes_accelerator(node.value, imports):
-                yield written(node.target)
-            case ast.withitem() if node.optional_vars and _makes_accelerator(node.context_expr, imports):
-                yield written(node.optional_vars)
-            case ast.arg() if node.annotation:
-                annotation = ast.unparse(node.annotation).strip("\"'").removesuffix(" | None")
-                if annotation.rpartition(".")[2] == _ACCELERATOR:
-                    yield node.arg
-            case _:
-                pass
 
 
 def _makes_accelerator(value: ast.AST, imports: Mapping[str, str]) -> bool:

@@ -1,6 +1,5 @@
 """The files that a command line names: scripts, notebooks, folders and modules."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -35,30 +34,20 @@ def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
     """
     found: dict[Path, Target] = {}
     for name in names:
-        for path, shown in _find_files(name, base):
-            found.setdefault(path.resolve(), Target(path=path, shown=shown.as_posix()))
-    return list(found.values())
-
-
-def _find_files(name: str, base: Path) -> Iterator[tuple[Path, Path]]:
-    """Iterate over the files that a name stands for, each with the path to show."""
-    path = base / name
-    if path.is_dir():
-        yield from ((file, Path(name) / file.relative_to(path)) for file in _scripts_in(path))
-    elif path.exists():
-        if path.is_file() and path.suffix not in SUFFIXES:
+        path = base / name
+        if path.is_dir():
+            files = [(file, Path(name) / file.relative_to(path)) for file in _scripts_in(path)]
+        elif path.is_file() and path.suffix not in SUFFIXES:
             raise LintArgumentError(
                 f"{name}: is no script; say a file ending in .py or .ipynb, a folder, or a module"
             )
-        yield path, Path(name)
-    else:
-        files = _module_files(name, base) if all(map(str.isidentifier, name.split("."))) else None
-        if files is None:
-            raise LintArgumentError(
-                f"{name}: no such script, folder or module; paths start from {base}, and modules are looked for "
-                "there and where this Python finds its packages"
-            )
-        yield from ((file, file) for file in files)
+        elif path.exists():
+            files = [(path, Path(name))]
+        else:
+            files = [(file, file) for file in _module_files(name, base)]
+        for file, shown in files:
+            found.setdefault(file.resolve(), Target(path=file, shown=shown.as_posix()))
+    return list(found.values())
 
 
 def _scripts_in(folder: Path) -> list[Path]:
@@ -69,18 +58,22 @@ def _scripts_in(folder: Path) -> list[Path]:
     return sorted(file for suffix in SUFFIXES for file in folder.rglob(f"*{suffix}") if is_wanted(file))
 
 
-def _module_files(name: str, base: Path) -> list[Path] | None:
+def _module_files(name: str, base: Path) -> list[Path]:
     """Return the files of a module, or of all modules of a package, without importing a parent of it."""
     folders: list[str] | None = None
     spec = None
-    for part in name.split("."):
+    for part in name.split(".") if all(map(str.isidentifier, name.split("."))) else ():
         spec = PathFinder.find_spec(part, folders)
         if spec is None and folders is None:
             spec = PathFinder.find_spec(part, [str(base)])
         if spec is None:
-            return None
+            break
         folders = list(spec.submodule_search_locations or [])
-    if folders:
+    if spec is not None and folders:
         return [file for folder in folders for file in _scripts_in(Path(folder))]
-    origin = (spec.origin if spec else None) or ""
-    return [Path(origin)] if origin.endswith(".py") else None
+    if spec is not None and (spec.origin or "").endswith(".py"):
+        return [Path(spec.origin or "")]
+    raise LintArgumentError(
+        f"{name}: no such script, folder or module; paths start from {base}, and modules are looked for "
+        "there and where this Python finds its packages"
+    )

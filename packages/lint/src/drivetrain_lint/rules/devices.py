@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.rule import rule
 from drivetrain_lint.rules.visitor import VisitedCall, Visitor
 
 _DEVICE = re.compile(r"^(?:cuda|xpu|npu|mps|hpu|mlu)(:\d+)?$")
@@ -26,7 +26,17 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
     return visitor.calls if program.script.is_distributed and trains and len(indexed) < 2 else ()
 
 
-def _check_device(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT401",
+    name="hard-coded-device",
+    severity=Severity.WARNING,
+    why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
+    mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches there); in plain "
+    'torch, f"cuda:{local_rank}".',
+    visits=_visit_training_scripts,
+)
+def check_device(call: VisitedCall) -> Iterator[Hit]:
+    """A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}."""
     script = call.program.script
     place = _place(call)
     # Plain torch scripts select the rank's own device, which "cuda" then is.
@@ -87,16 +97,4 @@ def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
 
-RULES = (
-    Rule(
-        code="DT401",
-        name="hard-coded-device",
-        severity=Severity.WARNING,
-        summary='A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}.',
-        why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
-        mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches there); in plain "
-        'torch, f"cuda:{local_rank}".',
-        visits=_visit_training_scripts,
-        check=_check_device,
-    ),
-)
+RULES = (check_device,)

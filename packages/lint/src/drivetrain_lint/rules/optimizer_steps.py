@@ -4,9 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.flow.program import Program
 from drivetrain_lint.reading.imports import last_name, word_set, written
-from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.rule import rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
@@ -22,7 +21,17 @@ _DEPTH = 3
 _GRADIENT_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def _check_backward(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT301",
+    name="backward-past-accelerator",
+    severity=Severity.ERROR,
+    why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next "
+    "step.",
+    mend="Write accelerator.backward(loss).",
+    visits=visit_calls,
+)
+def check_backward(call: VisitedCall) -> Iterator[Hit]:
+    """loss.backward() in a script whose model is prepared."""
     owner = call.owner
     # An engine's backward takes the loss as an argument.
     if (
@@ -61,7 +70,17 @@ def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
     return False
 
 
-def _check_step(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT302",
+    name="step-outside-window",
+    severity=Severity.WARNING,
+    why="Only in the window is it known whether this micro-batch closes it: steps are made too often or too "
+    "small.",
+    mend="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
+    visits=visit_calls,
+)
+def check_step(call: VisitedCall) -> Iterator[Hit]:
+    """An optimizer steps outside accumulate(), or accumulation is asked for and accumulate() never entered."""
     if not call.is_optimizer_step or not call.loops:
         return
     script = call.program.script
@@ -74,24 +93,20 @@ def _check_step(call: VisitedCall) -> Iterator[Hit]:
             line = inside[0].node.lineno
             what = f"`{call.written}()` stands outside the `accumulate` block of the backward at line {line}"
             yield Hit(node=call.node, what=what)
-    elif backwards and not call.conditions() and (steps := _accumulation_steps(call.program)):
-        what = (
-            f"`{call.written}()` runs for every batch, though the Accelerator is told "
-            f"gradient_accumulation_steps={steps}: no `accumulate` is ever entered"
-        )
-        yield Hit(node=call.node, what=what)
-
-
-def _accumulation_steps(program: Program) -> str:
-    """Return the accumulation that the script asks for, as written; empty if it asks for none."""
+        return
     asked = [
         ast.unparse(keyword.value)
-        for call in program.script.calls()
-        if program.script.name_of(call.func).rpartition(".")[2] == "Accelerator"
-        for keyword in call.keywords
+        for each in script.calls()
+        if script.name_of(each.func).rpartition(".")[2] == "Accelerator"
+        for keyword in each.keywords
         if keyword.arg == "gradient_accumulation_steps"
     ]
-    return asked[0] if any(each != "1" for each in asked) else ""
+    if backwards and not call.conditions() and any(each != "1" for each in asked):
+        what = (
+            f"`{call.written}()` runs for every batch, though the Accelerator is told "
+            f"gradient_accumulation_steps={asked[0]}: no `accumulate` is ever entered"
+        )
+        yield Hit(node=call.node, what=what)
 
 
 def _is_in_window(call: VisitedCall) -> bool:
@@ -104,40 +119,51 @@ def _is_in_window(call: VisitedCall) -> bool:
     )
 
 
-def _check_clearing(scope: VisitedScope) -> Iterator[Hit]:
-    if {call.method for call in scope.calls} >= {"backward", "zero_grad", "step"}:
-        for statements in scope.sequences():
-            yield from _find_cleared(scope.program, statements)
+@rule(
+    code="DT303",
+    name="gradients-cleared-before-step",
+    severity=Severity.ERROR,
+    why="The step sees no gradient: the model does not learn, and nothing says so.",
+    mend="Move it after the step, or before the forward.",
+    visits=visit_scopes,
+)
+def check_clearing(scope: VisitedScope) -> Iterator[Hit]:
+    """zero_grad() stands between backward and step."""
+    trains = {call.method for call in scope.calls} >= {"backward", "zero_grad", "step"}
+    for statements in scope.sequences() if trains else ():
+        backward_line = 0
+        cleared: dict[str, ast.Call] = {}
+        for statement in statements:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if call is None:
+                inner = ast.walk(statement)
+                if any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in inner):
+                    backward_line, cleared = statement.lineno, {}
+            elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                method, owner = call.func.attr, written(call.func.value)
+                if method == "backward":
+                    backward_line, cleared = call.lineno, {}
+                elif method == "zero_grad" and backward_line and is_optimizer(scope.program, call.func.value):
+                    cleared[owner] = call
+                elif method == "step" and owner in cleared:
+                    yield Hit(
+                        node=cleared[owner],
+                        what=f"`{owner}.zero_grad()` stands between the backward (line {backward_line}) and "
+                        f"`{owner}.step()` (line {call.lineno})",
+                    )
 
 
-def _find_cleared(program: Program, statements: list[ast.stmt]) -> Iterator[Hit]:
-    """Find backward, then zero_grad, then step of one optimizer, in statements that run one after the other."""
-    backward_line = 0
-    cleared: dict[str, ast.Call] = {}
-    for statement in statements:
-        if not isinstance(statement, ast.Expr):
-            if any(
-                isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(statement)
-            ):
-                backward_line, cleared = statement.lineno, {}
-            continue
-        call = statement.value
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        method, owner = call.func.attr, written(call.func.value)
-        if method == "backward":
-            backward_line, cleared = call.lineno, {}
-        elif method == "zero_grad" and backward_line and is_optimizer(program, call.func.value):
-            cleared[owner] = call
-        elif method == "step" and owner in cleared:
-            yield Hit(
-                node=cleared[owner],
-                what=f"`{owner}.zero_grad()` stands between the backward (line {backward_line}) and "
-                f"`{owner}.step()` (line {call.lineno})",
-            )
-
-
-def _check_clipping(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT304",
+    name="clipping-past-accelerator",
+    severity=Severity.WARNING,
+    why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by "
+    "another norm.",
+    mend="Write accelerator.clip_grad_norm_(...).",
+    visits=visit_calls,
+)
+def check_clipping(call: VisitedCall) -> Iterator[Hit]:
+    """torch.nn.utils.clip_grad_norm_ in a script whose model is prepared."""
     if (
         call.last in _GRADIENT_CLIPS
         and call.name.startswith(("torch.nn.utils", "nn.utils"))
@@ -152,49 +178,4 @@ def _check_clipping(call: VisitedCall) -> Iterator[Hit]:
         )
 
 
-RULES = (
-    Rule(
-        code="DT301",
-        name="backward-past-accelerator",
-        severity=Severity.ERROR,
-        summary="loss.backward() in a script whose model is prepared.",
-        why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next "
-        "step.",
-        mend="Write accelerator.backward(loss).",
-        visits=visit_calls,
-        check=_check_backward,
-    ),
-    Rule(
-        code="DT302",
-        name="step-outside-window",
-        severity=Severity.WARNING,
-        summary="An optimizer steps outside accumulate(), or accumulation is asked for and accumulate() never "
-        "entered.",
-        why="Only in the window is it known whether this micro-batch closes it: steps are made too often or too "
-        "small.",
-        mend="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
-        visits=visit_calls,
-        check=_check_step,
-    ),
-    Rule(
-        code="DT303",
-        name="gradients-cleared-before-step",
-        severity=Severity.ERROR,
-        summary="zero_grad() stands between backward and step.",
-        why="The step sees no gradient: the model does not learn, and nothing says so.",
-        mend="Move it after the step, or before the forward.",
-        visits=visit_scopes,
-        check=_check_clearing,
-    ),
-    Rule(
-        code="DT304",
-        name="clipping-past-accelerator",
-        severity=Severity.WARNING,
-        summary="torch.nn.utils.clip_grad_norm_ in a script whose model is prepared.",
-        why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by "
-        "another norm.",
-        mend="Write accelerator.clip_grad_norm_(...).",
-        visits=visit_calls,
-        check=_check_clipping,
-    ),
-)
+RULES = (check_backward, check_step, check_clearing, check_clipping)

@@ -9,8 +9,8 @@ from drivetrain_lint.flow.bindings import Binding
 from drivetrain_lint.flow.preparations import Preparation
 from drivetrain_lint.flow.program import Program
 from drivetrain_lint.reading.imports import last_name, written
-from drivetrain_lint.reading.script import Loop, Script, own_nodes
-from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.reading.script import Loop, own_nodes
+from drivetrain_lint.rules.rule import rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
@@ -33,7 +33,17 @@ class _Use:
     how: str
 
 
-def _check_uses(scope: VisitedScope) -> Iterator[Hit]:
+@rule(
+    code="DT201",
+    name="unprepared-object",
+    severity=Severity.ERROR,
+    why="Each rank reads all of an unprepared loader; an unprepared model's gradients are not averaged; an "
+    "unprepared optimizer steps inside open accumulation windows.",
+    mend="Pass it to accelerator.prepare with the others, and use what prepare returns.",
+    visits=visit_scopes,
+)
+def check_uses(scope: VisitedScope) -> Iterator[Hit]:
+    """A training loop uses a model, an optimizer or a loader that did not go through prepare()."""
     program = scope.program
     mine = [each for each in program.preparations if each.scope is scope.node]
     known = program.prepared.arguments | program.prepared.results
@@ -124,7 +134,16 @@ def _is_own(scope: VisitedScope, use: _Use, bound: Sequence[Binding]) -> bool:
     )
 
 
-def _check_result(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT202",
+    name="prepared-result-dropped",
+    severity=Severity.ERROR,
+    why="prepare returns new objects: the ones in use are not sharded, wrapped or placed on the device.",
+    mend="Assign the result to the same names.",
+    visits=visit_calls,
+)
+def check_result(call: VisitedCall) -> Iterator[Hit]:
+    """The result of prepare() is not assigned."""
     script, node = call.program.script, call.node
     if call.method != "prepare" or not script.is_accelerator(call.owner):
         return
@@ -142,7 +161,16 @@ def _check_result(call: VisitedCall) -> Iterator[Hit]:
         )
 
 
-def _check_order(preparation: Preparation) -> Iterator[Hit]:
+@rule(
+    code="DT203",
+    name="prepared-in-another-order",
+    severity=Severity.ERROR,
+    why="prepare returns the objects in the order given: the names hold each other's objects.",
+    mend="Use the same order on both sides.",
+    visits=lambda visitor: visitor.program.preparations,
+)
+def check_order(preparation: Preparation) -> Iterator[Hit]:
+    """The names that take the result of prepare() are not in the order of its arguments."""
     arguments, results = preparation.arguments, preparation.results
     if not preparation.is_unpacked or "" in arguments:
         return
@@ -155,7 +183,16 @@ def _check_order(preparation: Preparation) -> Iterator[Hit]:
         yield Hit(node=preparation.node, what=what)
 
 
-def _check_wrapper(program: Program) -> Iterator[Hit]:
+@rule(
+    code="DT204",
+    name="wrapper-attribute",
+    severity=Severity.WARNING,
+    why="On one process there is no wrapper, and FSDP2 has none either: the script fails there.",
+    mend="Write accelerator.unwrap_model(model).",
+    visits=lambda visitor: (visitor.program,),
+)
+def check_wrapper(program: Program) -> Iterator[Hit]:
+    """`.module` is read from a prepared model."""
     script = program.script
     for node in script.nodes if script.uses_accelerator else ():
         if (
@@ -163,7 +200,15 @@ def _check_wrapper(program: Program) -> Iterator[Hit]:
             and node.attr == "module"
             and isinstance(node.ctx, ast.Load)
             and written(node.value) in program.prepared.results
-            and not _is_tested(script, node)
+            # A test around the access asks for the wrapper first, or an unwrapping loop does.
+            and not any(
+                isinstance(each, ast.Try)
+                or (
+                    isinstance(each, ast.If | ast.IfExp | ast.While)
+                    and any(word in ast.unparse(each.test) for word in _WRAPPER_TESTS)
+                )
+                for each in script.enclosing(node)
+            )
         ):
             name = written(node.value)
             yield Hit(
@@ -174,58 +219,4 @@ def _check_wrapper(program: Program) -> Iterator[Hit]:
             )
 
 
-def _is_tested(script: Script, node: ast.Attribute) -> bool:
-    """Return whether a test around an access asks for the wrapper first, or an unwrapping loop does."""
-    return any(
-        isinstance(each, ast.Try)
-        or (
-            isinstance(each, ast.If | ast.IfExp | ast.While)
-            and any(word in ast.unparse(each.test) for word in _WRAPPER_TESTS)
-        )
-        for each in script.enclosing(node)
-    )
-
-
-RULES = (
-    Rule(
-        code="DT201",
-        name="unprepared-object",
-        severity=Severity.ERROR,
-        summary="A training loop uses a model, an optimizer or a loader that did not go through prepare().",
-        why="Each rank reads all of an unprepared loader; an unprepared model's gradients are not averaged; an "
-        "unprepared optimizer steps inside open accumulation windows.",
-        mend="Pass it to accelerator.prepare with the others, and use what prepare returns.",
-        visits=visit_scopes,
-        check=_check_uses,
-    ),
-    Rule(
-        code="DT202",
-        name="prepared-result-dropped",
-        severity=Severity.ERROR,
-        summary="The result of prepare() is not assigned.",
-        why="prepare returns new objects: the ones in use are not sharded, wrapped or placed on the device.",
-        mend="Assign the result to the same names.",
-        visits=visit_calls,
-        check=_check_result,
-    ),
-    Rule(
-        code="DT203",
-        name="prepared-in-another-order",
-        severity=Severity.ERROR,
-        summary="The names that take the result of prepare() are not in the order of its arguments.",
-        why="prepare returns the objects in the order given: the names hold each other's objects.",
-        mend="Use the same order on both sides.",
-        visits=lambda visitor: visitor.program.preparations,
-        check=_check_order,
-    ),
-    Rule(
-        code="DT204",
-        name="wrapper-attribute",
-        severity=Severity.WARNING,
-        summary="`.module` is read from a prepared model.",
-        why="On one process there is no wrapper, and FSDP2 has none either: the script fails there.",
-        mend="Write accelerator.unwrap_model(model).",
-        visits=lambda visitor: (visitor.program,),
-        check=_check_wrapper,
-    ),
-)
+RULES = (check_uses, check_result, check_order, check_wrapper)

@@ -38,3 +38,29 @@ class Rule(Generic[Part]):
         """Iterate over the places of a script that break the rule."""
         for part in self.visits(visitor):
             yield from self.check(part)
+
+
+def rule(
+    *,
+    code: str,
+    name: str,
+    severity: Severity,
+    why: str,
+    mend: str,
+    visits: Callable[[Visitor], Iterable[Part]],
+) -> Callable[[Callable[[Part], Iterable[Hit]]], Rule[Part]]:
+    """Make a check a rule, whose summary is the docstring."""
+
+    def decorate(check: Callable[[Part], Iterable[Hit]]) -> Rule[Part]:
+        return Rule(
+            code=code,
+            name=name,
+            severity=severity,
+            summary=check.__doc__ or "",
+            why=why,
+            mend=mend,
+            visits=visits,
+            check=check,
+        )
+
+    return decorate

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, written
-from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.rule import rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
@@ -21,7 +21,17 @@ _RANK_COUNTS = frozenset({"num_processes", "world_size"})
 _OTHERS = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
 
 
-def _check_steps(scope: VisitedScope) -> Iterator[Hit]:
+@rule(
+    code="DT305",
+    name="schedule-stepped-twice",
+    severity=Severity.ERROR,
+    why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
+    mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
+    "itself.",
+    visits=visit_scopes,
+)
+def check_steps(scope: VisitedScope) -> Iterator[Hit]:
+    """A learning rate schedule steps several times for one optimizer step."""
     steps = {call.node: call for call in scope.calls if _is_schedule_step(call)}
     repeated = {
         second: first for statements in scope.sequences() for first, second in _repeated(statements, steps)
@@ -40,7 +50,14 @@ def _check_steps(scope: VisitedScope) -> Iterator[Hit]:
             )
             yield Hit(node=outer.node, what=what)
     for call in steps.values():
-        yield from _check_repetition(call)
+        loop = call.loops[0] if call.loops else None
+        if not isinstance(loop, ast.For) or len(loop.body) != 1:
+            continue
+        count = ast.unparse(loop.iter)
+        is_prepared = written(call.owner) in call.program.prepared.results
+        if is_prepared and re.search(r"^range\(.*(num_processes|world_size|accum)", count):
+            what = f"`{call.written}()` is repeated over `{count}`, though the schedule is prepared"
+            yield Hit(node=call.node, what=what)
 
 
 def _repeated(
@@ -76,18 +93,6 @@ def _is_inside(inner: VisitedCall, outer: VisitedCall) -> bool:
     )
 
 
-def _check_repetition(call: VisitedCall) -> Iterator[Hit]:
-    """Find a prepared schedule that a loop over the processes or accumulation steps advances."""
-    loop = call.loops[0] if call.loops else None
-    if not isinstance(loop, ast.For) or len(loop.body) != 1:
-        return
-    count = ast.unparse(loop.iter)
-    is_prepared = written(call.owner) in call.program.prepared.results
-    if is_prepared and re.search(r"^range\(.*(num_processes|world_size|accum)", count):
-        what = f"`{call.written}()` is repeated over `{count}`, though the schedule is prepared"
-        yield Hit(node=call.node, what=what)
-
-
 def _is_schedule_step(call: VisitedCall) -> bool:
     if call.method != "step" or len(call.node.args) > 1:
         return False
@@ -97,7 +102,16 @@ def _is_schedule_step(call: VisitedCall) -> bool:
     return "sched" in last and not any(word in last for word in _OTHERS)
 
 
-def _check_length(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT306",
+    name="schedule-length-by-ranks",
+    severity=Severity.WARNING,
+    why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
+    mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
+    visits=visit_calls,
+)
+def check_length(call: VisitedCall) -> Iterator[Hit]:
+    """The length of a schedule is multiplied or divided by the number of processes (drivetrain only)."""
     script = call.program.script
     for keyword in call.node.keywords:
         scales = keyword.arg in _LENGTHS and any(
@@ -111,26 +125,4 @@ def _check_length(call: VisitedCall) -> Iterator[Hit]:
             yield Hit(node=keyword.value, what=what)
 
 
-RULES = (
-    Rule(
-        code="DT305",
-        name="schedule-stepped-twice",
-        severity=Severity.ERROR,
-        summary="A learning rate schedule steps several times for one optimizer step.",
-        why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
-        mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
-        "itself.",
-        visits=visit_scopes,
-        check=_check_steps,
-    ),
-    Rule(
-        code="DT306",
-        name="schedule-length-by-ranks",
-        severity=Severity.WARNING,
-        summary="The length of a schedule is multiplied or divided by the number of processes (drivetrain only).",
-        why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
-        mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
-        visits=visit_calls,
-        check=_check_length,
-    ),
-)
+RULES = (check_steps, check_length)

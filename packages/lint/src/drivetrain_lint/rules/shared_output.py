@@ -8,7 +8,7 @@ from drivetrain_lint.flow.program import ONE_RANK, Program
 from drivetrain_lint.flow.rank_tests import rank_words
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Function, own_nodes
-from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.rule import rule
 from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor, visit_scopes
 
 _DEPTH = 3
@@ -27,13 +27,32 @@ def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[Visited
     return visit
 
 
-def _check_file(save: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT501",
+    name="one-file-of-all-ranks",
+    severity=Severity.WARNING,
+    why="Ranks write over each other: the file may be torn, or hold another rank's values.",
+    mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
+    "save_model do it for all.",
+    visits=_visit_calls_on_all_ranks("torch.save"),
+)
+def check_file(save: VisitedCall) -> Iterator[Hit]:
+    """torch.save writes to one path on all ranks."""
     path = save.node.args[1] if len(save.node.args) > 1 else None
     if path is not None and not _differs(save.program, path, _DEPTH) and _is_path(save.program, path, _DEPTH):
         yield Hit(node=save.node, what=f"all ranks write `{ast.unparse(path)}` at the same time")
 
 
-def _check_question(call: VisitedCall) -> Iterator[Hit]:
+@rule(
+    code="DT503",
+    name="question-on-all-ranks",
+    severity=Severity.WARNING,
+    why="A launched rank reads no keyboard: the call fails at the end of the file, or waits forever.",
+    mend="Take the answer as an argument of the script.",
+    visits=_visit_calls_on_all_ranks("input"),
+)
+def check_question(call: VisitedCall) -> Iterator[Hit]:
+    """input() in a function that trains."""
     script = call.program.script
     is_builtin = "input" not in script.functions and not call.program.bindings.of(call.node.func)
     if is_builtin and script.is_distributed:
@@ -41,7 +60,17 @@ def _check_question(call: VisitedCall) -> Iterator[Hit]:
         yield Hit(node=call.node, what=what)
 
 
-def _check_sampler(scope: VisitedScope) -> Iterator[Hit]:
+@rule(
+    code="DT504",
+    name="order-never-changes",
+    severity=Severity.WARNING,
+    why="Every epoch reads the samples in the order of the first one.",
+    mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
+    "itself.",
+    visits=visit_scopes,
+)
+def check_sampler(scope: VisitedScope) -> Iterator[Hit]:
+    """A DistributedSampler without set_epoch in a loop over epochs."""
     samplers = [
         call.node
         for call in scope.calls
@@ -119,37 +148,4 @@ def _is_path(program: Program, path: ast.expr, depth: int) -> bool:
             return bool(values) and all(_is_path(program, value, depth - 1) for value in values)
 
 
-RULES = (
-    Rule(
-        code="DT501",
-        name="one-file-of-all-ranks",
-        severity=Severity.WARNING,
-        summary="torch.save writes to one path on all ranks.",
-        why="Ranks write over each other: the file may be torn, or hold another rank's values.",
-        mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
-        "save_model do it for all.",
-        visits=_visit_calls_on_all_ranks("torch.save"),
-        check=_check_file,
-    ),
-    Rule(
-        code="DT503",
-        name="question-on-all-ranks",
-        severity=Severity.WARNING,
-        summary="input() in a function that trains.",
-        why="A launched rank reads no keyboard: the call fails at the end of the file, or waits forever.",
-        mend="Take the answer as an argument of the script.",
-        visits=_visit_calls_on_all_ranks("input"),
-        check=_check_question,
-    ),
-    Rule(
-        code="DT504",
-        name="order-never-changes",
-        severity=Severity.WARNING,
-        summary="A DistributedSampler without set_epoch in a loop over epochs.",
-        why="Every epoch reads the samples in the order of the first one.",
-        mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
-        "itself.",
-        visits=visit_scopes,
-        check=_check_sampler,
-    ),
-)
+RULES = (check_file, check_question, check_sampler)

@@ -7,10 +7,7 @@ import pytest
 from drivetrain_lint.checker import Report, check_document
 from drivetrain_lint.finding import Finding, Severity
 from drivetrain_lint.reading.documents import parse_document
-from drivetrain_lint.reporters.github import as_github
-from drivetrain_lint.reporters.json_report import as_json
-from drivetrain_lint.reporters.sarif import as_sarif
-from drivetrain_lint.reporters.terminal import as_text
+from drivetrain_lint.reporters import as_github, as_json, as_sarif, as_text
 from drivetrain_lint.rules.registry import choose_rules
 from lint.linting import ACCELERATOR, findings
 

@@ -1,1 +1,0 @@
-"""The outputs of the linter, one a file."""
