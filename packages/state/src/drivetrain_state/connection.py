@@ -69,10 +69,15 @@ def connect(
         (1, device(type='cpu'))
         >>> context.close()
     """
-    kind, index = _asked(device)
+    # torch cannot parse kinds whose library is not loaded.
+    kind, _, number = ("" if device is None else str(device)).partition(":")
+    if number and not number.isdecimal():
+        raise DeviceError(
+            f"device={str(device)!r}: say a kind such as 'cuda', or one device such as 'cuda:1'"
+        )
     if settings is None:
-        settings = resolve(StateSettings, section="state", code={"device": kind}).value
-    elif kind is not None:
+        settings = resolve(StateSettings, section="state", code={"device": kind or None}).value
+    elif kind:
         settings = replace(settings, device=cast("DeviceChoice", kind))
     if settings.device == "auto":
         settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
@@ -80,7 +85,7 @@ def connect(
     if dist.is_initialized():
         _check_group(settings.device)
     topology = _topology(launched)
-    place = _place(settings.device, index, topology)
+    place = _place(settings.device, int(number) if number else None, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
         needs_group = needs_group or plan is not None
@@ -103,18 +108,6 @@ def connect(
             _has_group=dist.is_initialized(),
             _on_close=undo.pop_all(),
         )
-
-
-def _asked(device: str | torch.device | None) -> tuple[str | None, int | None]:
-    """Split a device such as `"cuda:1"` into kind and index; torch cannot parse kinds whose library is not loaded."""
-    if device is None:
-        return None, None
-    kind, _, index = str(device).partition(":")
-    if index and not index.isdecimal():
-        raise DeviceError(
-            f"device={str(device)!r}: say a kind such as 'cuda', or one device such as 'cuda:1'"
-        )
-    return kind, int(index) if index else None
 
 
 def _own_ranks() -> RankEnvironment | None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -35,7 +36,6 @@ class DeviceGroup:
 
     Attributes:
         kind: The kind of the devices; rocm for AMD devices, which torch calls cuda.
-        count: The number of devices visible to this process.
         names: The driver's name of each device.
         memory_bytes: The memory of each device; empty if the driver does not report it.
         ability: The dtypes that the first device supports.
@@ -116,7 +116,28 @@ def best_device_kind() -> str:
 
 def detect_devices() -> tuple[DeviceGroup, ...]:
     """Return the devices of this machine by kind: the kind that `"auto"` selects first, the CPU last."""
-    found = [_accelerators(kind, count) for kind in _MODULES if (count := device_count(kind))]
+    found: list[DeviceGroup] = []
+    for kind in _MODULES:
+        if not (count := device_count(kind)):
+            continue
+        module: Any = device_module(kind)
+        properties: list[Any] = []
+        if hasattr(module, "get_device_properties"):
+            properties = [module.get_device_properties(index) for index in range(count)]
+        sizes = [getattr(each, "total_memory", None) for each in properties]
+        if kind == "mps":
+            sizes = [int(torch.mps.recommended_max_memory())] * count
+        is_named = hasattr(module, "get_device_name")
+        is_rocm = kind == "cuda" and torch.version.hip is not None
+        group = DeviceGroup(
+            kind=cast("DeviceKind", "rocm" if is_rocm else kind),
+            count=count,
+            names=tuple(str(module.get_device_name(index)) if is_named else kind for index in range(count)),
+            memory_bytes=tuple(size for size in sizes if size is not None),
+            ability=capabilities(torch.device(kind, 0)),
+            link=nvidia_link([f"GPU-{each.uuid}" for each in properties if kind == "cuda" and not is_rocm]),
+        )
+        found.append(group)
     if count := device_count("xla"):
         names = (str(_xla_runtime().device_type()),) * count
         found.append(DeviceGroup(kind="xla", count=count, names=names, ability=_ABILITIES["xla"]))
@@ -132,26 +153,6 @@ def describe_environment() -> str:
         parts = [f"{group.kind} x {group.count}", *dict.fromkeys(group.names), *sizes, " ".join(dtypes)]
         lines.append(", ".join([*parts, group.link] if group.link else parts))
     return "\n".join(lines)
-
-
-def _accelerators(kind: str, count: int) -> DeviceGroup:
-    module: Any = device_module(kind)
-    properties: list[Any] = []
-    if hasattr(module, "get_device_properties"):
-        properties = [module.get_device_properties(index) for index in range(count)]
-    sizes = [getattr(each, "total_memory", None) for each in properties]
-    if kind == "mps":
-        sizes = [int(torch.mps.recommended_max_memory())] * count
-    is_named = hasattr(module, "get_device_name")
-    is_rocm = kind == "cuda" and torch.version.hip is not None
-    return DeviceGroup(
-        kind=cast("DeviceKind", "rocm" if is_rocm else kind),
-        count=count,
-        names=tuple(str(module.get_device_name(index)) if is_named else kind for index in range(count)),
-        memory_bytes=tuple(size for size in sizes if size is not None),
-        ability=capabilities(torch.device(kind, 0)),
-        link=nvidia_link([f"GPU-{each.uuid}" for each in properties if kind == "cuda" and not is_rocm]),
-    )
 
 
 def _xla_runtime() -> Any:
@@ -172,17 +173,14 @@ def nvidia_link(uuids: Sequence[str]) -> LinkType | None:
     except pynvml.NVMLError:  # NVIDIA's management library (NVML) is missing, although torch has CUDA
         return None
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return "nvlink" if all(_has_nvlink(pynvml, handle) for handle in handles) else "pcie"
+        for uuid in uuids:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            links = 0
+            with suppress(pynvml.NVMLError):  # raised for indices past the device's last link
+                for index in range(int(pynvml.NVML_NVLINK_MAX_LINKS)):
+                    links += bool(pynvml.nvmlDeviceGetNvLinkState(handle, index))
+            if not links:
+                return "pcie"
+        return "nvlink"
     finally:
         pynvml.nvmlShutdown()
-
-
-def _has_nvlink(pynvml: Any, handle: object) -> bool:
-    for link in range(int(pynvml.NVML_NVLINK_MAX_LINKS)):
-        try:
-            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                return True
-        except pynvml.NVMLError:  # raised for indices past the device's last link
-            return False
-    return False

@@ -54,7 +54,15 @@ class GroupRenewal:
 
         Any thread may call it, with a connection to the store of its own.
         """
-        topology, found = self._context.topology, _connections()
+        topology = self._context.topology
+        found: dict[
+            int, Connection
+        ] = {}  # the established TCP connections by file number, as Linux lists its files
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # no socket, not connected, or closed meanwhile
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        found[int(name)] = (_address(one.getsockname()), _address(one.getpeername()))
         rounds.post(f"sever/{self._number}/{topology.rank}", sorted(found.values()))
         others: set[Connection] = set()
         deadline = monotonic() + timeout_seconds
@@ -91,17 +99,6 @@ class GroupRenewal:
         """Return a client of the store for one thread, with a connection of its own."""
         store = PrefixStore("drivetrain_renewal", self._store.clone())  # the same before and after a renewal
         return StoreRounds(store, rank=self._context.topology.rank)
-
-
-def _connections() -> dict[int, Connection]:
-    """Return the established TCP connections of this process by file number, as Linux lists its files."""
-    found: dict[int, Connection] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # no socket, not connected, or closed meanwhile
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    found[int(name)] = (_address(one.getsockname()), _address(one.getpeername()))
-    return found
 
 
 def _address(name: tuple[str, int]) -> str:

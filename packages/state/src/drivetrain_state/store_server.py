@@ -22,8 +22,23 @@ def host_store(
     know as its own: an address that a router translates, or a host name that stands for loopback here. A server that
     this process may already have on the port is shared with `multi_tenant`.
     """
-    listener = _listener(address, port, is_one_node=is_one_node)
-    if listener is None:
+    try:
+        for family, own in own_addresses(address):
+            # A host name that stands for loopback here stands for another address on the other nodes.
+            if is_one_node or is_loopback(address) or not is_loopback(own):
+                listener = socket.create_server((own, port), family=family)
+                break
+        else:
+            logger.warning(
+                "the store of this run listens on every interface of this machine, as other nodes are to reach it "
+                "at %s, which is no address of it; give them one of its addresses to have it listen there alone",
+                address,
+            )
+            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+            listener = socket.create_server(
+                ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
+            )
+    except (OSError, UnicodeError):  # torch may share its own server, or says what is wrong
         return TCPStore(
             address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=multi_tenant
         )
@@ -37,21 +52,3 @@ def host_store(
         multi_tenant=multi_tenant,
         master_listen_fd=listener.detach(),  # the store closes it
     )
-
-
-def _listener(address: str, port: int, *, is_one_node: bool) -> socket.socket | None:
-    """Return a socket that listens on an address; None if torch is to share its server, or to say what is wrong."""
-    try:
-        for family, own in own_addresses(address):
-            # A host name that stands for loopback here stands for another address on the other nodes.
-            if is_one_node or is_loopback(address) or not is_loopback(own):
-                return socket.create_server((own, port), family=family)
-        logger.warning(
-            "the store of this run listens on every interface of this machine, as other nodes are to reach it at "
-            "%s, which is no address of it; give them one of its addresses to have it listen there alone",
-            address,
-        )
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
-    except (OSError, UnicodeError):
-        return None

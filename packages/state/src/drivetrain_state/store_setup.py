@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from drivetrain_config.environ import RankEnvironment
+from drivetrain_messages import list_some
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.process_identity import process_identity, runs_beside
 from drivetrain_state.store_rounds import StoreProbe
@@ -41,7 +42,17 @@ def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
         try:
             room = _meet_in_room(meeting, launched, deadline)
         except DistStoreError as error:
-            raise ConnectError(_who_is_missing(meeting, launched, timeout_seconds)) from error
+            ranks, newest = range(launched.world_size), meeting.add("rooms", 0)
+            missing = [rank for rank in ranks if not meeting.check([f"entered/{newest}/{rank}"])]
+            if not missing or launched.rank in missing:
+                missing = [0]  # rank 0 has opened no room that this rank could enter
+            shown = list_some(missing, most=_SHOWN_RANKS)
+            raise ConnectError(
+                f"rank {launched.rank} waited {timeout_seconds:.0f} s at {_address(launched)} for all of "
+                f"{launched.world_size} ranks, and {'rank' if len(missing) == 1 else 'ranks'} {shown} did not come: "
+                "check that each was started, that it has not failed, and that every rank makes the same number of "
+                "Accelerators, or raise timeout_seconds"
+            ) from error
         except (DistNetworkError, ConnectionError) as error:
             if launched.rank > 0 and not launched.agent_store and monotonic() < deadline:
                 continue  # the store of an earlier group has ended; rank 0 creates the next one
@@ -133,20 +144,6 @@ def _enter(meeting: Store, room: int, rank: int, world_size: int) -> None:
 
 def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - monotonic(), 0.001))
-
-
-def _who_is_missing(meeting: Store, launched: RankEnvironment, timeout_seconds: float) -> str:
-    room = meeting.add("rooms", 0)
-    missing = [rank for rank in range(launched.world_size) if not meeting.check([f"entered/{room}/{rank}"])]
-    if not missing or launched.rank in missing:
-        missing = [0]  # rank 0 has opened no room that this rank could enter
-    shown = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", ..." if len(missing) > _SHOWN_RANKS else "")
-    who = f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
-    return (
-        f"rank {launched.rank} waited {timeout_seconds:.0f} s at {_address(launched)} for all of "
-        f"{launched.world_size} ranks, and {who} did not come: check that each was started, that it has not failed, "
-        "and that every rank makes the same number of Accelerators, or raise timeout_seconds"
-    )
 
 
 def _address(launched: RankEnvironment) -> str:

@@ -38,7 +38,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log on rank 0, or on every rank; RuntimeError if `in_order` is set and the ranks are not connected yet."""
         if not in_order and not self.isEnabledFor(level):
             return
-        rank, world_size = self._ranks()
+        if self._context is not None:
+            rank, world_size = self._context.topology.rank, self._context.topology.world_size
+        elif dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            launched = environ.launched()
+            rank, world_size = (0, 1) if launched is None else (launched.rank, launched.world_size)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order:
             if world_size > 1 and self._context is None and not dist.is_initialized():
@@ -49,8 +55,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             for speaker in range(world_size):
                 if speaker == rank:
                     super().log(level, f"{self.prefix.format(rank)}{msg}", *args, **kwargs)
-                if world_size > 1:
-                    self._wait()
+                if world_size > 1 and self._context is not None:
+                    barrier(self._context)
+                elif world_size > 1:
+                    nccl = "cuda:nccl" in str(dist.get_backend_config()).split(",")
+                    dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
         elif not main_process_only:
             super().log(level, f"{self.prefix.format(rank)}{msg}", *args, **kwargs)
         elif rank == 0:
@@ -59,21 +68,6 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return message and arguments unchanged."""
         return msg, kwargs
-
-    def _ranks(self) -> tuple[int, int]:
-        if self._context is not None:
-            return self._context.topology.rank, self._context.topology.world_size
-        if dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        launched = environ.launched()
-        return (0, 1) if launched is None else (launched.rank, launched.world_size)
-
-    def _wait(self) -> None:
-        if self._context is not None:
-            barrier(self._context)
-        else:
-            nccl = "cuda:nccl" in str(dist.get_backend_config()).split(",")
-            dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
 
 
 def get_logger(

@@ -88,7 +88,15 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
     if isinstance(data, torch.Tensor):
         return next(tensors)
     if isinstance(data, (dict, Mapping)):
-        return _rebuild_mapping(cast("Mapping[Any, Any]", data), tensors)
+        mapping = cast("Mapping[Any, Any]", data)
+        values = {key: _rebuild(mapping[key], tensors) for key in _keys(mapping)}
+        if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+            in_order = {key: values[key] for key in mapping}
+            return in_order if type(mapping) is dict else cast("Any", type(mapping))(in_order)
+        filled = copy(mapping)  # keeps attributes that are not items
+        for key, value in values.items():
+            filled[key] = value
+        return filled
     if isinstance(data, (list, tuple)):
         children = [_rebuild(child, tensors) for child in cast("list[Any]", data)]
         kind = cast("Any", type(data))
@@ -100,15 +108,3 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
         # Frozen dataclasses refuse setattr.
         object.__setattr__(filled, f.name, _rebuild(getattr(data, f.name), tensors))
     return filled
-
-
-def _rebuild_mapping(data: Mapping[Any, Any], tensors: Iterator[torch.Tensor]) -> Mapping[Any, Any]:
-    values = {key: _rebuild(data[key], tensors) for key in _keys(data)}
-    if type(data) is dict:
-        return {key: values[key] for key in data}
-    if isinstance(data, MutableMapping):
-        filled = copy(data)  # keeps attributes that are not items
-        for key, value in values.items():
-            filled[key] = value
-        return filled
-    return cast("Any", type(data))({key: values[key] for key in data})

@@ -27,7 +27,7 @@ from drivetrain_state.collectives.buckets import (
     unpack,
     unpack_rows,
 )
-from drivetrain_state.collectives.nested import Data, Nested, leaves_with_paths, rebuild, tensors_in
+from drivetrain_state.collectives.nested import Data, leaves_with_paths, rebuild, tensors_in
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
 from drivetrain_state.hang.progress_record import ProgressMark
@@ -40,6 +40,12 @@ _TORCH_OPS = {
     "mean": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
+}
+# The dtypes that gloo or NCCL lacks -> the one to reduce in, which both have and the result fits.
+_STAGING_DTYPES = {
+    torch.bool: torch.uint8,
+    **dict.fromkeys((torch.int16, torch.uint16), torch.int32),
+    **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
 }
 
 
@@ -90,7 +96,14 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
     if all(of_rank == shapes[0] for of_rank in shapes):
         results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
     else:
-        _check_trailing_sizes(data, shapes)
+        for position, (path, _) in enumerate(leaves_with_paths(data)):
+            of_leaf = [of_rank[position] for of_rank in shapes]
+            if any(shape[1:] != of_leaf[0][1:] for shape in of_leaf):
+                shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in enumerate(of_leaf))
+                raise CollectiveMismatchError(
+                    f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
+                    ". Use pad_across_processes on the other dimension first"
+                )
         results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
     gathered = rebuild(data, results)
     context.progress.mark(ProgressMark.GATHER_DONE)
@@ -143,17 +156,6 @@ def _metadata_device(context: Context) -> torch.device:
     return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
 
 
-def _check_trailing_sizes(data: Nested, shapes: list[list[list[int]]]) -> None:
-    for position, (path, _) in enumerate(leaves_with_paths(data)):
-        of_leaf = [by_rank[position] for by_rank in shapes]
-        if any(shape[1:] != of_leaf[0][1:] for shape in of_leaf):
-            shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in enumerate(of_leaf))
-            raise CollectiveMismatchError(
-                f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
-                ". Use pad_across_processes on the other dimension first"
-            )
-
-
 @torch.no_grad()
 def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
     """Reduce tensors elementwise over all ranks to their sum, mean, maximum or minimum, as an all-reduce.
@@ -171,14 +173,24 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
         raise ValueError(f"op={op!r}: say one of {', '.join(get_args(ReduceOp))}")
     check_agreement(context, f"reduce(op={op!r})", data)
     tensors = tensors_in(data)
-    for tensor in tensors:
-        _check_reducible(tensor.dtype, op)
+    for dtype in (tensor.dtype for tensor in tensors):
+        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"op='mean' of {dtype}: convert to a float dtype first, or say op='sum'")
+        if op == "sum" and dtype == torch.bool:
+            raise ValueError(
+                "op='sum' of torch.bool: convert to an integer dtype to count, or say op='max' for any"
+            )
+        if op in ("max", "min") and dtype.is_complex:
+            raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
     if context.topology.world_size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
 
     def reduce_bucket(bucket: Bucket) -> Iterator[Tensor]:
         mine = pack(tensors, bucket)
-        staged = mine.to(_staging_dtype(mine.dtype, op))
+        staging = _STAGING_DTYPES.get(mine.dtype, mine.dtype)
+        if mine.is_floating_point() and (mine.itemsize == 1 or (mine.itemsize == 2 and op == "mean")):
+            staging = torch.float32
+        staged = mine.to(staging)
         real = torch.view_as_real(staged) if staged.is_complex() else staged
         dist.all_reduce(real, _TORCH_OPS[op], group=context.group)
         if op == "mean":
@@ -189,31 +201,6 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
     reduced = rebuild(data, map_buckets(tensors, reduce_bucket))
     context.progress.mark(ProgressMark.REDUCE_DONE)
     return reduced
-
-
-def _check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
-    numeric = dtype.is_floating_point or dtype.is_complex
-    if op == "mean" and not numeric:
-        raise ValueError(f"op='mean' of {dtype}: convert to a float dtype first, or say op='sum'")
-    if op == "sum" and dtype == torch.bool:
-        raise ValueError(
-            "op='sum' of torch.bool: convert to an integer dtype to count, or say op='max' for any"
-        )
-    if op in ("max", "min") and dtype.is_complex:
-        raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
-
-
-def _staging_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """Return the dtype to reduce in: `dtype` itself if gloo and NCCL both support it and the result fits."""
-    if dtype == torch.bool:
-        return torch.uint8
-    if dtype in (torch.int16, torch.uint16):
-        return torch.int32
-    if dtype in (torch.uint32, torch.uint64):
-        return torch.int64
-    if dtype.is_floating_point and (dtype.itemsize == 1 or (dtype.itemsize == 2 and op == "mean")):
-        return torch.float32
-    return dtype
 
 
 @torch.no_grad()
@@ -266,24 +253,16 @@ def pad_across_processes(
         [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
     )
     longest = _all_gather_rows(context, mine.to(_metadata_device(context))).amax(0).tolist()
-    padded = rebuild(
-        data,
-        (
-            _padded(tensor, cast("int", size), dim, pad_index, pad_first)
-            for tensor, size in zip(tensors, longest, strict=True)
-        ),
-    )
+    padded: list[Tensor] = []
+    for tensor, size in zip(tensors, cast("list[int]", longest), strict=True):
+        if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
+            shape = list(tensor.shape)
+            shape[dim] = size - shape[dim]
+            filling = tensor.new_full(shape, pad_index)
+            tensor = torch.cat([filling, tensor] if pad_first else [tensor, filling], dim=dim)
+        padded.append(tensor)
     context.progress.mark(ProgressMark.PAD_DONE)
-    return padded
-
-
-def _padded(tensor: Tensor, size: int, dim: int, pad_index: float, pad_first: bool) -> Tensor:
-    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == size:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = size - shape[dim]
-    filling = tensor.new_full(shape, pad_index)
-    return torch.cat([filling, tensor] if pad_first else [tensor, filling], dim=dim)
+    return rebuild(data, iter(padded))
 
 
 def gather_object(context: Context, value: Value) -> list[Value]:

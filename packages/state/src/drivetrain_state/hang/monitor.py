@@ -133,17 +133,29 @@ class HangMonitor(threading.Thread):
         return place.waits_for == "ranks" and is_unchanged
 
     def _end_process_if_stuck(self, idle: float) -> None:
+        """Write the reason to stderr, and end the process even if its main thread never returns to Python."""
         place = find_place(self._stack)
         if not self.stuck(place) and not self.will_end:
             return
         found = ""
         if (verdict := self._verdict) is not None:
             found = f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
-        _end_process(
+        text = (
             f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
             f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
             f"{self.timer.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
         )
+
+        def last_words() -> None:
+            say(text)
+            for child in multiprocessing.active_children():
+                child.kill()  # a loader worker would survive, and keep this process's output open
+            sys.stdout.flush()
+
+        thread = threading.Thread(target=last_words, daemon=True)
+        thread.start()
+        thread.join(timeout=2)  # a stuck main thread may block it, such as by a lock on stdout
+        os._exit(HANG_EXIT_CODE)
 
     def _report_if_alone(self, idle: float) -> None:
         """Write this rank's position to stderr, once per hang, if the store does not answer."""
@@ -171,18 +183,3 @@ def say(text: str) -> None:
     """Write to stderr in one call and flush, so that lines of different ranks do not mix."""
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def _end_process(text: str) -> None:
-    """Write the reason to stderr, and end the process even if its main thread never returns to Python."""
-
-    def last_words() -> None:
-        say(text)
-        for child in multiprocessing.active_children():
-            child.kill()  # a loader worker would survive, and keep this process's output open
-        sys.stdout.flush()
-
-    thread = threading.Thread(target=last_words, daemon=True)
-    thread.start()
-    thread.join(timeout=2)  # a stuck main thread may block it, such as by a lock on stdout
-    os._exit(HANG_EXIT_CODE)

@@ -85,7 +85,15 @@ def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping
     waiting = sorted(rank for rank, answer in present.items() if answer.waits)
     silent = tuple(rank for rank in range(world_size) if rank not in answers and rank not in departures)
     suspects = [Suspect(ranks=silent, reason=_SILENT)] if silent else []
-    suspects += _departed({r: how for r, how in departures.items() if waiting or how != "finished"})
+    endings: dict[str, list[int]] = {}
+    for rank in sorted(departures):
+        if waiting or departures[rank] != "finished":
+            endings.setdefault(departures[rank], []).append(rank)
+    for ending in sorted(
+        endings, key=lambda ending: (ending == "finished", endings[ending])
+    ):  # failures first
+        reason = "finished, while the others wait" if ending == "finished" else ending
+        suspects.append(Suspect(ranks=tuple(endings[ending]), reason=reason))
     if waiting:
         if busy := tuple(sorted(set(present) - set(waiting))):
             suspects.append(Suspect(ranks=busy, reason=_OWN_CODE))
@@ -101,7 +109,12 @@ def hang_table(
     marked = frozenset(ranks)
     groups: dict[tuple[bool, tuple[str, str, str]], list[int]] = {}
     for rank in range(world_size):
-        groups.setdefault((rank not in marked, _row(rank, answers, departures)), []).append(rank)
+        place = ("", "(no answer)", "")
+        if rank in departures:
+            place = ("", f"({departures[rank].partition(':')[0]})", "")
+        elif (answer := answers.get(rank)) is not None:
+            place = (answer.label, answer.where, answer.call)
+        groups.setdefault((rank not in marked, place), []).append(rank)
     rows = [("", "rank", "idle", "last progress", "where", "in")]
     for (innocent, place), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1])):
         idle = {round(answers[rank].idle_seconds) for rank in members if rank in answers}
@@ -137,16 +150,6 @@ def compact_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def _departed(departures: Mapping[int, str]) -> list[Suspect]:
-    """Return one suspect per way in which ranks ended, failures first."""
-    by_ending: dict[str, list[int]] = {}
-    for rank in sorted(departures):
-        by_ending.setdefault(departures[rank], []).append(rank)
-    endings = sorted(by_ending, key=lambda ending: (ending == "finished", by_ending[ending]))
-    reasons = {"finished": "finished, while the others wait"}
-    return [Suspect(ranks=tuple(by_ending[how]), reason=reasons.get(how, how)) for how in endings]
-
-
 def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
     """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
     # Ranks at one position may be in different collectives, which their last progress tells, or in the same one after
@@ -169,11 +172,3 @@ def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
         reason = f"{tie if is_tie else differ} ({'; '.join(shown)})"
         return [Suspect(ranks=tuple(sorted(ranks)), reason=reason)]
     return []
-
-
-def _row(rank: int, answers: Mapping[int, Answer], departures: Mapping[int, str]) -> tuple[str, str, str]:
-    if rank in departures:
-        return "", f"({departures[rank].partition(':')[0]})", ""
-    if (answer := answers.get(rank)) is None:
-        return "", "(no answer)", ""
-    return answer.label, answer.where, answer.call

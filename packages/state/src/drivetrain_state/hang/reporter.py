@@ -142,15 +142,19 @@ class HangReporter(threading.Thread):
         departures = self._rounds.departures(r for r in ranks if r not in current.answers)
         complete = len(current.answers) + len(departures) == len(ranks)
         late = monotonic() - current.seen_at > self._monitor.answer_seconds
-        if (complete or late) and self._rounds.count(f"reports/{current.number}", add=1) == 1:
-            current.reported_here = True
-            self._report(current, departures)
-
-    def _report(self, current: _Round, departures: dict[int, str]) -> None:
-        size, answers = self._monitor.topology.world_size, current.answers
+        if not (complete or late) or self._rounds.count(f"reports/{current.number}", add=1) > 1:
+            return
+        current.reported_here = True
+        size, answers = len(ranks), current.answers
         diagnosis = diagnose(size, answers, departures)
         longest = max(answers.values(), key=lambda answer: (answer.stuck, answer.idle_seconds))
-        stacks, note = self._write(stacks_text(size, answers, departures))
+        path = self._directory / f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+        stacks, note = str(path), f"All stacks: {path}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(stacks_text(size, answers, departures))
+        except OSError as error:
+            stacks, note = "", f"The full stacks could not be written: {error}"
         verdict = Verdict(text=str(diagnosis), blocked=diagnosis.blocked, witness=longest.rank, stacks=stacks)
         self._rounds.conclude(current.number, asdict(verdict))
         if diagnosis.blocked:
@@ -160,13 +164,3 @@ class HangReporter(threading.Thread):
             f"drivetrain: no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
             f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}\n"
         )
-
-    def _write(self, text: str) -> tuple[str, str]:
-        """Write the stacks to a new file; return its path and a sentence that gives it."""
-        path = self._directory / f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        except OSError as error:
-            return "", f"The full stacks could not be written: {error}"
-        return str(path), f"All stacks: {path}"

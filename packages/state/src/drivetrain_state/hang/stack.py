@@ -119,21 +119,16 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
         named = [frame for frame in told if _is_communication(frame) and "c10d_logger" not in frame.module]
         collectives = [frame for frame in named if frame.module == "torch.distributed.distributed_c10d"]
         return (collectives or named or [innermost])[0].function, "ranks"
-    if frame_owner(innermost) != "stdlib" and (waits_for := _native_wait(innermost)) != "nothing":
-        return _shortened(innermost.expression) or innermost.function, waits_for
+    owner, names = frame_owner(innermost), {_called_name(innermost.expression)}
+    if owner == "torch":
+        names.add(innermost.function)  # torch.cuda.synchronize calls a native function of another name
+    for_ranks = bool(names & _RANK_CALLS) or innermost.module.startswith("torch_xla")
+    if owner != "stdlib" and (for_ranks or names & _DEVICE_CALLS):
+        return _shortened(innermost.expression) or innermost.function, "ranks" if for_ranks else "device"
     if innermost is user:
         return _shortened(innermost.expression), "nothing"
     named = [frame for frame in told if frame_owner(frame) != "stdlib"] or told[:1]
     return f"{named[-1].module.rpartition('.')[2]}.{named[-1].function}", "nothing"
-
-
-def _native_wait(frame: Frame) -> WaitsFor:
-    names = {_called_name(frame.expression)}
-    if frame_owner(frame) == "torch":
-        names.add(frame.function)  # torch.cuda.synchronize calls a native function of another name
-    if names & _RANK_CALLS or frame.module.startswith("torch_xla"):
-        return "ranks"
-    return "device" if names & _DEVICE_CALLS else "nothing"
 
 
 def _is_communication(frame: Frame) -> bool:
