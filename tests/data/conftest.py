@@ -23,8 +23,14 @@ class Read:
 
 @pytest.fixture
 def make_shards() -> Callable[..., list[ShardedLoader[Any]]]:
-    def make(build: Callable[[], DataLoader[Any]], count: int, **options: Any) -> list[ShardedLoader[Any]]:
-        return [shard_loader(build(), Shard(index, count), **options) for index in range(count)]
+    def make(
+        build: Callable[[], DataLoader[Any]], count: int, state: dict[str, Any] | None = None, **options: Any
+    ) -> list[ShardedLoader[Any]]:
+        shards = [shard_loader(build(), Shard(index, count), **options) for index in range(count)]
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        return shards
 
     return make
 
@@ -51,6 +57,39 @@ def read_together() -> Callable[..., Read]:
             states = [shard.state_dict() for shard in shards]
             assert states.count(states[0]) == len(states)
             found.states.append(states[0])
+        return found
+
+    return read
+
+
+@pytest.fixture
+def read_in_runs(make_shards: Any, read_together: Any) -> Callable[..., list[int]]:
+    """Read an epoch of `length` samples in runs, each of which resumes from the state of the run before.
+
+    A run of `chain` is (shards, batch size on each, steps before the interruption); a last one reads what is left.
+    """
+
+    def read(
+        build: Callable[[int], DataLoader[Any]],
+        chain: list[tuple[int, int, int]],
+        length: int,
+        epoch: int = 0,
+        options: Callable[[int], dict[str, Any]] = lambda count: {},
+    ) -> list[int]:
+        state: dict[str, Any] | None = None
+        found: list[int] = []
+        for count, batch_size, num_steps in [*chain, (2, 3, None)]:
+            shards = make_shards(lambda size=batch_size: build(size), count, state, **options(count))
+            for shard in shards:
+                if state is None:
+                    shard.set_epoch(epoch)
+                assert shard.epoch == epoch
+            part = read_together(shards, num_steps)
+            found += part.samples
+            state = part.states[-1] if part.states else shards[0].state_dict()
+            assert state["position"] == len(found)
+            if len(found) == length:
+                break
         return found
 
     return read

@@ -25,32 +25,21 @@ def test_an_inner_loop_takes_over_and_gives_back() -> None:
     assert activity.plan() is None
 
 
-def test_a_loop_that_is_left_gives_back() -> None:
+def test_a_loop_that_is_left_or_fails_gives_back() -> None:
     activity = LoaderTracker()
     train, evaluate = loader(activity, 24), loader(activity, 9)
+
+    def fail() -> None:
+        for _ in evaluate:
+            raise KeyError("in the loop")
+
     for _ in train:
         for _ in evaluate:
             break
         assert activity.current is train
-
-
-def test_an_error_in_a_loop_gives_back() -> None:
-    activity = LoaderTracker()
-
-    def fail() -> None:
-        for _ in loader(activity, 24):
-            raise KeyError("in the loop")
-
-    with pytest.raises(KeyError, match="in the loop"):
-        fail()
-    assert activity.current is None
-
-
-def test_zipped_loaders_of_equal_steps_need_no_name() -> None:
-    activity = LoaderTracker()
-    one, other = loader(activity, 24), loader(activity, 24)
-    for _ in zip(one, other, strict=True):
-        assert activity.plan() == one.current == other.current
+        with pytest.raises(KeyError, match="in the loop"):
+            fail()
+        assert activity.current is train
 
 
 def test_zipped_loaders_of_different_steps_need_a_name() -> None:
@@ -69,11 +58,11 @@ def test_zipped_loaders_of_different_steps_need_a_name() -> None:
         assert activity.trim_objects([["a", "b"]] * 4, loader=other) == ["a", "b"] * 4
 
 
-def test_after_zipped_loaders_all_is_clear_again() -> None:
+def test_zipped_loaders_of_equal_steps_need_no_name_and_leave_all_clear() -> None:
     activity = LoaderTracker()
     one, other = loader(activity, 16), loader(activity, 16)
     for _ in zip(one, other, strict=True):
-        pass
+        assert activity.plan() == one.current == other.current
     assert activity.current is None
     for _ in one:
         assert activity.plan() is one.current
@@ -97,8 +86,7 @@ def test_only_a_loop_that_asks_for_more_than_its_epoch_has_is_finished() -> None
     finished: list[object] = []
     activity.on_finish = finished.append
     one = loader(activity, 16)
-    for _ in zip(range(2), one, strict=False):
-        pass
+    list(zip(range(2), one, strict=False))
     assert finished == []
     list(one)
     assert finished == [one]
@@ -106,10 +94,7 @@ def test_only_a_loop_that_asks_for_more_than_its_epoch_has_is_finished() -> None
 
 def test_a_step_is_marked_on_every_loader_being_read() -> None:
     activity = LoaderTracker()
-    outer, inner, idle = (
-        shard_loader(DataLoader(torch.arange(4), batch_size=2), Shard(0, 1), activity=activity)
-        for _ in range(3)
-    )
+    outer, inner, idle = (loader(activity, 4, count=1) for _ in range(3))
     list(idle)
     idle.set_epoch(0)
     for _ in outer:
@@ -117,15 +102,13 @@ def test_a_step_is_marked_on_every_loader_being_read() -> None:
             activity.mark_stepped()
             break
         break
-    read = [loader.state_dict(stepped=True)["position"] for loader in (outer, inner, idle)]
-    assert read == [2, 2, 0]
+    assert [each.state_dict(stepped=True)["position"] for each in (outer, inner, idle)] == [2, 2, 0]
 
 
 def test_loaders_that_were_zipped_before_nest_as_any_others() -> None:
     activity = LoaderTracker()
     one, other = loader(activity, 8), loader(activity, 3)
-    for _ in zip(one, other, strict=False):
-        pass
+    list(zip(one, other, strict=False))
     for _ in one:
         for _ in other:
             assert activity.plan() is other.current

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from drivetrain_data import (
     DataStateError,
@@ -23,9 +24,6 @@ from drivetrain_data.sampling.block_shuffle import BlockOrder, BlockShuffledOrde
 reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 # (shards, batch size on each, steps before the interruption)
 runs = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5)
-
-GOLDEN_RUNS = [2, 0, 1, 3, 4, 5, 7, 6, 8, 11, 9, 10]
-GOLDEN_BLOCKS = [0, 6, 4, 9, 5, 8, 1, 7, 3, 10, 2]
 
 
 def whole(order, epoch: int = 0) -> list[int]:
@@ -79,10 +77,12 @@ def test_runs_their_insides_and_the_place_of_the_short_one_change_with_the_epoch
 
 
 def test_published_block_orders_never_change() -> None:
-    assert whole(BlockShuffledOrder(12, 4, seed=7), 2) == GOLDEN_RUNS
-    assert whole(BlockOrder(11, 2, seed=7, shuffled=True), 2) == GOLDEN_BLOCKS
-    assert BlockOrder(11, 2, seed=7, shuffled=True).name == "blocks, shuffled/1"
-    assert BlockShuffledOrder(12, 4, seed=7).name == "shuffled in blocks of 4/1"
+    runs_of_4 = BlockShuffledOrder(12, 4, seed=7)
+    assert whole(runs_of_4, 2) == [2, 0, 1, 3, 4, 5, 7, 6, 8, 11, 9, 10]
+    assert runs_of_4.name == "shuffled in blocks of 4/1"
+    blocks = BlockOrder(11, 2, seed=7, shuffled=True)
+    assert whole(blocks, 2) == [0, 6, 4, 9, 5, 8, 1, 7, 3, 10, 2]
+    assert blocks.name == "blocks, shuffled/1"
 
 
 def test_a_sampler_gives_the_runs_and_a_loader_shards_them(make_shards, read_together) -> None:
@@ -107,44 +107,30 @@ def test_a_sampler_gives_the_runs_and_a_loader_shards_them(make_shards, read_tog
 )
 @pytest.mark.default_cases("True-node", "False-block")
 def test_any_chain_of_interruptions_gives_every_sample_once(
-    make_shards, read_together, strategy, shuffle, length, chain, epoch, even
+    read_in_runs, strategy, shuffle, length, chain, epoch, even
 ) -> None:
-    state: dict[str, Any] | None = None
-    read: list[int] = []
-    for count, batch_size, num_steps in [*chain, (2, 3, None)]:
-        options = {"strategy": strategy, "even": even, "num_nodes": 2 if count % 2 == 0 else 1}
-        shards = make_shards(
-            lambda size=batch_size: DataLoader(torch.arange(length), batch_size=size, shuffle=shuffle),
-            count,
-            **options,
-        )
-        for shard in shards:
-            if state is None:
-                shard.set_epoch(epoch)
-            else:
-                shard.load_state_dict(state)
-            assert shard.epoch == epoch
-        part = read_together(shards, num_steps)
-        read += part.samples
-        if part.states:
-            state = part.states[-1]
-        assert len(set(read)) == len(read)
-        if len(read) == length:
-            break
+    read = read_in_runs(
+        lambda size: DataLoader(torch.arange(length), batch_size=size, shuffle=shuffle),
+        chain,
+        length,
+        epoch,
+        lambda count: {"strategy": strategy, "even": even, "num_nodes": 2 if count % 2 == 0 else 1},
+    )
     assert sorted(read) == list(range(length))
+
+
+def pairs(length: int) -> Any:
+    return lambda: DataLoader(torch.arange(length), batch_size=2)
 
 
 def test_after_another_number_of_shards_the_next_epoch_has_blocks_of_its_own(
     make_shards, read_together, caplog
 ) -> None:
-    def build() -> DataLoader[Any]:
-        return DataLoader(torch.arange(24), batch_size=2)
-
-    first = read_together(make_shards(build, 4, strategy="block"), 1)
+    first = read_together(make_shards(pairs(24), 4, strategy="block"), 1)
     assert first.held == [[[0, 1], [6, 7], [12, 13], [18, 19]]]
-    shards = make_shards(build, 3, strategy="block")
-    for shard in shards:
-        shard.load_state_dict(first.states[-1])
+    assert first.states[0]["extra"] == {"num_blocks": 4}
+    shards = make_shards(pairs(24), 3, first.states[0], strategy="block")
+    assert [shard.state_dict() for shard in shards] == first.states * 3
     assert "epoch 0 was begun with 4 blocks of the data, and there are 3 now" in caplog.text
     rest = read_together(shards)
     assert sorted(first.samples + rest.samples) == list(range(24))
@@ -152,7 +138,7 @@ def test_after_another_number_of_shards_the_next_epoch_has_blocks_of_its_own(
 
 
 def test_shards_of_a_node_take_turns_in_its_block(make_shards, read_together) -> None:
-    shards = make_shards(lambda: DataLoader(torch.arange(16), batch_size=2), 4, strategy="node", num_nodes=2)
+    shards = make_shards(pairs(16), 4, strategy="node", num_nodes=2)
     assert read_together(shards).held == [
         [[0, 1], [2, 3], [8, 9], [10, 11]],
         [[4, 5], [6, 7], [12, 13], [14, 15]],
@@ -161,18 +147,12 @@ def test_shards_of_a_node_take_turns_in_its_block(make_shards, read_together) ->
 
 
 def test_a_function_says_who_reads_what(make_shards, read_together) -> None:
-    def build(batch_size: int = 2) -> DataLoader[Any]:
-        return DataLoader(torch.arange(8), batch_size=batch_size)
-
-    part = read_together(make_shards(build, 2, strategy=striped), 1)
+    part = read_together(make_shards(pairs(8), 2, strategy=striped), 1)
     assert part.held == [[[0, 2], [1, 3]]]
-    again = make_shards(lambda: build(1), 2, strategy=striped)
-    for shard in again:
-        shard.load_state_dict(part.states[-1])
+    again = make_shards(lambda: DataLoader(torch.arange(8)), 2, part.states[0], strategy=striped)
     assert read_together(again).samples == [4, 5, 6, 7]
-    (other,) = make_shards(build, 1, strategy=striped)
     with pytest.raises(DataStateError, match=r"2 shards read by striped, and here are 1: .*inverse\(index"):
-        other.load_state_dict(part.states[-1])
+        make_shards(pairs(8), 1, part.states[0], strategy=striped)
 
 
 def test_a_function_or_inverse_that_is_wrong_is_refused(make_shards, read_together) -> None:
@@ -180,30 +160,20 @@ def test_a_function_or_inverse_that_is_wrong_is_refused(make_shards, read_togeth
         def inverse(self, index: int, num_shards: int) -> tuple[int, int]:
             return index // num_shards, 0
 
-    def build() -> DataLoader[Any]:
-        return DataLoader(torch.arange(8), batch_size=2)
-
-    part = read_together(make_shards(build, 2, strategy=Wrong()), 1)
-    (alone,) = make_shards(build, 1, strategy=Wrong())
-    alone.load_state_dict(part.states[-1])
+    part = read_together(make_shards(pairs(8), 2, strategy=Wrong()), 1)
+    (alone,) = make_shards(pairs(8), 1, part.states[0], strategy=Wrong())
     with pytest.raises(IndexRangeError, match="its inverse says position 2 of shard 0: one of them is wrong"):
         next(iter(alone))
     with pytest.raises(IndexRangeError, match=r"gave index 8 for position 3 of shard 0 of 1.*8 samples"):
-        make_shards(build, 1, strategy=lambda position, shard: position + 5)
+        make_shards(pairs(8), 1, strategy=lambda position, shard: position + 5)
 
 
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (
-            lambda position, shard: position,
-            "sample 0 twice, for position 0 of shard 0 and for position 0 of shard 1",
-        ),
-        (
-            lambda position, shard: 0,
-            "sample 0 twice, for position 0 of shard 0 and for position 1 of shard 0",
-        ),
-        (lambda position, shard: None, "gave None for position 0 of shard 0 of 2: must be a whole number"),
+        (lambda p, s: p, "sample 0 twice, for position 0 of shard 0 and for position 0 of shard 1"),
+        (lambda p, s: 0, "sample 0 twice, for position 0 of shard 0 and for position 1 of shard 0"),
+        (lambda p, s: None, "gave None for position 0 of shard 0 of 2: must be a whole number"),
     ],
 )
 @pytest.mark.parametrize("size", [9, 2**20 + 9])
@@ -225,22 +195,10 @@ def test_a_function_that_gives_every_sample_once_passes(make_shards, size: int) 
 
 
 def test_another_function_of_the_same_name_is_refused(make_shards, read_together) -> None:
-    def build() -> DataLoader[Any]:
-        return DataLoader(torch.arange(8), batch_size=2)
-
-    def halves(position: int, shard: Shard) -> int:
-        return shard.index * 4 + position
-
-    part = read_together(make_shards(build, 2, strategy=lambda p, s: striped(p, s)), 1)
-    for function, fits in [(lambda p, s: p * 2 + s.index, True), (lambda p, s: halves(p, s), False)]:
-        (other, _) = make_shards(build, 2, strategy=function)
-        if fits:
-            other.load_state_dict(part.states[-1])
-            continue
-        with pytest.raises(
-            DataStateError, match="read by another function than <lambda>, or by one that gave"
-        ):
-            other.load_state_dict(part.states[-1])
+    (state,) = read_together(make_shards(pairs(8), 2, strategy=lambda p, s: striped(p, s)), 1).states
+    make_shards(pairs(8), 2, state, strategy=lambda p, s: p * 2 + s.index)
+    with pytest.raises(DataStateError, match="read by another function than <lambda>, or by one that gave"):
+        make_shards(pairs(8), 2, state, strategy=lambda p, s: s.index * 4 + p)
 
 
 def test_a_shuffled_block_is_shuffled_before_the_function_is_asked(make_shards, read_together) -> None:
@@ -250,45 +208,17 @@ def test_a_shuffled_block_is_shuffled_before_the_function_is_asked(make_shards, 
         assert batch == [position * 2 + index for position in Permutation(4, 0, 0, index).at(np.arange(4))]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self):
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
-    ("loader", "options", "says"),
+    ("data", "arguments", "strategy", "says"),
     [
-        (DataLoader(torch.arange(4)), {"strategy": "diagonal"}, "must be one of interleaved, block, node"),
-        (
-            DataLoader(torch.arange(1)),
-            {"strategy": "block"},
-            "strategy='block': 1 samples are fewer than 2 blocks",
-        ),
-        (DataLoader(torch.arange(4)), {"strategy": "node", "num_nodes": 4}, "2 shards over num_nodes=4"),
-        (DataLoader(Stream()), {"strategy": "block"}, "an iterable dataset is distributed in turn"),
-        (
-            DataLoader(torch.arange(4), batch_sampler=[[0, 1], [2, 3]]),
-            {"strategy": "block"},
-            "the batches of list are distributed whole",
-        ),
-        (
-            DataLoader(torch.arange(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
-            {"strategy": "block"},
-            "WeightedRandomSampler asks for another order",
-        ),
+        (range(4), {}, "diagonal", "must be one of interleaved, block, node"),
+        (range(1), {}, "block", "strategy='block': 1 samples are fewer than 2 blocks"),
+        (range(4), {}, "node", "2 shards over num_nodes=4"),
+        (IterableWrapper([0]), {}, "block", "an iterable dataset is distributed in turn"),
+        (range(4), {"batch_sampler": [[0, 1]]}, "block", "the batches of list are distributed whole"),
+        (range(4), {"sampler": WeightedRandomSampler([1.0], 4)}, "block", "Sampler asks for another order"),
     ],
 )
-def test_what_cannot_be_read_in_blocks_is_refused(loader, options, says: str) -> None:
+def test_what_cannot_be_read_in_blocks_is_refused(data: Any, arguments: Any, strategy: Any, says) -> None:
     with pytest.raises(ValueError, match=says):
-        shard_loader(loader, Shard(0, 2), **options)
-
-
-def test_a_state_taken_up_is_the_state_given_before_a_batch_is_read(make_shards, read_together) -> None:
-    def build() -> DataLoader[Any]:
-        return DataLoader(torch.arange(24), batch_size=2)
-
-    (state,) = read_together(make_shards(build, 4, strategy="block"), 1).states
-    assert state["extra"] == {"num_blocks": 4}
-    for shard in make_shards(build, 3, strategy="block"):
-        shard.load_state_dict(state)
-        assert shard.state_dict() == state
+        shard_loader(DataLoader(data, **arguments), Shard(0, 2), strategy=strategy, num_nodes=4)

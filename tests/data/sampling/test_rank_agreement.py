@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
-from drivetrain_data import Shard, shard_loader
+from data.reading import samples_of, shard_over_ranks
 
 
 class ByRank(Sampler[int]):
@@ -37,14 +37,11 @@ def read_twice(wrong: bool, batches: bool) -> Any:
     arguments: dict[str, Any] = {"sampler": sampler, "batch_size": 2}
     if batches:
         arguments = {"batch_sampler": Pairs(sampler)}
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    loader = shard_loader(DataLoader(torch.arange(24), **arguments), shard, group=dist.group.WORLD)
-    read = [batch.tolist() for batch in loader]
+    loader = shard_over_ranks(DataLoader(torch.arange(24), **arguments))
     try:
-        read += [batch.tolist() for batch in loader]
+        return samples_of(loader) + samples_of(loader)
     except ValueError as error:
         return str(error)
-    return read
 
 
 class Pairs(Sampler[list[int]]):
@@ -69,8 +66,8 @@ def test_ranks_that_draw_different_orders_are_told_so_on_all_of_them(run_ranks, 
 
 @pytest.mark.parametrize("batches", [False, True])
 def test_ranks_that_draw_the_same_read_all_of_it(run_ranks, batches: bool) -> None:
-    parts = run_ranks(read_twice, False, batches)
-    assert sorted(i for part in parts for batch in part for i in batch) == sorted(2 * list(range(24)))
+    first, second = run_ranks(read_twice, False, batches)
+    assert sorted(first + second) == sorted(2 * list(range(24)))
 
 
 class Late:
@@ -84,15 +81,15 @@ class Late:
             yield [(number + (dist.get_rank() if number >= 70 else 0)) % 100]
 
 
-def read_late() -> str:
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    loader = shard_loader(DataLoader(torch.arange(100), batch_sampler=Late()), shard, group=dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+def said_of(make: Callable[[], Any], **options: Any) -> str:
     try:
-        for _ in loader:
-            pass
+        return f"{sum(1 for _ in shard_over_ranks(make(), **options))} steps"
     except ValueError as error:
         return str(error)
-    return ""
+
+
+def read_late() -> str:
+    return said_of(lambda: DataLoader(torch.arange(100), batch_sampler=Late()))  # pyright: ignore[reportArgumentType]
 
 
 def test_batches_that_differ_late_in_an_epoch_are_an_error(run_ranks) -> None:
@@ -127,16 +124,6 @@ class Once(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return self.left
-
-
-class OfFirst(IterableDataset[int]):
-    """Counts how often it is read; it could wait for ever on a rank that is not meant to read."""
-
-    num_read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_read += 1
-        return iter(range(20))
 
 
 class Odd(IterableDataset[Any]):
@@ -196,16 +183,6 @@ class Foreign:
         return iter([torch.arange(n, n + 2) for n in range(first, 20, 4)])
 
 
-def said_of(make: Callable[[], Any], **options: Any) -> str:
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    try:
-        loader = shard_loader(make(), shard, group=dist.group.WORLD, **options)
-        read = sum(1 for _ in loader)
-    except ValueError as error:
-        return str(error)
-    return f"{read} steps"
-
-
 def parts_by_rank(slow: bool) -> dict[str, str]:
     rank = dist.get_rank()
     found: dict[str, str] = {}
@@ -252,15 +229,8 @@ def loaders_that_differ() -> list[str]:
 def test_lengths_batch_sizes_orders_and_seeds_that_differ_are_refused_on_every_rank(run_ranks) -> None:
     first, second = run_ranks(loaders_that_differ)
     assert first == second
-    names = (
-        "num_samples=19",
-        "batch_size=2",
-        "order='sequential'",
-        "even='uneven'",
-        "seed=0",
-        "batch_size=3",
-    )
-    for name, said in zip(names, first, strict=True):
+    names = "num_samples=19 batch_size=2 order='sequential' even='uneven' seed=0 batch_size=3"
+    for name, said in zip(names.split(), first, strict=True):
         assert said.startswith(f"the ranks were given different data: {name} on rank 0"), said
 
 
@@ -297,13 +267,11 @@ def test_data_that_is_not_divided_is_read_whatever_it_draws_and_whoever_can_read
 def reads_of_each_rank() -> list[int]:
     """How often a map-style dataset is read to be compared, and what of it a loop reads."""
     counted = Counted()
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    loader = shard_loader(DataLoader(counted, batch_size=2), shard, group=dist.group.WORLD)
+    loader = shard_over_ranks(DataLoader(counted, batch_size=2))
     before = counted.num_read
     before_draws = torch.get_rng_state()
-    for _ in range(2):
-        for _ in loader:
-            pass
+    samples_of(loader)
+    samples_of(loader)
     assert torch.equal(before_draws, torch.get_rng_state())
     return [before, counted.num_read - before]
 
@@ -319,6 +287,16 @@ class Counted(Dataset[int]):
         return index
 
 
+class CountedStream(IterableDataset[int]):
+    """Counts how often it is read; it could wait for ever on a rank that is not meant to read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += 1
+        return iter(range(20))
+
+
 def test_samples_are_compared_once_and_nothing_more_is_read(run_ranks) -> None:
     for compared, read in run_ranks(reads_of_each_rank):
         assert 6 <= compared <= 2 * 12  # as many as time allows
@@ -326,9 +304,8 @@ def test_samples_are_compared_once_and_nothing_more_is_read(run_ranks) -> None:
 
 
 def reads_of_a_dispatched_stream() -> list[int]:
-    stream = OfFirst()
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    loader = shard_loader(DataLoader(stream, batch_size=2), shard, group=dist.group.WORLD, dispatch=True)
+    stream = CountedStream()
+    loader = shard_over_ranks(DataLoader(stream, batch_size=2), dispatch=True)
     return [sum(1 for _ in loader), stream.num_read]
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
+from data.reading import resumed, samples_of
 from drivetrain_data import (
     DataStateError,
     IndexRangeError,
@@ -95,6 +95,22 @@ class SetsAndDraws(Counting):
         return iter(self.order)
 
 
+class Curriculum(Counting):
+    """Turns its order by one more each epoch, and saves how often it was read."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        order = list(range(LENGTH))
+        random.shuffle(order)
+        return iter([*order[self.epoch :], *order[: self.epoch]])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
 class Entropy(Counting):
     """Draws from what nobody can seed."""
 
@@ -105,8 +121,9 @@ class Entropy(Counting):
 class Pairs(Sampler[list[int]]):
     def __init__(self, sampler: Any) -> None:
         self.inside = sampler
-        if hasattr(sampler, "set_epoch"):
-            self.set_epoch = sampler.set_epoch
+        for name in ("set_epoch", "state_dict", "load_state_dict"):
+            if hasattr(sampler, name):
+                setattr(self, name, getattr(sampler, name))
 
     def __len__(self) -> int:
         return LENGTH // 2
@@ -121,51 +138,37 @@ def build(make: Callable[[], Any], *, batches: bool, length: int = LENGTH) -> An
     return shard_loader(DataLoader(torch.arange(length), **arguments), Shard(0, 1))
 
 
-def read(loader: Any, num_steps: int) -> list[int]:
-    found: list[int] = []
-    for number, batch in enumerate(loader, 1):
-        found += batch.tolist()
-        if number == num_steps:
-            break
-    return found
-
-
 @pytest.mark.parametrize("batches", [False, True])
-@pytest.mark.parametrize("make", [Counting, Reshuffling, InDict, Inside, Slotted, SetsAndDraws])
+@pytest.mark.parametrize("make", [Counting, Reshuffling, InDict, Inside, Slotted, SetsAndDraws, Curriculum])
 @pytest.mark.parametrize("epoch", [0, 1, 3])
 def test_a_sampler_goes_on_in_its_order_in_a_fresh_process(make, batches: bool, epoch: int) -> None:
     whole = build(make, batches=batches)
-    epochs = [read(whole, 10) if number < epoch else read(whole, 99) for number in range(epoch + 2)]
+    epochs = [samples_of(whole, 10 if number < epoch else None) for number in range(epoch + 2)]
     assert all(sorted(one) == list(range(LENGTH)) for one in epochs)
     assert len({str(one) for one in epochs}) == len(epochs)
     for stop in (0, 3, 10):
         first = build(make, batches=batches)
         for number in range(epoch):
-            assert read(first, 99) == epochs[number]
-        assert read(first, stop) if stop else True
-        states = [first.state_dict()]
-        fresh = build(make, batches=batches)
-        fresh.load_state_dict(states[0])
-        assert fresh.state_dict() == states[0]
-        assert read(fresh, 99) == epochs[epoch][2 * stop :]
-        again = fresh.state_dict()
-        assert read(fresh, 99) == epochs[epoch + 1]
-        later = build(make, batches=batches)
-        later.load_state_dict(again)
-        assert read(later, 99) == epochs[epoch + 1]
+            assert samples_of(first) == epochs[number]
+        if stop:
+            samples_of(first, stop)
+        state = first.state_dict()
+        fresh = resumed(build(make, batches=batches), first)
+        assert fresh.state_dict() == state
+        assert samples_of(fresh) == epochs[epoch][2 * stop :]
+        later = resumed(build(make, batches=batches), fresh)
+        assert samples_of(fresh) == samples_of(later) == epochs[epoch + 1]
         # In the process that has read on, too.
-        fresh.load_state_dict(states[0])
-        assert read(fresh, 99) == epochs[epoch][2 * stop :]
+        fresh.load_state_dict(state)
+        assert samples_of(fresh) == epochs[epoch][2 * stop :]
 
 
 @pytest.mark.parametrize("batches", [False, True])
 def test_an_order_that_does_not_come_again_is_refused(batches: bool) -> None:
     first = build(Entropy, batches=batches)
-    read(first, 3)
-    fresh = build(Entropy, batches=batches)
-    fresh.load_state_dict(first.state_dict())
+    samples_of(first, 3)
     with pytest.raises(DataStateError, match=r"drew another order of epoch 0 than in the run that was saved"):
-        next(iter(fresh))
+        next(iter(resumed(build(Entropy, batches=batches), first)))
 
 
 def test_the_plan_says_that_epochs_are_drawn_again() -> None:
@@ -197,7 +200,7 @@ def test_generators_of_the_program_are_left_alone() -> None:
 
     before = torch.get_rng_state()
     loader = build(Global, batches=False)
-    assert read(loader, 99) != read(loader, 99)
+    assert samples_of(loader) != samples_of(loader)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -209,15 +212,12 @@ def test_two_generators_of_a_sampler_draw_apart() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([*self.inner[0], *(10 + index for index in self.inner[1])])
 
-    drawn = read(build(Two, batches=False), 99)
+    drawn = samples_of(build(Two, batches=False))
     assert [index + 10 for index in drawn[:10]] != drawn[10:]
 
 
-class Shrinking(Sampler[int]):
+class Shrinking(Counting):
     """Gives a sample fewer each epoch."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -237,29 +237,25 @@ def test_a_length_that_depends_on_the_epoch_is_that_of_the_epoch() -> None:
     assert len(loader) == 20
     loader.set_epoch(3)
     assert len(loader) == 17
-    assert len(read(loader, 5)) == 5
-    again = make()
-    again.load_state_dict(loader.state_dict())
-    assert read(again, 99) == list(range(5, 17))
-    assert read(again, 99) == list(range(16))
+    assert len(samples_of(loader, 5)) == 5
+    again = resumed(make(), loader)
+    assert samples_of(again) == list(range(5, 17))
+    assert samples_of(again) == list(range(16))
 
 
-@pytest.mark.parametrize("weights", [[2.0] * 19 + [1.0], [1.0] * 20])
-def test_other_weights_are_refused_and_the_same_are_not(weights: list[float]) -> None:
+def test_other_weights_are_refused_and_the_same_are_not() -> None:
     def make(weights: list[float]) -> Any:
         return build(lambda: WeightedRandomSampler(weights, LENGTH), batches=False)
 
     first = make([1.0] * 20)
-    read(first, 3)
-    if weights == [1.0] * 20:
-        make(weights).load_state_dict(first.state_dict())
-        return
+    samples_of(first, 3)
+    resumed(make([1.0] * 20), first)
     with pytest.raises(DataStateError, match="built from other indices, weights or lengths"):
-        make(weights).load_state_dict(first.state_dict())
+        resumed(make([2.0] * 19 + [1.0]), first)
 
 
 class Placed:
-    """Batches of one, of which the sampler itself keeps the place, and says it if it is `stateful`."""
+    """Batches of one, of which the sampler itself keeps the place."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -290,28 +286,18 @@ def test_a_batch_sampler_that_keeps_its_place_begins_anew_after_a_loop_that_was_
         return shard_loader(DataLoader(torch.arange(100), batch_sampler=kind()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
 
     loader = make()
-    for number, _ in enumerate(loader):
-        if number == 3:
-            break
-    begun = [int(batch) for batch in islice(loader, 10)]
-    assert begun == list(range(10))
-    rest = make()
-    rest.load_state_dict(loader.state_dict())
-    assert [int(batch) for batch in rest] == list(range(10, 100))
+    samples_of(loader, 4)
+    assert samples_of(loader, 10) == list(range(10))
+    assert samples_of(resumed(make(), loader)) == list(range(10, 100))
 
 
-class Told:
+class Told(Shrinking):
     """Batches of one in an order of the epoch that it is told, looked at as late as possible."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return 200
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         for number in range(200):
             yield [(number + 50 * self.epoch) % 200]
 
@@ -347,14 +333,9 @@ def test_a_long_order_that_is_shuffled_in_place_comes_again_and_data_is_not_copi
         return shard_loader(DataLoader(torch.arange(2000), batch_size=50, sampler=LongInPlace()), Shard(0, 1))  # pyright: ignore[reportArgumentType]
 
     loader = make()
-    for _ in loader:
-        pass
-    begun = [batch.tolist() for batch in islice(loader, 3)]
-    rest = make()
-    rest.load_state_dict(loader.state_dict())
-    assert sorted(i for batch in [*begun, *(batch.tolist() for batch in rest)] for i in batch) == list(
-        range(2000)
-    )
+    samples_of(loader)
+    begun = samples_of(loader, 3)
+    assert sorted(begun + samples_of(resumed(make(), loader))) == list(range(2000))
     sampler = LongInPlace()
     copy = copy_of(sampler)
     assert copy is not None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain_data import Shard, shard_loader
+from data.reading import shard_over_ranks
 
 
 class Plain:
@@ -154,15 +154,10 @@ class Slow(Dataset[int]):
         return index
 
 
-def first_of(samples: list[Any]) -> int:
-    return len(samples)
-
-
 def said_of(dataset: Any, batch_size: int = 2, **options: Any) -> str:
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=first_of)
+    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=len)
     try:
-        next(iter(shard_loader(loader, shard, group=dist.group.WORLD, **options)))
+        next(iter(shard_over_ranks(loader, **options)))
     except ValueError as error:
         return str(error)
     return "read"
@@ -180,8 +175,7 @@ def objects(divides: bool) -> dict[str, str]:
 def test_objects_are_compared_by_what_they_hold(run_ranks) -> None:
     first, second = run_ranks(objects, True)
     assert first == second
-    missed = [kind for kind, said in first.items() if "gives other samples on rank 1" not in said]
-    assert missed == []
+    assert [kind for kind, said in first.items() if "gives other samples on rank 1" not in said] == []
 
 
 def test_what_a_process_or_a_read_has_of_its_own_does_not_count(run_ranks) -> None:
@@ -215,8 +209,7 @@ def warned() -> dict[str, list[str]]:
     datasets |= {kind: Samples(kind, divides=False) for kind in ("hidden", "hidden, with a number", "plain")}
     datasets["hidden stream"] = Stream("hidden", divides=False)
     for name, dataset in datasets.items():
-        shard = Shard(dist.get_rank(), dist.get_world_size())
-        loader = shard_loader(DataLoader(dataset, collate_fn=first_of), shard, group=dist.group.WORLD)
+        loader = shard_over_ranks(DataLoader(dataset, collate_fn=len))
         for _ in range(0 if name == "failing" else 2):
             next(iter(loader))
         found[name] = [record.getMessage() for record in records]
@@ -239,8 +232,7 @@ def test_the_first_rank_warns_once_of_what_could_not_be_compared(run_ranks) -> N
 
 def reads_of_a_slow_dataset() -> int:
     slow = Slow()
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    shard_loader(DataLoader(slow), shard, group=dist.group.WORLD)
+    shard_over_ranks(DataLoader(slow))
     return slow.num_read
 
 

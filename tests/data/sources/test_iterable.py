@@ -1,7 +1,6 @@
 import logging
 import random
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from data.reading import resumed, samples_of
 from drivetrain_data import Shard, shard_loader, skip_first_batches
 
 
@@ -71,12 +71,8 @@ def test_a_tail_can_be_dropped_and_a_batch_split(make_shards, read_together, arg
 
 def test_items_that_are_batches_themselves_are_dealt_out_in_turn() -> None:
     items = [torch.arange(3) + 3 * i for i in range(5)]
-
-    class Ready(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(items)
-
-    shards = [shard_loader(DataLoader(Ready(), batch_size=None), Shard(index, 2)) for index in range(2)]
+    loaders = [DataLoader(IterableWrapper(items), batch_size=None) for _ in range(2)]
+    shards = [shard_loader(loader, Shard(index, 2)) for index, loader in enumerate(loaders)]
     steps = [[item.tolist() for item in step] for step in zip(*shards, strict=True)]
     assert steps == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]], [[12, 13, 14], [12, 13, 14]]]
 
@@ -101,10 +97,8 @@ def test_several_workers_go_on_where_each_stood(make_shards, read_together, befo
 
     part = read_together(make_shards(build, before), 3)
     assert sum(part.states[-1]["extra"]["received"]) == part.states[-1]["position"]
-    shards = make_shards(build, after)
-    for shard in shards:
-        shard.load_state_dict(part.states[-1])
-    assert sorted(part.samples + read_together(shards).samples) == list(range(31))
+    rest = read_together(make_shards(build, after, part.states[-1]))
+    assert sorted(part.samples + rest.samples) == list(range(31))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -126,9 +120,8 @@ def test_a_stream_that_draws_yields_the_same_on_every_shard_and_after_a_resume(
         assert drawn(2).samples == whole
     part = drawn(2, 4)
     torch.rand(7)
-    resumed = make_shards(build, 1, seed=3)[0]
-    resumed.load_state_dict(part.states[-1])
-    assert sorted(part.samples + read_together([resumed]).samples) == list(range(31))
+    rest = read_together(make_shards(build, 1, part.states[-1], seed=3))
+    assert sorted(part.samples + rest.samples) == list(range(31))
 
 
 def test_another_number_of_workers_is_refused() -> None:
@@ -136,7 +129,7 @@ def test_another_number_of_workers_is_refused() -> None:
         return shard_loader(DataLoader(Stream(9, shared=True), num_workers=workers), Shard(0, 1))
 
     with pytest.raises(ValueError, match=r"num_workers=2 and this loader has 1: each worker reads a part"):
-        loader(1).load_state_dict(loader(2).state_dict())
+        resumed(loader(1), loader(2))
     with pytest.raises(RuntimeError, match="read by 2 workers cannot be found without reading"):
         list(skip_first_batches(loader(2), 1))
 
@@ -144,7 +137,7 @@ def test_another_number_of_workers_is_refused() -> None:
 def test_going_on_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     loader = shard_loader(DataLoader(Stream(9), batch_size=2), Shard(0, 1))
     with caplog.at_level(logging.WARNING):
-        assert [batch.tolist() for batch in skip_first_batches(loader, 3)] == [[6, 7], [8]]
+        assert samples_of(skip_first_batches(loader, 3)) == [6, 7, 8]
     assert "going on at sample 6 of a stream: Stream is read and dropped up to there" in caplog.text
 
 
@@ -156,9 +149,9 @@ def begin_at_three(worker: int) -> None:
 
 def test_a_workers_set_up_reaches_the_dataset_after_a_resume_too() -> None:
     loader = shard_loader(DataLoader(Stream(9), num_workers=1, worker_init_fn=begin_at_three), Shard(0, 1))
-    assert [int(batch) for batch in loader] == list(range(3, 9))
+    assert samples_of(loader) == list(range(3, 9))
     loader.load_state_dict({**loader.state_dict(), "position": 2})
-    assert [int(batch) for batch in loader] == list(range(5, 9))
+    assert samples_of(loader) == list(range(5, 9))
 
 
 def test_a_stream_without_a_length_has_none() -> None:
@@ -176,10 +169,7 @@ def test_one_worker_draws_as_none(before: tuple[int, bool], after: tuple[int, bo
     list(first)
     whole = samples_of(first)
     first.set_epoch(1)
-    begun = samples_of(islice(first, 5))
-    again = build(after)
-    again.load_state_dict(first.state_dict())
-    assert begun + samples_of(again) == whole
+    assert samples_of(first, 5) + samples_of(resumed(build(after), first)) == whole
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -198,10 +188,8 @@ def test_what_workers_that_live_on_draw_depends_on_the_epoch_alone(workers: int)
     anew.set_epoch(2)
     assert samples_of(anew) == epochs[2]
     living.set_epoch(1)
-    begun = samples_of(islice(living, 5))
-    state = living.state_dict()
-    again = build(persistent=True)
-    again.load_state_dict(state)
+    begun = samples_of(living, 5)
+    again = resumed(build(persistent=True), living)
     assert begun + samples_of(again) == epochs[1]
     assert samples_of(again) == epochs[2]
 
@@ -214,12 +202,8 @@ def test_several_workers_go_on_in_the_same_order(num_steps: int) -> None:
             DataLoader(Lopsided(32), batch_size=2, num_workers=2, prefetch_factor=1), Shard(0, 1)
         )
 
-    whole = samples_of(build())
     first = build()
-    begun = samples_of(islice(first, num_steps))
-    again = build()
-    again.load_state_dict(first.state_dict())
-    assert begun + samples_of(again) == whole
+    assert samples_of(first, num_steps) + samples_of(resumed(build(), first)) == samples_of(build())
 
 
 class Lopsided(Stream):
@@ -259,10 +243,7 @@ def test_a_stream_is_told_the_epoch(workers: int, persistent: bool) -> None:
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
     loader.set_epoch(1)
-    begun = samples_of(islice(loader, 3))
-    again = build()
-    again.load_state_dict(loader.state_dict())
-    assert begun + samples_of(again) == second
+    assert samples_of(loader, 3) + samples_of(resumed(build(), loader)) == second
 
 
 def test_a_stream_that_several_workers_read_has_no_length() -> None:
@@ -279,7 +260,7 @@ def test_another_length_is_refused() -> None:
         return shard_loader(DataLoader(Sized(length), batch_size=4), Shard(0, 1))
 
     with pytest.raises(ValueError, match="num_positions=10 and this loader has 30"):
-        build(30).load_state_dict(build(10).state_dict())
+        resumed(build(30), build(10))
 
 
 def test_going_on_is_said_by_one_of_the_ranks_that_read(
@@ -289,10 +270,8 @@ def test_going_on_is_said_by_one_of_the_ranks_that_read(
         return DataLoader(Stream(40), batch_size=2)
 
     part = read_together(make_shards(build, 3), 4)
-    shards = make_shards(build, 3)
-    for shard in shards:
-        shard.load_state_dict(part.states[-1])
-    assert part.samples + read_together(shards).samples == list(range(40))
+    rest = read_together(make_shards(build, 3, part.states[-1]))
+    assert part.samples + rest.samples == list(range(40))
     assert caplog.messages == ["going on at sample 24 of a stream: Stream is read and dropped up to there"]
 
 
@@ -310,11 +289,4 @@ def test_a_pipe_of_torchs_is_shared_out_and_shuffled_alike(workers: int, persist
     assert sorted(whole) == sorted(second) == list(range(20))
     assert whole != second
     first.set_epoch(0)
-    begun = samples_of(islice(first, 4))
-    again = build()
-    again.load_state_dict(first.state_dict())
-    assert begun + samples_of(again) == whole
-
-
-def samples_of(loader: Any) -> list[int]:
-    return [int(sample) for batch in loader for sample in batch]
+    assert samples_of(first, 4) + samples_of(resumed(build(), first)) == whole

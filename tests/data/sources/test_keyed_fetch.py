@@ -1,13 +1,15 @@
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
-from drivetrain_data import Shard, shard_loader
+from data.reading import resumed, samples_of
+from drivetrain_data import Shard, ShardedLoader, shard_loader
 from epoch_datasets import Collate, Forwards, Mapped, Still, Streamed
 
 
@@ -19,69 +21,44 @@ def set_up(_worker: int) -> None:
 
 
 def test_a_workers_set_up_sees_the_dataset() -> None:
-    loader = shard_loader(
-        DataLoader(
-            torch.arange(6),  # pyright: ignore[reportArgumentType]
-            batch_size=2,
-            num_workers=1,
-            persistent_workers=True,
-            worker_init_fn=set_up,
-        ),
-        Shard(0, 1),
-    )
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "worker_init_fn": set_up}
+    loader = shard_loader(DataLoader(torch.arange(6), batch_size=2, **workers), Shard(0, 1))
     for _ in range(2):
-        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+        assert samples_of(loader) == list(range(6))
 
 
-def of_epochs(kind: str) -> DataLoader[Any]:
-    plain: Any = torch.arange(4)
-    datasets: dict[str, Any] = {
-        "mapped": Mapped(),
-        "subset": Subset(Mapped(), range(4)),
-        "concat": ConcatDataset([Mapped(), Subset(Mapped(), [])]),
-        "forwards": Forwards(),
-        "streamed": Streamed(Mapped()),
-        "collated stream": Streamed(Still()),
-    }
-    collates: dict[str, Any] = {
-        "collate": Collate(),
-        "method": Collate().collated,
-        "collated stream": Collate(),
-    }
-    return DataLoader(datasets.get(kind, plain), batch_size=4, collate_fn=collates.get(kind))
+# By kind: the dataset, and the collate function.
+TOLD: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "mapped": lambda: (Mapped(), None),
+    "subset": lambda: (Subset(Mapped(), range(4)), None),
+    "concat": lambda: (ConcatDataset([Mapped(), Subset(Mapped(), [])]), None),
+    "forwards": lambda: (Forwards(), None),
+    "streamed": lambda: (Streamed(Mapped()), None),
+    "collate": lambda: (torch.arange(4), Collate()),
+    "method": lambda: (torch.arange(4), Collate().collated),
+    "collated stream": lambda: (Streamed(Still()), Collate()),
+}
 
 
-EPOCH_KINDS = ["mapped", "subset", "concat", "forwards", "streamed", "collate", "method", "collated stream"]
+def of_epochs(kind: str, **workers: Any) -> ShardedLoader[Any]:
+    dataset, collate = TOLD[kind]()
+    return shard_loader(DataLoader(dataset, batch_size=4, collate_fn=collate, **workers), Shard(0, 1))
 
 
-@pytest.mark.parametrize("kind", EPOCH_KINDS)
+@pytest.mark.parametrize("kind", TOLD)
 def test_every_dataset_and_collate_function_with_set_epoch_is_told_each_epoch(kind: str) -> None:
-    loader = shard_loader(of_epochs(kind), Shard(0, 1))
+    loader = of_epochs(kind)
     first = [int(batch[0]) for _ in range(3) for batch in loader]
     loader.set_epoch(7)
     assert first + [int(batch[0]) for batch in loader] == [0, 100, 200, 700]
-    resumed = shard_loader(of_epochs(kind), Shard(0, 1))
-    resumed.load_state_dict(loader.state_dict())
-    assert [int(batch[0]) for batch in resumed] == [800]
+    assert samples_of(resumed(of_epochs(kind), loader))[0] == 800
 
 
-@pytest.mark.parametrize(
-    "kind", ["mapped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in EPOCH_KINDS[1:])]
-)
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.default_cases("fork-mapped")
 def test_an_epoch_reaches_persistent_workers(kind: str, context: str) -> None:
-    plain = of_epochs(kind)
-    loader = shard_loader(
-        DataLoader(
-            plain.dataset,
-            batch_size=4,
-            collate_fn=plain.collate_fn,
-            num_workers=1,
-            persistent_workers=True,
-            multiprocessing_context=context,
-        ),
-        Shard(0, 1),
-    )
+    loader = of_epochs(kind, num_workers=1, persistent_workers=True, multiprocessing_context=context)
     first = [int(batch[0]) for _ in range(2) for batch in loader]
     loader.set_epoch(7)
     assert first + [int(batch[0]) for batch in loader] == [0, 100, 700]
@@ -99,37 +76,21 @@ def draw_while_collating(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*samples, torch.rand(1)])
 
 
-def drawn(num_workers: int, rank: int = 0, count: int = 2, **options: Any) -> list[torch.Tensor]:
+def drawn(num_workers: int, rank: int = 0) -> list[torch.Tensor]:
     """What is read in two epochs, where the program draws for itself too."""
-    loader = shard_loader(
-        DataLoader(
-            Draws(),
-            batch_size=3,
-            shuffle=True,
-            num_workers=num_workers,
-            collate_fn=draw_while_collating,
-            persistent_workers=num_workers > 1,
-        ),
-        Shard(rank, count),
-        seed=5,
-        draws_apart=True,
-        **options,
-    )
+
+    def build(**options: Any) -> ShardedLoader[Any]:
+        loader = DataLoader(Draws(), batch_size=3, shuffle=True, collate_fn=draw_while_collating, **options)
+        return shard_loader(loader, Shard(rank, 2), seed=5, draws_apart=True)
+
+    loader, rest = build(num_workers=num_workers, persistent_workers=num_workers > 1), build()
     torch.manual_seed(3)
-    state = loader.state_dict()
     read: list[torch.Tensor] = []
     for number, batch in enumerate(batch for _ in range(2) for batch in loader):
         read += [batch, torch.rand(2)]  # dropout, say
-        state = loader.state_dict() if number == 1 else state
-    resumed = shard_loader(
-        DataLoader(Draws(), batch_size=3, shuffle=True, collate_fn=draw_while_collating),
-        Shard(rank, count),
-        draws_apart=True,
-    )
-    resumed.load_state_dict(state)
-    assert all(
-        torch.equal(one, other) for one, other in zip(resumed, read[4 : len(read) // 2 : 2], strict=True)
-    )
+        if number == 1:
+            rest.load_state_dict(loader.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(rest, read[4 : len(read) // 2 : 2], strict=True))
     return read
 
 
@@ -166,9 +127,7 @@ def stop_while_collating(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples)
 
 
-class Sixteen(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(16))
+SIXTEEN = IterableWrapper(torch.arange(16))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -179,7 +138,7 @@ class Sixteen(IterableDataset[torch.Tensor]):
         (Stops(), {"batch_size": None}, "Stops, reading sample 9, let"),
         (StopsInBatches(), {"batch_size": 2}, r"StopsInBatches, reading the batch \[8, 9\], let"),
         (torch.arange(16), {"batch_size": 2, "collate_fn": stop_while_collating}, "Tensor's loader let"),
-        (Sixteen(), {"batch_size": 2, "collate_fn": stop_while_collating}, "the collate function let"),
+        (SIXTEEN, {"batch_size": 2, "collate_fn": stop_while_collating}, "the collate function let"),
     ],
 )
 @pytest.mark.default_cases("dataset0")

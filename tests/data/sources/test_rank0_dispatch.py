@@ -1,6 +1,7 @@
 import threading
 from collections import UserDict
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from data.reading import resumed, samples_of, shard_over_ranks
 from drivetrain_data import DispatchError, Shard, shard_loader, skip_first_batches, trim
 
 
@@ -27,8 +29,11 @@ class Stream(IterableDataset[Any]):
 
 
 def dispatched(loader: Any, **options: Any) -> Any:
-    shard = Shard(dist.get_rank(), dist.get_world_size())
-    return shard_loader(loader, shard, dispatch=True, group=dist.group.WORLD, **options)
+    return shard_over_ranks(loader, dispatch=True, **options)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def read_numbers(kind: str, length: int, even: str, ahead: bool) -> tuple[list[int], list[Any], list[Any]]:
@@ -67,14 +72,8 @@ def test_one_rank_reads_and_all_get_their_part(run_ranks, num_processes, kind, l
 
 
 def steps_of_several_batches_each() -> list[list[int]]:
-    class Buckets:
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter([[0], [1, 2], [3, 4, 5], [6], [7, 8]])
-
-        def __len__(self) -> int:
-            return 5
-
-    loader = dispatched(DataLoader(torch.arange(9), batch_sampler=Buckets()))
+    buckets = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
+    loader = dispatched(DataLoader(torch.arange(9), batch_sampler=buckets))
     assert len(loader) == 3
     return [batch.tolist() for batch in loader]
 
@@ -144,7 +143,7 @@ def structures_that_look_alike() -> int:
         torch.ones(2),
     ]
     samples = [batch for batch in batches for _ in range(2)]  # one for each rank
-    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=lambda batch: batch))
+    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=as_it_is))
 
     def shown(batch: Any) -> str:
         return f"{type(batch).__name__} {batch} {getattr(batch, 'tag', '')}"
@@ -159,10 +158,9 @@ def test_structures_that_look_alike_arrive_as_they_are(run_ranks) -> None:
 
 def batches_that_cannot_be_sent() -> str:
     samples = [1, 2, 3, threading.Lock()]
-    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=lambda batch: batch))
+    loader = dispatched(DataLoader(Stream(samples), batch_size=None, collate_fn=as_it_is))
     try:
-        for _ in loader:
-            pass
+        list(loader)
     except (TypeError, DispatchError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -230,9 +228,8 @@ class Marked(torch.Tensor):
 
 def subclasses_and_nested() -> list[str]:
     samples = [torch.ones(2).as_subclass(Marked), torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
-    loader = dispatched(
-        DataLoader(Stream([s for s in samples for _ in range(2)]), batch_size=None, collate_fn=lambda s: s)
-    )
+    data = Stream([sample for sample in samples for _ in range(2)])
+    loader = dispatched(DataLoader(data, batch_size=None, collate_fn=as_it_is))
     return [f"{type(batch).__name__} {batch.is_nested}" for batch in loader]
 
 
@@ -286,26 +283,18 @@ def test_a_loop_that_is_left_leaves_the_ranks_in_step(run_ranks, ahead: bool) ->
     ]
 
 
-def resumed(position: int, workers: int) -> tuple[list[int], list[int]]:
+def resumed_and_skipped(workers: int) -> tuple[list[int], list[int]]:
     def loader() -> Any:
         return dispatched(DataLoader(torch.arange(30), batch_size=2, shuffle=True, num_workers=workers))
 
     part = loader()
-    first: list[int] = []
-    for number, batch in enumerate(part):
-        first += batch.tolist()
-        if number + 1 == position:
-            break
-    rest = loader()
-    rest.load_state_dict(part.state_dict())
-    return first + [int(i) for batch in rest for i in batch], [
-        int(i) for b in skip_first_batches(loader(), 2) for i in b
-    ]
+    first = samples_of(part, 3)
+    return first + samples_of(resumed(loader(), part)), samples_of(skip_first_batches(loader(), 2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dispatched_loader_goes_on_and_skips(run_ranks, workers: int) -> None:
-    results = run_ranks(resumed, 3, workers)
+    results = run_ranks(resumed_and_skipped, workers)
     assert sorted(results[0][0] + results[1][0]) == list(range(30))
     assert len(results[0][1]) + len(results[1][1]) == 22
 
@@ -323,16 +312,12 @@ def shared_streams_of_workers(num_epochs: int) -> tuple[list[int], Any]:
     for _ in range(num_epochs):
         list(part)
     seen: list[int] = []
-    for number, batch in enumerate(part):
+    for batch in islice(part, 5):
         seen += batch[: part.current.real_counts[dist.get_rank()]].tolist()
-        if number == 4:
-            break
-    state = part.state_dict()
-    rest = loader()
-    rest.load_state_dict(state)
+    rest = resumed(loader(), part)
     for batch in rest:
         seen += batch[: rest.current.real_counts[dist.get_rank()]].tolist()
-    return seen, state
+    return seen, part.state_dict()
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])
@@ -345,10 +330,8 @@ def test_every_rank_knows_where_each_worker_stands(run_ranks, num_epochs: int) -
 
 def the_same_batch_for_ranks_of_one_shard() -> list[list[int]]:
     # two ranks that are one shard, as in tensor parallelism
-    loader = shard_loader(
-        DataLoader(Stream(list(range(5))), batch_size=2), Shard(0, 1), group=dist.group.WORLD
-    )
-    return [batch.tolist() for batch in loader]
+    data = DataLoader(Stream(list(range(5))), batch_size=2)
+    return [batch.tolist() for batch in shard_loader(data, Shard(0, 1), group=dist.group.WORLD)]
 
 
 def test_ranks_of_one_shard_get_the_same_batches(run_ranks) -> None:
@@ -385,18 +368,11 @@ def kept_batches(reverse: bool, ahead: bool) -> list[tuple[int, list[Any]]]:
     for _ in range(3):  # so that every slot is used again
         kept += [(batch, loader.current.replayed) for batch in loader]
     # A later batch does not write over an earlier one that the program still holds.
-    return [
-        (
-            batch["label"].item(),
-            [
-                batch["array"].unique().tolist(),
-                *(part.unique().tolist() for part in batch["pair"]),
-                *batch["name"],
-            ],
-        )
-        for batch, replayed in kept
-        if not replayed
-    ]
+    found: list[Any] = []
+    for batch, replayed in kept:
+        values = [part.unique().tolist() for part in (batch["array"], *batch["pair"])]
+        found += [] if replayed else [(batch["label"].item(), [*values, *batch["name"]])]
+    return found
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

@@ -1,3 +1,4 @@
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from data.reading import resumed
 from drivetrain_data import DataStateError, Shard, shard_loader, trim
 
 reused = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -56,39 +58,20 @@ BUILDERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
 )
 @pytest.mark.default_cases("shuffled")
 def test_any_chain_of_interruptions_gives_the_epoch_once_in_order(
-    make_shards,
-    read_together,
-    kind: str,
-    length: int,
-    chain: list[tuple[int, int, int]],
-    epoch: int,
-    even: str,
+    make_shards, read_together, read_in_runs, kind, length, chain, epoch, even
 ) -> None:
     build = BUILDERS[kind]
     (alone,) = make_shards(lambda: build(length, 1), 1, seed=3)
     alone.set_epoch(epoch)
-    expected = read_together([alone]).samples
-    state: dict[str, Any] | None = None
-    read: list[int] = []
-    for number, (count, batch_size, num_steps) in enumerate([*chain, (2, 3, None)]):
-        shards = make_shards(lambda size=batch_size: build(length, size), count, even=even, seed=3 + number)
-        for shard in shards:
-            if state is None:
-                shard.load_state_dict({**shard.state_dict(), "seed": 3})
-                shard.set_epoch(epoch)
-            else:
-                shard.load_state_dict(state)
-            assert shard.epoch == epoch
-        part = read_together(shards, num_steps)
-        read += part.samples
-        if part.states and read != expected:
-            state = part.states[-1]
-            assert state["position"] == len(read)
-        elif state is None:
-            state = shards[0].state_dict()
-        if read == expected:
-            break
-    assert read == expected
+    seeds = itertools.count(3)  # a state brings the seed of the first run
+    read = read_in_runs(
+        lambda size: build(length, size),
+        chain,
+        length,
+        epoch,
+        lambda count: {"even": even, "seed": next(seeds)},
+    )
+    assert read == read_together([alone]).samples
 
 
 class Counting(Shuffling):
@@ -132,12 +115,7 @@ def test_what_was_stepped_on_comes_once_with_any_tail_and_accumulation(
     for count, size, num_steps in chain:
         if dropping and count * size > length:
             continue
-        shards = make_shards(lambda size=size: build(size), count, even=even)
-        for shard in shards:
-            if state is not None:
-                shard.load_state_dict(state)
-        if state is not None and state["epoch"]:
-            break
+        shards = make_shards(lambda size=size: build(size), count, state, even=even)
         pending: list[int] = []
         iterators = [iter(shard) for shard in shards]
         for step in range(1, num_steps + 1):
@@ -167,47 +145,28 @@ def test_what_was_stepped_on_comes_once_with_any_tail_and_accumulation(
 @pytest.mark.default_cases("1-shuffled")
 def test_what_workers_have_read_ahead_comes_again(make_shards, read_together, kind, num_workers) -> None:
     def build(size: int) -> DataLoader[Any]:
-        loader = BUILDERS[kind](23, size)
-        return DataLoader(
-            loader.dataset,
-            batch_size=size,
-            sampler=loader.sampler,
-            num_workers=num_workers,
-            prefetch_factor=4,
-        )
+        sampler = BUILDERS[kind](23, size).sampler
+        workers: dict[str, Any] = {"num_workers": num_workers, "prefetch_factor": 4}
+        return DataLoader(torch.arange(23), batch_size=size, sampler=sampler, **workers)
 
     expected = read_together(make_shards(lambda: BUILDERS[kind](23, 1), 1)).samples
     first = read_together(make_shards(lambda: build(2), 2), 2)
-    shards = make_shards(lambda: build(3), 3)
-    for shard in shards:
-        shard.load_state_dict(first.states[-1])
-    assert first.samples + read_together(shards).samples == expected
+    rest = read_together(make_shards(lambda: build(3), 3, first.states[-1]))
+    assert first.samples + rest.samples == expected
 
 
-def stream_of(length: int) -> IterableDataset[int]:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(length))
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
 
-    return Stream()
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
 
 
 @reused
 @given(length=st.integers(1, 80), chain=runs)
-def test_a_stream_goes_on_at_any_number_of_shards(make_shards, read_together, length, chain) -> None:
-    state: dict[str, Any] | None = None
-    read: list[int] = []
-    for count, batch_size, num_steps in [*chain, (2, 3, None)]:
-        shards = make_shards(lambda size=batch_size: DataLoader(stream_of(length), batch_size=size), count)
-        for shard in shards:
-            if state is not None:
-                shard.load_state_dict(state)
-        part = read_together(shards, num_steps)
-        read += part.samples
-        if part.states:
-            state = part.states[-1]
-        if len(read) == length:
-            break
+def test_a_stream_goes_on_at_any_number_of_shards(read_in_runs, length, chain) -> None:
+    read = read_in_runs(lambda size: DataLoader(Stream(length), batch_size=size), chain, length)
     assert read == list(range(length))
 
 
@@ -230,17 +189,12 @@ def test_a_state_is_a_handful_of_plain_values() -> None:
     }
 
 
-class Marked:
+class Marked(list[int]):
     """A dataset that knows its content, as Hugging Face datasets do."""
 
     def __init__(self, mark: str) -> None:
+        super().__init__(range(4))
         self._fingerprint = mark
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Named(Sampler[list[int]]):
@@ -274,18 +228,22 @@ def shuffled(n: int) -> DataLoader[Any]:
     return DataLoader(range(n), shuffle=True)
 
 
-def subset(n: int, indices: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(n), sampler=SubsetRandomSampler(indices))
+def sampled(n: int, sampler: Any) -> DataLoader[Any]:
+    return DataLoader(range(n), sampler=sampler)
+
+
+def batched(n: int, batch_sampler: Any) -> DataLoader[Any]:
+    return DataLoader(range(n), batch_sampler=batch_sampler)
 
 
 def numbered(n: int, num_samples: int) -> DataLoader[Any]:
-    return DataLoader(range(n), sampler=RandomSampler(range(n), num_samples=num_samples))
+    return sampled(n, RandomSampler(range(n), num_samples=num_samples))
 
 
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        (shuffled(8), shuffled(9), "num_samples=8 and this loader has 9: the dataset changed its length"),
+        (shuffled(8), shuffled(9), "num_samples=8 .* has 9: the dataset changed its length"),
         (shuffled(8), DataLoader(range(8)), "order='shuffled/1' and this loader has 'sequential'"),
         (
             DataLoader(Marked("a")),
@@ -293,39 +251,35 @@ def numbered(n: int, num_samples: int) -> DataLoader[Any]:
             "fingerprint was 'a' and is 'b': its content chan",
         ),
         (
-            DataLoader(torch.arange(32), batch_sampler=Batches(3)),
-            DataLoader(torch.arange(32), batch_sampler=Batches(4)),
-            "batch_size=3 and this loader has 4: a batch sampler goes on in whole",
+            batched(32, Batches(3)),
+            batched(32, Batches(4)),
+            "batch_size=3 .* has 4: a batch sampler goes on in",
         ),
         (numbered(20, 16), numbered(17, 16), "num_samples=20 and this loader has 17: the dataset changed"),
         (numbered(20, 16), numbered(20, 15), "num_positions=16 .* has 15: the sampler gives another number"),
         (
-            subset(99, range(20)),
-            subset(99, range(50, 70)),
+            sampled(99, SubsetRandomSampler(range(20))),
+            sampled(99, SubsetRandomSampler(range(50, 70))),
             "built_from=.*: the sampler was built from other indices",
         ),
         (
-            DataLoader(range(24), batch_sampler=Named(24, 2)),
-            DataLoader(range(30), batch_sampler=Named(30, 2)),
-            "num_samples=24 and this loader has 30: the dataset changed its length",
+            batched(24, Named(24, 2)),
+            batched(30, Named(30, 2)),
+            "num_samples=24 .* has 30: the dataset changed",
         ),
         (
-            DataLoader(range(24), batch_sampler=Named(24, 2)),
-            DataLoader(range(24), batch_sampler=Named(24, 4)),
-            "num_batches=12 and this loader has 6: the batch sampler gives another number",
+            batched(24, Named(24, 2)),
+            batched(24, Named(24, 4)),
+            "num_batches=12 .* has 6: the batch sampler give",
         ),
-        (
-            DataLoader(range(12), sampler=range(10)),
-            DataLoader(range(20), sampler=range(10)),
-            "num_samples=12 and this loader has 20: the dataset changed its length",
-        ),
+        (sampled(12, range(10)), sampled(20, range(10)), "num_samples=12 .* has 20: the dataset changed"),
     ],
 )
 def test_other_data_and_other_samplers_are_refused_with_what_differs(before, after, says: str) -> None:
     saved = shard_loader(before, Shard(0, 1))
     next(iter(saved))
     with pytest.raises(DataStateError, match=says):
-        shard_loader(after, Shard(0, 1)).load_state_dict(saved.state_dict())
+        resumed(shard_loader(after, Shard(0, 1)), saved)
 
 
 def test_other_batches_of_the_same_number_are_refused_before_one_is_read() -> None:
@@ -334,11 +288,9 @@ def test_other_batches_of_the_same_number_are_refused_before_one_is_read() -> No
 
     saved = build([[0, 1], [2, 3], [4, 5]])
     next(iter(saved))
-    for batches in ([[2, 3], [0, 1], [4, 5]], []):
-        other = build(batches + [[0]] * (3 - len(batches)))
-        other.load_state_dict(saved.state_dict())
+    for batches in ([[2, 3], [0, 1], [4, 5]], [[0]] * 3):
         with pytest.raises(DataStateError, match="list drew another order of epoch 0"):
-            next(iter(other))
+            next(iter(resumed(build(batches), saved)))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 4), (4, 2), (3, 3)])
@@ -350,10 +302,7 @@ def test_a_batch_sampler_goes_on_in_whole_batches(
 
     whole = read_together(make_shards(build, 1)).samples
     part = read_together(make_shards(build, before), 2)
-    shards = make_shards(build, after)
-    for shard in shards:
-        shard.load_state_dict(part.states[-1])
-    assert part.samples + read_together(shards).samples == whole
+    assert part.samples + read_together(make_shards(build, after, part.states[-1])).samples == whole
 
 
 def test_a_batch_in_hand_that_was_not_stepped_on_comes_again() -> None:
@@ -380,77 +329,6 @@ def test_an_epoch_that_is_over_is_over_for_both_counters() -> None:
     list(loader)
     assert loader.state_dict(stepped=True) == loader.state_dict()
     assert loader.state_dict()["epoch"] == 1
-
-
-class Curriculum(Sampler[int]):
-    """Gives one sample more each epoch: what it gives depends on how often it was read."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.num_read = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_read += 1
-        order = list(range(self.length))
-        random.shuffle(order)
-        return iter([*order[self.num_read :], *order[: self.num_read]])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_read": self.num_read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_read = state["num_read"]
-
-
-@pytest.mark.parametrize("batches", [False, True])
-def test_a_sampler_with_a_state_of_its_own_gives_the_same_epochs_after_a_resume(batches: bool) -> None:
-    def build() -> Any:
-        sampler = Curriculum(9)
-        arguments = (
-            {"batch_sampler": BatchPairs(sampler)} if batches else {"sampler": sampler, "batch_size": 2}
-        )
-        return shard_loader(DataLoader(torch.arange(9), **arguments), Shard(0, 1), seed=2)
-
-    whole = build()
-    epochs = [[batch.tolist() for batch in whole] for _ in range(4)]
-    assert len({str(epoch) for epoch in epochs}) == 4
-    for stop in range(len(epochs[2]) + 1):
-        first = build()
-        seen = [batch.tolist() for _ in range(2) for batch in first]
-        state = first.state_dict()
-        for batch, _ in zip(first, range(stop), strict=False):
-            seen.append(batch.tolist())
-            state = first.state_dict()
-            if len(seen) == 2 * len(epochs[0]) + stop:
-                break
-        again = build()
-        again.load_state_dict(state)
-        while len(seen) < 4 * len(epochs[0]):
-            seen += [batch.tolist() for batch in again]
-        assert seen == [batch for epoch in epochs for batch in epoch]
-
-
-class BatchPairs(Sampler[list[int]]):
-    """Batches of two of a sampler whose state is its own."""
-
-    def __init__(self, sampler: Curriculum) -> None:
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return (len(self.sampler) + 1) // 2
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = list(self.sampler)
-        return iter([order[i : i + 2] for i in range(0, len(order), 2)])
-
-    def state_dict(self) -> dict[str, int]:
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.sampler.load_state_dict(state)
 
 
 def damaged(**fields: Any) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 import json
 import pickle
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
 
+from data.reading import resumed
 from drivetrain_data import Shard, shard_loader, skip_first_batches
 from drivetrain_data.state.stream_state import (
     EpochReader,
@@ -20,12 +23,15 @@ from stateful_stream import Standing
 
 
 def read(loader, num_steps: int | None = None) -> list[list[float]]:
-    steps: list[list[float]] = []
-    for batch in loader:
-        steps += batch.tolist()
-        if num_steps is not None and len(steps) >= num_steps * loader.batch_size:
-            break
-    return steps
+    return [sample for batch in islice(loader, num_steps) for sample in batch.tolist()]
+
+
+def numbers(loader, num_steps: int | None = None) -> list[int]:
+    return [int(number) for number, _ in read(loader, num_steps)]
+
+
+def pairs(length: int = 10):
+    return shard_loader(DataLoader(Standing(length), batch_size=2), Shard(0, 1))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -38,9 +44,8 @@ def test_a_stream_goes_on_from_its_own_state_with_the_same_draws(num_workers: in
     first = build(Standing(40))
     begun = read(first, 6)
     state = pickle.loads(pickle.dumps(first.state_dict()))
-    assert {stand["received"] for stand in state["extra"]["stands"]} == {
-        3
-    }  # of the first step; half a second holds
+    # Of the first step; half a second holds.
+    assert {stand["received"] for stand in state["extra"]["stands"]} == {3}
     stream = Standing(40)
     again = build(stream)
     again.load_state_dict(state)
@@ -51,29 +56,22 @@ def test_a_stream_goes_on_from_its_own_state_with_the_same_draws(num_workers: in
 
 
 def test_the_next_epoch_begins_at_the_beginning() -> None:
-    first = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    first = pairs()
     read(first, 2)
-    again = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
-    again.load_state_dict(first.state_dict())
-    assert [index for index, _ in read(again)] == [4, 5, 6, 7, 8, 9]
-    assert [index for index, _ in read(again)] == list(range(10))
+    again = resumed(pairs(), first)
+    assert numbers(again) == [4, 5, 6, 7, 8, 9]
+    assert numbers(again) == list(range(10))
 
 
 def test_going_on_says_from_where_samples_are_read_again(caplog) -> None:
-    first = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
+    first = pairs()
     read(first, 3)
-    again = shard_loader(DataLoader(Standing(10), batch_size=2), Shard(0, 1))
-    again.load_state_dict(first.state_dict())
-    next(iter(again))
+    next(iter(resumed(pairs(), first)))
     assert "Standing is read and dropped from sample 2 on, where its own state ends" in caplog.text
 
 
 def test_a_dataset_without_a_state_gives_none() -> None:
-    class Plain(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    assert Snapshotter(Plain()).take() is None
+    assert Snapshotter(IterableWrapper(range(3))).take() is None
     assert Snapshotter(Standing(3)).take() is not None
 
 
@@ -111,9 +109,6 @@ def test_every_epoch_begins_at_the_beginning(kind, num_workers: int, persistent:
         loader = DataLoader(kind(20), batch_size=2, num_workers=num_workers, persistent_workers=persistent)
         return shard_loader(loader, Shard(0, 1))
 
-    def numbers(loader, num_steps: int | None = None) -> list[int]:
-        return [int(number) for number, _ in read(loader, num_steps)]
-
     left = build()
     numbers(left, 3)  # left by break
     assert sorted(numbers(left)) == list(range(20))
@@ -123,13 +118,12 @@ def test_every_epoch_begins_at_the_beginning(kind, num_workers: int, persistent:
 
     first = build()
     begun = numbers(first, 3)
-    resumed = build()
-    resumed.load_state_dict(first.state_dict())
-    assert sorted(begun + numbers(resumed)) == list(range(20))
-    assert sorted(numbers(resumed)) == list(range(20))
-    resumed.load_state_dict(first.state_dict())
-    numbers(resumed, 1)  # the rest left by break, too
-    assert sorted(numbers(resumed)) == list(range(20))
+    again = resumed(build(), first)
+    assert sorted(begun + numbers(again)) == list(range(20))
+    assert sorted(numbers(again)) == list(range(20))
+    again.load_state_dict(first.state_dict())
+    numbers(again, 1)  # the rest left by break, too
+    assert sorted(numbers(again)) == list(range(20))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -155,13 +149,11 @@ def test_a_state_is_made_of_plain_values(tmp_path, num_workers: int, through: st
 
 
 def test_batches_skipped_in_a_later_epoch_are_found_without_the_states_of_an_earlier_one() -> None:
-    loader = shard_loader(DataLoader(Standing(20), batch_size=2), Shard(0, 1))
+    loader = pairs(20)
     read(loader)
-    assert [int(number) for batch in skip_first_batches(loader, 3) for number, _ in batch] == list(
-        range(6, 20)
-    )
+    assert numbers(skip_first_batches(loader, 3)) == list(range(6, 20))
     loader.set_epoch(1)
-    assert [int(number) for batch in skip_first_batches(loader, 0) for number, _ in batch] == list(range(20))
+    assert numbers(skip_first_batches(loader, 0)) == list(range(20))
 
 
 def test_a_state_that_cannot_be_asked_for_is_refused() -> None:
