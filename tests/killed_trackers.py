@@ -72,6 +72,9 @@ print("ROUNDS", json.dumps(rounds))
 """
 
 
+Row = tuple[int | None, dict[str, float]]  # the step and the flat values of a record
+
+
 def numbered_records(num_records: int) -> list[LoggedRecord]:
     """Return records whose time, step and values follow from their number."""
     return [
@@ -82,20 +85,13 @@ def numbered_records(num_records: int) -> list[LoggedRecord]:
     ]
 
 
-def numbered_rows(num_records: int) -> list[tuple[int | None, dict[str, float]]]:
-    """Return the step and the flat values of each of `numbered_records`."""
+def numbered_rows(num_records: int) -> list[Row]:
     return [(record.step, flat_numbers(record.values)) for record in numbered_records(num_records)]
 
 
-def distinct_rows(
-    rows: Sequence[tuple[int | None, dict[str, float]]],
-) -> list[tuple[int | None, dict[str, float]]]:
+def distinct_rows(rows: Sequence[Row]) -> list[Row]:
     """Return rows without those that a platform holds a second time, which each equal the first."""
-    found: list[tuple[int | None, dict[str, float]]] = []
-    for row in rows:
-        if row not in found:
-            found.append(row)
-    return found
+    return [row for number, row in enumerate(rows) if row not in rows[:number]]
 
 
 def kill_writers(
@@ -105,9 +101,8 @@ def kill_writers(
     *,
     options: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
-    num_rounds: int = 3,
-    num_records: int = 40,
-    seed: int | None = None,
+    num_rounds: int,
+    num_records: int,
 ) -> None:
     """Run killed writers, then one that ends: all records are written, none of them again after its `write` returned.
 
@@ -119,18 +114,12 @@ def kill_writers(
         environment: Further variables of the writers.
         num_rounds: The number of writers that are killed.
         num_records: The number of records that are written in all.
-        seed: Chooses the points; the process id if None.
     """
     given = [tracker.__module__, tracker.__qualname__, list(imports), str(directory), dict(options or {})]
-    chosen = [num_rounds, num_records, os.getpid() if seed is None else seed]
+    given += [num_rounds, num_records, os.getpid()]  # which seeds the points
     inherited = {name: value for name, value in os.environ.items() if name not in _LEFT_BEHIND}
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _DRIVER,
-            json.dumps([*given, *chosen]),
-        ],
+        [sys.executable, "-c", _DRIVER, json.dumps(given)],
         capture_output=True,
         text=True,
         cwd=directory,

@@ -1,7 +1,6 @@
 import math
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 from drivetrain_tracking.platforms import compat
 from drivetrain_tracking.platforms.aim import AimTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 aim = pytest.importorskip("aim")
 Context = pytest.importorskip("aim.storage.context").Context
@@ -29,7 +27,10 @@ class InOneRepository(AimTracker):
         super().open(run_name, config)
 
 
-class Contract(PlatformContract):
+class TestAim(QuietPlatformTests):
+    tracker = AimTracker
+    libraries = ("forked_aim",)
+
     def make(self, directory: Path) -> AimTracker:
         return InOneRepository(directory)
 
@@ -39,6 +40,38 @@ class Contract(PlatformContract):
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return {k: v if isinstance(v, str) else float(v) for k, v in flat_values(values).items()}
+
+    def prepare_kills(self, directory: Path) -> Mapping[str, Any]:
+        shutil.copytree(Path(InOneRepository.place) / ".aim", directory / ".aim")
+        return {}
+
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return read(str(directory), AimTracker(directory).run_id("killed"))
+
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        run = reopened(tracker)
+        for name in ("image", "figure"):
+            (image,) = sequence(run, "images", name, {})[2]
+            assert (image.to_pil_image().size, image.caption) == ((4, 3), "a caption")
+        (audio,) = sequence(run, "audios", "audio", {})[2]
+        assert bytes(audio.storage["data"]) == media["audio"].path.read_bytes()
+        (text,) = sequence(run, "texts", "text", {})[2]
+        assert text.data == "<b>said</b>"
+        (histogram,) = sequence(run, "distributions", "histogram", {})[2]
+        assert (list(histogram.weights), list(histogram.range)) == ([1, 4, 2], [0.0, 3.0])
+        (artifact,) = run.artifacts.values()
+        assert Path(artifact.download(str(directory.parent / "there"))).read_text() == "an artifact"
+
+    def open_live(self, directory: Path) -> Any:
+        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
+        return aim.Run(repo=InOneRepository.place, experiment="mine", **quiet)
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.track(0.25, name="loss", step=2)
+        assert (live["hparams", "lr"], live.experiment) == (0.1, "mine")
+        assert sequence(live, "metric", "loss", {})[2] == [0.5, 0.25]
+        live.close()
+        assert not list(directory.iterdir())
 
 
 def read(place: str, run_hash: str) -> list[tuple[int, dict[str, object]]]:
@@ -71,28 +104,17 @@ def sequence(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shared_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def shared_repository(tmp_path_factory: pytest.TempPathFactory) -> None:
     InOneRepository.place = str(tmp_path_factory.mktemp("aim"))
     aim.Repo.from_path(InOneRepository.place, init=True)
-    return InOneRepository.place
 
 
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
-
-
-def started(directory: Path, name: str = "run", **options: Any) -> AimTracker:
-    tracker = InOneRepository(directory)
-    tracker.start(name, {"lr": 0.1, "model": {"width": 8}}, **options)
-    return tracker
-
-
-def reopened(tracker: AimTracker, name: str = "run") -> Any:
-    return aim.Run(tracker.run_id(name), repo=aim.Repo.from_path(InOneRepository.place), read_only=True)
+def reopened(tracker: AimTracker) -> Any:
+    return aim.Run(tracker.run_id("run"), repo=aim.Repo.from_path(InOneRepository.place), read_only=True)
 
 
 def test_queries_find_a_finished_run_with_its_configuration_tags_and_plan(tmp_path: Path) -> None:
-    tracker = started(tmp_path, experiment="trial", tags=("first", "short"))
+    tracker = started(InOneRepository(tmp_path), experiment="trial", tags=("first", "short"))
     tracker.record_plan({"world_size": 2})
     tracker.log({"loss": 0.5}, step=3)
     tracker.finish()
@@ -105,32 +127,25 @@ def test_queries_find_a_finished_run_with_its_configuration_tags_and_plan(tmp_pa
 
 
 def test_numbers_that_are_none_stay_and_none_is_left_out(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(InOneRepository(tmp_path))
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True})
     tracker.finish()
     ((step, values),) = read(InOneRepository.place, tracker.run_id("run"))
-    assert (step, values.keys(), values["norm"], values["done"]) == (
-        0,
-        {"loss", "norm", "done"},
-        -math.inf,
-        1.0,
-    )
-    assert math.isnan(values["loss"])
+    assert math.isnan(values.pop("loss"))
+    assert (step, values) == (0, {"norm": -math.inf, "done": 1.0})
 
 
 def test_a_text_under_the_name_of_a_number_gets_a_name_of_its_own(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(InOneRepository(tmp_path))
     tracker.log({"loss": 0.5}, step=0)
     tracker.log({"loss": "diverged"}, step=1)
     tracker.finish()
-    assert read(InOneRepository.place, tracker.run_id("run")) == [
-        (0, {"loss": 0.5}),
-        (1, {"loss.text": "diverged"}),
-    ]
+    rows = read(InOneRepository.place, tracker.run_id("run"))
+    assert rows == [(0, {"loss": 0.5}), (1, {"loss.text": "diverged"})]
 
 
 def test_steps_logged_again_have_a_context(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(InOneRepository(tmp_path))
     tracker.write([LoggedRecord(time=1.0, step=5, values={"loss": 1.0})])
     tracker.write([LoggedRecord(time=2.0, step=5, attempt=2, values={"loss": 2.0})])
     tracker.finish()
@@ -139,73 +154,13 @@ def test_steps_logged_again_have_a_context(tmp_path: Path) -> None:
     assert sequence(run, "metric", "loss", {"attempt": 2})[1:] == ([2.0], [2.0]), "with the record's time"
 
 
-def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
-    tracker = started(tmp_path)
-    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
-    assert kinds.keys() == tracker.media_kinds
-    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
-    tracker.finish()
-    run = reopened(tracker)
-    for name in ("image", "figure"):
-        ((image,),) = [sequence(run, "images", name, {})[2]]
-        assert (image.to_pil_image().size, image.caption) == ((4, 3), "a caption")
-    (audio,) = sequence(run, "audios", "audio", {})[2]
-    assert bytes(audio.storage["data"]) == media["audio"].path.read_bytes()
-    (text,) = sequence(run, "texts", "text", {})[2]
-    assert text.data == "<b>said</b>"
-    (histogram,) = sequence(run, "distributions", "histogram", {})[2]
-    assert (list(histogram.weights), list(histogram.range)) == ([1, 4, 2], [0.0, 3.0])
-    (artifact,) = run.artifacts.values()
-    assert Path(artifact.download(str(tmp_path / "there"))).read_text() == "an artifact"
-
-
 def test_bins_of_several_widths_become_bins_of_one(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(InOneRepository(tmp_path))
     histogram = StoredMedium(kind="histogram", data={"edges": [0.0, 1.0, 4.0], "counts": [3, 5]})
     tracker.write([LoggedRecord(time=1.0, step=0, media={"weights": histogram})])
     tracker.finish()
     (found,) = sequence(reopened(tracker), "distributions", "weights", {})[2]
     assert (list(found.weights), list(found.range)) == ([3.0, 5.0], [0.0, 4.0])
-
-
-def test_a_run_of_the_users_stays_open(tmp_path: Path) -> None:
-    live = aim.Run(
-        repo=InOneRepository.place,
-        system_tracking_interval=None,
-        capture_terminal_logs=False,
-        experiment="mine",
-    )
-    tracker = AimTracker.of(live)
-    tracker.start("run", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=1)
-    tracker.finish()
-    live.track(0.25, name="loss", step=2)
-    assert live["hparams", "lr"] == 0.1
-    assert live.get_metric("loss", Context({})).data.items_list()[1][0] == [0.5, 0.25]
-    assert live.experiment == "mine"
-    live.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    tracker = started(tmp_path)
-    tracker.log({"loss": 1, "tokens": 2.5})
-    tracker.log({"loss": 1.5, "tokens": 2})
-    tracker.finish()
-    assert threading.active_count() == before
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_a_kill_takes_nothing_and_doubles_nothing(
-    rounds: int, tmp_path: Path, shared_repository: str
-) -> None:
-    shutil.copytree(Path(shared_repository) / ".aim", tmp_path / ".aim")
-    count = 15 * (rounds + 1)
-    kill_writers(AimTracker, ("forked_aim",), tmp_path, num_rounds=rounds, num_records=count)
-    assert read(str(tmp_path), AimTracker(tmp_path).run_id("killed")) == numbered_rows(count)
 
 
 @pytest.mark.parametrize("states", [("failed",), ("killed", "finished"), ("finished", "killed")])

@@ -3,14 +3,15 @@ import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain_tracking.platforms.clearml import ClearMLTracker
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
-from killed_trackers import distinct_rows, kill_writers, numbered_rows
+from killed_trackers import distinct_rows
 from optional_modules import import_later
+from tracking.platforms.platform_tests import PlatformTests
 
 clearml = import_later("clearml")
 
@@ -29,10 +30,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CLEARML_CONFIG_FILE", str(tmp_path / "none.conf"))
     monkeypatch.setenv("CLEARML_LOG_LEVEL", "ERROR")
-    for name in (
-        "CLEARML_OFFLINE_MODE",
-        "CLEARML_PROC_MASTER_ID",
-    ):  # ClearML sets them, monkeypatch takes them back
+    for name in ("CLEARML_OFFLINE_MODE", "CLEARML_PROC_MASTER_ID"):  # which ClearML sets
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -71,14 +69,14 @@ def read_rows(events: Sequence[dict]) -> list[tuple[int, dict[str, float]]]:
     return found
 
 
-class Contract(PlatformContract):
+class TestClearML(PlatformTests):
+    tracker = ClearMLTracker
+    libraries = ("clearml",)
     counts_held = False
 
-    def __init__(self, tmp_path: Path) -> None:
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
-
-    def make(self, directory: Path) -> ClearMLTracker:
-        return ClearMLTracker(directory)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return read_rows(events_of(self.tmp_path, sessions_of(directory)))
@@ -86,10 +84,32 @@ class Contract(PlatformContract):
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return flat_numbers(values)
 
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return distinct_rows(read_rows(events_of(directory, sessions_of(directory))))
 
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    Contract(tmp_path).check_all(tmp_path / "runs")
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        (session,) = sessions_of(directory)
+        kinds = {event["metric"]: event["type"] for event in events_of(self.tmp_path, [session])}
+        assert kinds == {
+            **dict.fromkeys(("image", "figure", "audio", "video"), "training_debug_image"),
+            **dict.fromkeys(("table", "histogram"), "plot"),
+            "drivetrain": "training_stats_scalar",
+        }
+        with zipfile.ZipFile(self.tmp_path / "cache" / "offline" / f"{session}.zip") as file:
+            contents = [file.read(name) for name in file.namelist()]
+        for kind in ("image", "audio", "video", "artifact"):
+            assert media[kind].path.read_bytes() in contents
+        assert any(b"text: <b>said</b>" in content for content in contents)
+
+    def open_live(self, directory: Path) -> Any:
+        clearml.Task.set_offline(True)
+        return clearml.Task.init("p", "mine", reuse_last_task_id=False, auto_connect_frameworks=False)
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.get_logger().report_scalar("mine", "mine", 1, iteration=8)
+        live.close()
+        found = [(event["metric"], event["iter"]) for event in events_of(directory, [live.id])]
+        assert found == [("loss", 1), ("drivetrain", 1), ("mine", 8)]
 
 
 def test_values_that_are_not_finite_are_marked_and_texts_are_in_the_console(tmp_path: Path) -> None:
@@ -116,69 +136,11 @@ def test_values_that_are_not_finite_are_marked_and_texts_are_in_the_console(tmp_
     assert "0.1" in json.dumps(task["hyperparams"])
 
 
-def test_each_kind_of_medium_is_clearmls_own(media: Mapping[str, StoredMedium], tmp_path: Path) -> None:
-    assert set(media) == ClearMLTracker.media_kinds
-    tracker = ClearMLTracker(tmp_path)
-    tracker.start("media", {})
-    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
-    tracker.finish()
-    (session,) = sessions_of(tmp_path)
-    kinds = {event["metric"]: event["type"] for event in events_of(tmp_path, [session])}
-    assert kinds == {
-        "image": "training_debug_image",
-        "figure": "training_debug_image",
-        "audio": "training_debug_image",
-        "video": "training_debug_image",
-        "table": "plot",
-        "histogram": "plot",
-        "drivetrain": "training_stats_scalar",
-    }
-    with zipfile.ZipFile(tmp_path / "cache" / "offline" / f"{session}.zip") as file:
-        contents = [file.read(name) for name in file.namelist()]
-    for kind in ("image", "audio", "video", "artifact"):
-        assert media[kind].path.read_bytes() in contents
-    assert any(b"text: <b>said</b>" in content for content in contents)
-
-
-def test_a_task_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
-    clearml.Task.set_offline(True)
-    live = clearml.Task.init("p", "mine", reuse_last_task_id=False, auto_connect_frameworks=False)
-    tracker = ClearMLTracker.of(live)
-    tracker.start("ignored", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=7)
-    tracker.finish()
-    live.get_logger().report_scalar("mine", "mine", 1, iteration=8)
-    live.close()
-    events = events_of(tmp_path, [live.id])
-    assert [(event["metric"], event["iter"]) for event in events] == [
-        ("loss", 7),
-        ("drivetrain", 7),
-        ("mine", 8),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
-def test_killed_trackers_lose_nothing_that_they_wrote(
-    tmp_path: Path, num_rounds: int, num_records: int
-) -> None:
-    kill_writers(ClearMLTracker, ("clearml",), tmp_path, num_rounds=num_rounds, num_records=num_records)
-    rows = read_rows(events_of(tmp_path, sessions_of(tmp_path)))
-    assert distinct_rows(rows) == numbered_rows(num_records)
-
-
 def test_a_session_says_how_the_run_ended_and_names_stay_apart(tmp_path: Path) -> None:
     tracker = ClearMLTracker(tmp_path / "run")
     tracker.start("run", {"a": {"b": 1}, "a/b": 2})
-    values = {
-        "loss": 1.0,
-        "loss/loss": 2.0,
-        "loss/": 3.0,
-        "/loss": 4.0,
-        "loss is NaN": 5.0,
-        "loss (attempt 2)": 6.0,
-    }
-    tracker.log(values, step=1)
+    names = ("loss", "loss/loss", "loss/", "/loss", "loss is NaN", "loss (attempt 2)")
+    tracker.log({name: number for number, name in enumerate(names, 1)}, step=1)
     tracker.end("failed")
     events = events_of(tmp_path, sessions_of(tmp_path / "run"))
     ((_, row),) = read_rows(events)

@@ -5,14 +5,15 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain_tracking.platforms.comet import CometTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
-from killed_trackers import distinct_rows, kill_writers, numbered_rows
+from killed_trackers import distinct_rows
+from tracking.platforms.platform_tests import PlatformTests
 
 with pytest.MonkeyPatch.context() as patch:
     # Else the import makes experiments of what other tests of this process log to MLflow.
@@ -59,11 +60,18 @@ def read_rows(directory: Path) -> list[tuple[int | None, dict[str, float]]]:
     return found
 
 
-class Contract(PlatformContract):
+class TestComet(PlatformTests):
+    tracker = CometTracker
+    libraries = ("comet_ml",)
     counts_held = False
 
-    def make(self, directory: Path) -> CometTracker:
-        return CometTracker(directory)
+    @pytest.mark.slow  # Comet takes a second to end an experiment
+    def test_it_passes_the_contract_of_platforms(self, tmp_path: Path) -> None:
+        super().test_it_passes_the_contract_of_platforms(tmp_path)
+
+    @pytest.mark.slow
+    def test_a_run_of_the_users_gets_the_values_and_stays_open(self, tmp_path: Path) -> None:
+        super().test_a_run_of_the_users_gets_the_values_and_stays_open(tmp_path)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return read_rows(directory)
@@ -71,21 +79,35 @@ class Contract(PlatformContract):
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return flat_numbers(values)
 
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        archives = list(directory.glob("comet/*.zip"))
+        assert len({file.name[:32] for file in archives}) == 1, "a stopped run keeps its key"
+        for archive in archives:
+            with zipfile.ZipFile(archive) as file:
+                head = json.loads(file.read("experiment.json"))
+            is_first = archive.name == f"{head['offline_id']}.zip"
+            assert head["resume_strategy"] == ("create" if is_first else "get")
+        return sorted(distinct_rows(read_rows(directory)))
 
-@pytest.mark.slow
-def test_the_checks_of_records_and_their_values(tmp_path: Path) -> None:
-    contract = Contract()
-    for check in (
-        contract.check_values_are_there_before_the_end,
-        contract.check_it_tells_which_records_it_holds,
-    ):
-        (tmp_path / check.__name__).mkdir()
-        check(tmp_path / check.__name__)
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        uploads = [m["payload"] for m in messages(directory) if m["type"] == "file_upload"]
+        assert " ".join(sorted(upload["upload_type"] for upload in uploads)) == (
+            "asset asset asset audio text-sample video visualization visualization"
+        )
+        (archive,) = (directory / "comet").glob("*.zip")
+        with zipfile.ZipFile(archive) as file:
+            contents = [file.read(upload["file_path"]) for upload in uploads]
+        assert {b"an artifact", b"<b>said</b>", media["image"].path.read_bytes()} <= {*contents}
+        assert any(b"ddp" in content for content in contents)
 
+    def open_live(self, directory: Path) -> Any:
+        quiet = {"log_code": False, "log_env_details": False}
+        return comet_ml.OfflineExperiment(offline_directory=str(directory / "comet"), **quiet)
 
-@pytest.mark.slow  # Comet takes a second to end an experiment
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
+    def check_live(self, directory: Path, live: Any) -> None:
+        assert live.alive
+        live.end()
+        assert read_rows(directory) == [(1, {"loss": 0.5})]
 
 
 def test_a_record_keeps_its_time_nan_infinities_and_texts(tmp_path: Path) -> None:
@@ -95,79 +117,19 @@ def test_a_record_keeps_its_time_nan_infinities_and_texts(tmp_path: Path) -> Non
     tracker.write([LoggedRecord(time=1_700_000_000.2512345, step=3, attempt=2, values=values)])
     tracker.record_plan({"backend": "ddp"})
     tracker.finish()
-    told = messages(tmp_path)
-    metrics = {
-        m["payload"]["metric"]["metricName"]: m["payload"]["metric"]
-        for m in told
-        if m["type"] == "metric_msg"
-    }
+    told: dict[str, list[Any]] = {}
+    for message in messages(tmp_path):
+        told.setdefault(message["type"], []).append(message["payload"])
+    metrics = {one["metric"]["metricName"]: one["metric"] for one in told["metric_msg"]}
+    nan = metrics["attempt-2/loss"]
     assert metrics["drivetrain/time"]["metricValue"] == 1_700_000_000.2512345
-    assert metrics["attempt-2/loss"]["metricValue"] == "NaN"
-    assert metrics["attempt-2/up"] == {
-        **metrics["attempt-2/loss"],
-        "metricName": "attempt-2/up",
-        "metricValue": "Infinity",
-    }
-    others = {m["payload"]["key"]: m["payload"]["value"] for m in told if m["type"] == "log_other"}
+    assert nan["metricValue"] == "NaN"
+    assert metrics["attempt-2/up"] == {**nan, "metricName": "attempt-2/up", "metricValue": "Infinity"}
+    others = {one["key"]: one["value"] for one in told["log_other"]}
     assert (others["phase"], others["Name"]) == ("end", "first")
-    parameters = {
-        m["payload"]["param"]["paramName"]: m["payload"]["param"]["paramValue"]
-        for m in told
-        if m["type"] == "parameter_msg"
-    }
+    parameters = {one["param"]["paramName"]: one["param"]["paramValue"] for one in told["parameter_msg"]}
     assert parameters["lr|head"] == 0.1
     assert not tempfile.gettempdir().startswith(str(tmp_path))
-
-
-def test_each_kind_of_medium_is_comets_own(media: Mapping[str, StoredMedium], tmp_path: Path) -> None:
-    media = {kind: medium for kind, medium in media.items() if kind != "histogram"}
-    assert set(media) == CometTracker.media_kinds
-    tracker = CometTracker(tmp_path / "log")
-    tracker.start("media", {})
-    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
-    tracker.record_plan({"backend": "ddp"})
-    tracker.finish()
-    (archive,) = (tmp_path / "log" / "comet").glob("*.zip")
-    uploads = [m["payload"] for m in messages(tmp_path / "log") if m["type"] == "file_upload"]
-    assert sorted(upload["upload_type"] for upload in uploads) == [
-        "asset", "asset", "asset", "audio", "text-sample", "video", "visualization", "visualization"
-    ]  # fmt: skip
-    with zipfile.ZipFile(archive) as file:
-        contents = [file.read(upload["file_path"]) for upload in uploads]
-    assert b"an artifact" in contents
-    assert b"<b>said</b>" in contents
-    assert media["image"].path.read_bytes() in contents
-    assert any(b"ddp" in content for content in contents)
-
-
-@pytest.mark.slow
-def test_an_experiment_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
-    live = comet_ml.OfflineExperiment(
-        offline_directory=str(tmp_path / "comet"), log_code=False, log_env_details=False
-    )
-    tracker = CometTracker.of(live)
-    tracker.start("ignored", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=7)
-    tracker.finish()
-    assert live.alive
-    live.end()
-    assert read_rows(tmp_path) == [(7, {"loss": 0.5})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
-def test_killed_trackers_lose_nothing_that_they_wrote(
-    tmp_path: Path, num_rounds: int, num_records: int
-) -> None:
-    kill_writers(CometTracker, ("comet_ml",), tmp_path, num_rounds=num_rounds, num_records=num_records)
-    assert sorted(distinct_rows(read_rows(tmp_path))) == numbered_rows(num_records)
-    keys = {file.name[:32] for file in tmp_path.glob("comet/*.zip")}
-    assert len(keys) == 1, "a stopped run keeps its key"
-    for archive in tmp_path.glob("comet/*.zip"):
-        with zipfile.ZipFile(archive) as file:
-            head = json.loads(file.read("experiment.json"))
-        is_first = archive.name == f"{head['offline_id']}.zip"
-        assert head["resume_strategy"] == ("create" if is_first else "get")
 
 
 def test_an_option_with_a_value_that_is_not_allowed_is_refused_before_anything_is_written(

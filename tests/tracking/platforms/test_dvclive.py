@@ -1,7 +1,6 @@
 import json
 import math
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 dvclive = pytest.importorskip("dvclive")
 utils = pytest.importorskip("dvclive.utils")
@@ -25,37 +23,58 @@ def outside_any_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)  # DVCLive makes a repository of DVC of a Git repository that it runs in
 
 
-class Contract(PlatformContract):
-    def make(self, directory: Path) -> DVCLiveTracker:
-        return DVCLiveTracker(directory)
+class TestDVCLive(QuietPlatformTests):
+    tracker = DVCLiveTracker
+    libraries = ("dvclive", "dvc.repo", "dvc.scm", "scmrepo.exceptions", "ruamel.yaml", "dvc_studio_client")
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
-        return read(directory / "dvclive" / "contract")
+        return read_numbers(directory / "dvclive" / "contract")
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        return {
-            name: str(int(value) if isinstance(value, bool) else value)
-            for name, value in flat_values(values).items()
-        }
+        return {name: number(value) for name, value in flat_values(values).items()}
 
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        rows = read_numbers(directory / "dvclive" / "killed")
+        summary = json.loads((directory / "dvclive" / "killed" / "metrics.json").read_text())
+        assert (summary["step"], summary["loss"]) == (rows[-1][0], rows[-1][1]["loss"])
+        return rows
 
-class Numbers(Contract):
-    """The contract, with what are numbers read as such."""
+    def media_records(self, media: Mapping[str, StoredMedium]) -> list[LoggedRecord]:
+        return [LoggedRecord(time=2.0 + n, step=7, attempt=n, media=media) for n in (1, 2)]
 
-    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
-        return [
-            (step, {k: number(v) for k, v in values.items()}) for step, values in super().logged(directory)
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        plots = directory / "dvclive" / "run" / "plots"
+        pillow = pytest.importorskip("PIL.Image")
+        for name in ("image/7", "figure/7", "attempt-2/image/7"):
+            assert pillow.open(plots / "images" / f"{name}.png").getpixel((0, 0)) == (250, 0, 0)
+        rows = utils.parse_json(plots / "custom" / "histogram" / "7.json")
+        assert rows == [{"from": 0.0, "count": 1}, {"from": 1.0, "count": 4}, {"from": 2.0, "count": 2}]
+
+    def open_live(self, directory: Path) -> Any:
+        live = dvclive.Live(str(directory / "mine"), save_dvc_exp=False, dvcyaml=None)
+        live.log_metric("before", 1.0)
+        return live
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.step = 2
+        live.log_metric("loss", 0.25)
+        assert read_numbers(directory / "mine") == [
+            (0, {"before": 1}),
+            (1, {"loss": 0.5}),
+            (2, {"loss": 0.25}),
         ]
-
-    def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        return {name: number(value) for name, value in super().as_stored(values).items()}
+        live.end()
 
 
-def number(value: str) -> float | str:
+def number(value: object) -> float | object:
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except ValueError:
         return value
+
+
+def read_numbers(folder: Path) -> list[tuple[int, dict[str, object]]]:
+    return [(step, {name: number(one) for name, one in values.items()}) for step, values in read(folder)]
 
 
 def read(folder: Path) -> list[tuple[int, dict[str, str]]]:
@@ -71,35 +90,22 @@ def read(folder: Path) -> list[tuple[int, dict[str, str]]]:
     return [(step, values) for (_, step), values in sorted(found.items(), key=lambda one: one[0])]
 
 
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Numbers().check_all(tmp_path)
-
-
-def started(directory: Path, **options: Any) -> DVCLiveTracker:
-    tracker = DVCLiveTracker(directory)
-    tracker.start("run", {"lr": 0.1, "model": {"width": 8}}, **options)
-    return tracker
-
-
 def test_dvc_reads_parameters_plan_and_summary(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(DVCLiveTracker(tmp_path))
     tracker.record_plan({"world_size": 2})
     tracker.log({"loss": 0.5, "eval": {"loss": 0.75}}, step=3)
     tracker.finish()
     folder = tmp_path / "dvclive" / "run"
     parameters = pytest.importorskip("dvclive.serialize").load_yaml(folder / "params.yaml")
     assert parameters == {"lr": 0.1, "model": {"width": 8}, "plan": {"world_size": 2}}
-    assert json.loads((folder / "metrics.json").read_text()) == {
-        "loss": 0.5,
-        "eval": {"loss": 0.75},
-        "step": 3,
-    }
+    summary = json.loads((folder / "metrics.json").read_text())
+    assert summary == {"loss": 0.5, "eval": {"loss": 0.75}, "step": 3}
     listed = pytest.importorskip("dvclive.serialize").load_yaml(folder / "dvc.yaml")
     assert listed["plots"] == [{"plots/metrics": {"x": "step"}}]
 
 
 def test_numbers_that_are_none_are_words_and_none_is_left_out(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(DVCLiveTracker(tmp_path))
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True}, step=2)
     tracker.finish()
     assert read(tmp_path / "dvclive" / "run") == [(2, {"loss": "nan", "norm": "-inf", "done": "1"})]
@@ -107,7 +113,7 @@ def test_numbers_that_are_none_are_words_and_none_is_left_out(tmp_path: Path) ->
 
 def test_a_name_that_is_a_folder_of_another_gets_dots(tmp_path: Path) -> None:
     for values in ({"loss": 1.0, "loss/val": 2.0, "acc/val": 3.0, "acc": 4.0}, {"loss/val": 5.0, "acc": 6.0}):
-        tracker = started(tmp_path)
+        tracker = started(DVCLiveTracker(tmp_path))
         tracker.log(values, step=int(values["loss/val"]))
         tracker.finish()
     assert read(tmp_path / "dvclive" / "run") == [
@@ -122,34 +128,6 @@ def test_no_name_leaves_the_folder(name: str, taken: frozenset[str]) -> None:
     assert all(part and part not in (".", "..") and "\0" not in part for part in parts)
 
 
-def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
-    tracker = started(tmp_path)
-    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
-    assert kinds.keys() == tracker.media_kinds
-    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
-    tracker.write([LoggedRecord(time=2.0, step=7, attempt=2, media=kinds)])
-    tracker.finish()
-    plots = tmp_path / "dvclive" / "run" / "plots"
-    pillow = pytest.importorskip("PIL.Image")
-    for name in ("image/7", "figure/7", "attempt-2/image/7"):
-        assert pillow.open(plots / "images" / f"{name}.png").getpixel((0, 0)) == (250, 0, 0)
-    rows = utils.parse_json(plots / "custom" / "histogram" / "7.json")
-    assert rows == [{"from": 0.0, "count": 1}, {"from": 1.0, "count": 4}, {"from": 2.0, "count": 2}]
-
-
-def test_a_live_of_the_users_stays_open(tmp_path: Path) -> None:
-    live = dvclive.Live(str(tmp_path / "mine"), save_dvc_exp=False, dvcyaml=None)
-    live.log_metric("before", 1.0)
-    tracker = DVCLiveTracker.of(live)
-    tracker.start("run", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=1)
-    tracker.finish()
-    live.step = 2
-    live.log_metric("loss", 0.25)
-    assert read(tmp_path / "mine") == [(0, {"before": "1.0"}), (1, {"loss": "0.5"}), (2, {"loss": "0.25"})]
-    live.end()
-
-
 @pytest.mark.slow
 def test_a_run_is_saved_as_an_experiment_of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("NAME", "a tester"), ("EMAIL", "tester@example.org")):
@@ -161,36 +139,12 @@ def test_a_run_is_saved_as_an_experiment_of_dvc(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(repository)
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run(["git", *command], check=True)
-    tracker = started(repository, save_experiment=True)
+    tracker = started(DVCLiveTracker(repository), save_experiment=True)
     tracker.log({"loss": 0.5}, step=1)
     tracker.finish()
     with pytest.importorskip("dvc.repo").Repo(str(repository)) as repo:
         (saved,) = repo.experiments.ls().values()
     assert [name for name, _ in saved] == ["run"]
-
-
-def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    tracker = started(tmp_path)
-    tracker.log({"loss": 1})
-    tracker.finish()
-    assert threading.active_count() == before
-    assert capfd.readouterr() == ("", "")
-    assert [one.name for one in tmp_path.iterdir()] == ["dvclive"]
-
-
-_IMPORTS = ("dvclive", "dvc.repo", "dvc.scm", "scmrepo.exceptions", "ruamel.yaml", "dvc_studio_client")
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
-    wanted = numbered_rows(15 * (rounds + 1))
-    kill_writers(DVCLiveTracker, _IMPORTS, tmp_path, num_rounds=rounds, num_records=len(wanted))
-    found = read(tmp_path / "dvclive" / "killed")
-    assert [(step, {k: float(v) for k, v in values.items()}) for step, values in found] == wanted
-    summary = json.loads((tmp_path / "dvclive" / "killed" / "metrics.json").read_text())
-    assert (summary["loss"], summary["step"]) == (wanted[-1][1]["loss"], wanted[-1][0])
 
 
 def test_a_run_that_was_not_finished_says_so_until_it_goes_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.mlflow import MLflowTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import PlatformTests, started
 
 mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")
@@ -42,27 +42,61 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class Contract(PlatformContract):
+class TestMLflow(PlatformTests):
     """Each directory is an experiment of one store."""
 
-    def __init__(self, store: str) -> None:
+    tracker = MLflowTracker
+    libraries = ("mlflow",)
+
+    @pytest.fixture(autouse=True)
+    def in_store(self, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = store
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
 
     def make(self, directory: Path) -> MLflowTracker:
-        class InStore(MLflowTracker):
+        class InExperiment(MLflowTracker):
             def start(self, run_name, config, **options) -> None:
-                name = {"tracking_uri": contract.store, "experiment": str(directory)}
-                super().start(run_name, config, **name, **options)
+                super().start(run_name, config, experiment=str(directory), **options)
 
-        contract = self
-        return InStore(directory)
+        return InExperiment(directory)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
-        client, run = only_run(self.store, str(directory))
-        return [(step, values) for step, values in read_rows(client, run).values()]
+        return list(read_rows(*only_run(self.store, str(directory))).values())
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return flat_numbers(values)
+
+    def prepare_kills(self, directory: Path) -> Mapping[str, Any]:
+        started(MLflowTracker(directory / "other")).finish()  # makes the tables, which takes seconds
+        return {"options": {"experiment": str(directory)}}
+
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return self.logged(directory)
+
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        kept = artifacts_of(*only_run(self.store, str(directory)))
+        images = [path for path in kept if path.startswith("images/") and path.endswith(".png")]
+        assert sorted(path.split("+")[0] for path in images) == ["images/figure", "images/image"]
+        assert {path for path in kept if not path.startswith("images/")} == {
+            "config.json",
+            "plan.json",
+            "audio/audio/7-1500/audio.wav",
+            "video/video/7-1500/video.gif",
+            "artifact/artifact/7-1500/artifact.txt",
+            "table/table/7-1500.json",
+            "histogram/histogram/7-1500.json",
+            "text/text/7-1500.txt",
+        }
+
+    def open_live(self, directory: Path) -> Any:
+        experiment = mlflow.MlflowClient().create_experiment(str(directory))
+        return mlflow.start_run(experiment_id=experiment)
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        assert mlflow.get_run(live.info.run_id).info.status == "RUNNING"
+        mlflow.end_run()
+        held = mlflow.get_run(live.info.run_id).data
+        assert (held.metrics["loss"], held.params) == (0.5, {"lr": "0.1"})
 
 
 def only_run(store: str, experiment: str):
@@ -87,10 +121,6 @@ def artifacts_of(client, run, path: str | None = None) -> list[str]:
     for file in client.list_artifacts(run.info.run_id, path):
         found += artifacts_of(client, run, file.path) if file.is_dir else [file.path]
     return found
-
-
-def test_the_contract_of_platforms(tmp_path: Path, store: str) -> None:
-    Contract(store).check_all(tmp_path)
 
 
 def test_a_record_keeps_its_time_attempt_text_and_nan_and_an_infinity_is_counted(
@@ -147,64 +177,10 @@ def test_a_changed_configuration_of_a_continued_run_is_in_its_file(tmp_path: Pat
     assert json.loads(kept.read_text()) == {"lr": 0.2, "new": 1}
 
 
-def test_each_kind_of_medium_is_an_artifact(
-    media: Mapping[str, StoredMedium], tmp_path: Path, store: str
-) -> None:
-    assert set(media) == MLflowTracker.media_kinds
-    tracker = MLflowTracker(tmp_path)
-    tracker.start("media", {}, tracking_uri=store, experiment="e5")
-    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
-    tracker.record_plan({"backend": "ddp"})
-    tracker.finish()
-    client, run = only_run(store, "e5")
-    kept = artifacts_of(client, run)
-    images = [path for path in kept if path.startswith("images/") and path.endswith(".png")]
-    assert sorted(path.split("+")[0] for path in images) == ["images/figure", "images/image"]
-    assert {path for path in kept if not path.startswith("images/")} == {
-        "config.json",
-        "plan.json",
-        "audio/audio/3-1500/audio.wav",
-        "video/video/3-1500/video.gif",
-        "artifact/artifact/3-1500/artifact.txt",
-        "table/table/3-1500.json",
-        "histogram/histogram/3-1500.json",
-        "text/text/3-1500.txt",
-    }
-
-
-def test_a_run_of_the_users_gets_the_values_and_stays_open(
-    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    with mlflow.start_run(experiment_id=mlflow.MlflowClient().create_experiment("e6")) as live:
-        tracker = MLflowTracker.of(live)
-        tracker.start("ignored", {"lr": 0.1})
-        tracker.log({"loss": 0.5}, step=7)
-        tracker.finish()
-        assert mlflow.get_run(live.info.run_id).info.status == "RUNNING"
-    held = mlflow.get_run(live.info.run_id).data
-    assert (held.metrics["loss"], held.params) == (0.5, {"lr": "0.1"})
-
-
 @given(st.text())
 def test_every_name_becomes_one_that_mlflow_takes(name: str) -> None:
     validation = pytest.importorskip("mlflow.utils.validation")
     validation._validate_metric_name(CONVENTIONS["mlflow"].values.name_of(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 24), (20, 200)])
-def test_killed_trackers_lose_nothing_that_they_wrote(
-    tmp_path: Path, store: str, num_rounds: int, num_records: int
-) -> None:
-    options = {"tracking_uri": store, "experiment": f"killed {num_rounds} times"}
-    # Makes the tables, which takes seconds.
-    MLflowTracker(tmp_path / "other").start("tables", {}, tracking_uri=store)
-    kill_writers(
-        MLflowTracker, ("mlflow",), tmp_path, options=options, num_rounds=num_rounds, num_records=num_records
-    )
-    client, run = only_run(store, options["experiment"])
-    assert list(read_rows(client, run).values()) == numbered_rows(num_records)
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "FAILED"), ("killed", "KILLED"), (None, "RUNNING")])
@@ -219,20 +195,8 @@ def test_mlflow_shows_how_a_run_ended_and_that_it_was_finished_later(
         assert only_run(store, f"ended {state}")[1].info.status == shown
 
 
-NAMES = (
-    *(
-        "recall@10",
-        "recall#10",
-        "recall-10",
-        "loss",
-        "loss/..",
-        "loss/",
-        "drivetrain/time",
-        "x" * 300,
-        "..",
-        "",
-    ),
-)
+NAMES = ["recall@10", "recall#10", "recall-10", "loss", "loss/..", "loss/", "drivetrain/time", "x" * 300]
+NAMES += ["..", ""]
 
 
 def test_names_that_mlflow_does_not_take_stay_apart_and_each_is_told_once(

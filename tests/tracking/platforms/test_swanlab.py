@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import pytest
 
 from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 swanlab = pytest.importorskip("swanlab")
 store = pytest.importorskip("swanlab.sdk.internal.core_python.store")
@@ -27,11 +25,16 @@ def without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-class Contract(PlatformContract):
+class TestSwanLab(QuietPlatformTests):
+    tracker = SwanLabTracker
+    libraries = (
+        "swanlab",
+        "requests",
+        "watchdog.observers",
+        "swanlab.sdk.internal.bus.events",
+        "swanlab.sdk.internal.core_python.store",
+    )
     counts_held = False
-
-    def make(self, directory: Path) -> SwanLabTracker:
-        return SwanLabTracker(directory)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return [
@@ -41,6 +44,40 @@ class Contract(PlatformContract):
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return {k: v if isinstance(v, str) else float(v) for k, v in flat_values(values).items()}
+
+    def prepare_kills(self, directory: Path) -> Mapping[str, Any]:
+        return {"environment": {"HOME": str(directory)}, "options": {"mode": "offline"}}
+
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return read(directory)
+
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        found = {one.key: one for one in stored(directory, "media")}
+        assert content(directory, found["video"]) == media["video"].path.read_bytes()
+        pillow = pytest.importorskip("PIL.Image")
+        for kind in ("image", "figure"):
+            (file,) = {*directory.glob(f"swanlog/*/media/*/{found[kind].value.items[0].filename}")}
+            assert pillow.open(file).getpixel((0, 0))[:3] == (250, 0, 0)
+            assert found[kind].value.items[0].caption == "a caption"
+        assert content(directory, found["text"]) == b"<b>said</b>"
+        table = json.loads(content(directory, found["table"]))
+        assert table["rowData"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
+        bars = json.loads(content(directory, found["histogram"]))["series"][0]["data"]
+        assert [bar["value"] if isinstance(bar, dict) else bar for bar in bars] == [1, 4, 2]
+        saved = [one for one in stored(directory, "save") if one.name == "artifact-1-7.txt"]
+        assert [Path(one.source_path).read_text() for one in saved] == ["an artifact"]
+
+    def open_live(self, directory: Path) -> Any:
+        return swanlab.init(
+            mode="offline", name="mine", log_dir=str(directory / "swanlog"), config={"seed": 1}
+        )
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        assert (live.alive, dict(live.config)) == (True, {"seed": 1, "lr": 0.1})
+        live.log({"loss": 0.25}, step=2)
+        live.finish()
+        rows = [(step, values) for step, values in read(directory) if "loss" in values]
+        assert rows == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
 
 
 def stored(directory: Path, kind: str) -> list[Any]:
@@ -76,18 +113,9 @@ def content(directory: Path, record: Any) -> bytes:
     return file.read_bytes()
 
 
-def started(directory: Path, **options: Any) -> SwanLabTracker:
-    tracker = SwanLabTracker(directory)
-    tracker.start("run", {"lr": 0.1, "model": {"width": 8}}, **options)
-    return tracker
-
-
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
-
-
 def test_swanlab_knows_the_run_its_configuration_and_the_plan(tmp_path: Path) -> None:
-    tracker = started(tmp_path, project="trials", group="first", tags=("short",), description="a test")
+    told = {"project": "trials", "group": "first", "tags": ("short",), "description": "a test"}
+    tracker = started(SwanLabTracker(tmp_path), **told)
     tracker.record_plan({"world_size": 2})
     tracker.finish()
     (start,) = stored(tmp_path, "start")
@@ -100,7 +128,7 @@ def test_swanlab_knows_the_run_its_configuration_and_the_plan(tmp_path: Path) ->
 
 def test_a_stopped_run_goes_on_with_its_id(tmp_path: Path) -> None:
     for step in (1, 2):
-        tracker = started(tmp_path)
+        tracker = started(SwanLabTracker(tmp_path))
         tracker.log({"loss": 1.0 / step}, step=step)
         tracker.log({"tokens": 5})
         tracker.finish()
@@ -109,7 +137,7 @@ def test_a_stopped_run_goes_on_with_its_id(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none_stay_and_none_is_left_out(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(SwanLabTracker(tmp_path))
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True}, step=2)
     tracker.finish()
     ((step, values),) = read(tmp_path)
@@ -118,14 +146,9 @@ def test_numbers_that_are_none_stay_and_none_is_left_out(tmp_path: Path) -> None
 
 
 def test_a_second_value_for_a_step_and_one_of_another_type_get_numbers(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
-    tracker.write(
-        [
-            LoggedRecord(time=1.0, step=1, values={"loss": 0.5}),
-            LoggedRecord(time=2.0, step=1, values={"loss": 0.25}),
-            LoggedRecord(time=3.0, step=2, values={"loss": "diverged"}),
-        ]
-    )
+    tracker = started(SwanLabTracker(tmp_path))
+    rows = ((1.0, 1, 0.5), (2.0, 1, 0.25), (3.0, 2, "diverged"))
+    tracker.write([LoggedRecord(time=time, step=step, values={"loss": loss}) for time, step, loss in rows])
     tracker.log({"loss": 0.125}, step=1)
     tracker.finish()
     assert read(tmp_path) == [
@@ -136,46 +159,9 @@ def test_a_second_value_for_a_step_and_one_of_another_type_get_numbers(tmp_path:
     ]
 
 
-def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
-    tracker = started(tmp_path)
-    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
-    assert kinds.keys() == tracker.media_kinds
-    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
-    tracker.finish()
-    found = {one.key: one for one in stored(tmp_path, "media")}
-    assert content(tmp_path, found["video"]) == media["video"].path.read_bytes()
-    pillow = pytest.importorskip("PIL.Image")
-    for kind in ("image", "figure"):
-        (file,) = {*tmp_path.glob(f"swanlog/*/media/*/{found[kind].value.items[0].filename}")}
-        assert pillow.open(file).getpixel((0, 0))[:3] == (250, 0, 0)
-        assert found[kind].value.items[0].caption == "a caption"
-    assert content(tmp_path, found["text"]) == b"<b>said</b>"
-    table = json.loads(content(tmp_path, found["table"]))
-    assert table["rowData"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
-    chart = json.loads(content(tmp_path, found["histogram"]))
-    assert [bar["value"] if isinstance(bar, dict) else bar for bar in chart["series"][0]["data"]] == [1, 4, 2]
-    saved = [one for one in stored(tmp_path, "save") if one.name == "artifact-1-7.txt"]
-    assert [Path(one.source_path).read_text() for one in saved] == ["an artifact"]
-
-
-def test_a_run_of_the_users_stays_open(tmp_path: Path) -> None:
-    live = swanlab.init(mode="offline", name="mine", log_dir=str(tmp_path / "swanlog"), config={"seed": 1})
-    tracker = SwanLabTracker.of(live)
-    tracker.start("run", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=1)
-    tracker.finish()
-    assert (live.alive, dict(live.config)) == (True, {"seed": 1, "lr": 0.1})
-    live.log({"loss": 0.25}, step=2)
-    live.finish()
-    assert [(step, values) for step, values in read(tmp_path) if "loss" in values] == [
-        (1, {"loss": 0.5}),
-        (2, {"loss": 0.25}),
-    ]
-
-
 def test_a_disabled_swanlab_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "disabled")
-    tracker = started(tmp_path)
+    tracker = started(SwanLabTracker(tmp_path))
     tracker.log({"loss": 0.5}, step=1)
     tracker.finish()
     assert not (tmp_path / "swanlog").exists()
@@ -196,41 +182,6 @@ def test_a_run_is_offline_where_nothing_else_is_said_and_no_key_is_there(
         assert mode == configured
 
 
-def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    tracker = started(tmp_path / "second")
-    tracker.log({"loss": 1})
-    tracker.finish()
-    assert threading.active_count() == before
-    assert capfd.readouterr() == ("", "")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["second"]
-
-
-_IMPORTS = (
-    "swanlab",
-    "requests",
-    "watchdog.observers",
-    "swanlab.sdk.internal.bus.events",
-    "swanlab.sdk.internal.core_python.store",
-)
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_killed_trackers_lose_nothing_that_they_wrote(rounds: int, tmp_path: Path) -> None:
-    count = 15 * (rounds + 1)
-    kill_writers(
-        SwanLabTracker,
-        _IMPORTS,
-        tmp_path,
-        num_rounds=rounds,
-        num_records=count,
-        environment={"HOME": str(tmp_path)},
-        options={"mode": "offline"},
-    )
-    assert read(tmp_path) == numbered_rows(count)
-
-
 @pytest.mark.parametrize("state", ["finished", "failed", "killed"])
 def test_swanlab_shows_how_a_run_ended(tmp_path: Path, state: RunState) -> None:
     tracker = SwanLabTracker(tmp_path)
@@ -244,7 +195,7 @@ def test_swanlab_shows_how_a_run_ended(tmp_path: Path, state: RunState) -> None:
 def test_names_that_swanlab_does_not_take_stay_apart(tmp_path: Path) -> None:
     tracker = SwanLabTracker(tmp_path)
     tracker.start("run", {"plan": 1})
-    names = (
+    names = [
         "loss",
         "loss/",
         "loss.",
@@ -255,7 +206,7 @@ def test_names_that_swanlab_does_not_take_stay_apart(tmp_path: Path) -> None:
         "a\nb",
         "a-b",
         "..",
-    )
+    ]
     tracker.log({name: float(n) for n, name in enumerate(names)}, step=1)
     tracker.finish()
     ((_, values),) = read(tmp_path)

@@ -1,4 +1,3 @@
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,17 +6,19 @@ import pytest
 
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 np = pytest.importorskip("numpy")
 events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
 
 
-class Contract(PlatformContract):
-    def make(self, directory: Path) -> TensorBoardTracker:
-        return TensorBoardTracker(directory)
+class TestTensorBoard(QuietPlatformTests):
+    tracker = TensorBoardTracker
+    libraries = (
+        "tensorboard.summary.writer.event_file_writer",
+        "tensorboard.backend.event_processing.event_file_loader",
+    )
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return read(directory / "tensorboard")
@@ -27,6 +28,36 @@ class Contract(PlatformContract):
             name: value if isinstance(value, str) else float(np.float32(value))
             for name, value in flat_values(values).items()
         }
+
+    def test_few_killed_writers_lose_and_double_nothing(self, tmp_path: Path) -> None:
+        self.check_kills(tmp_path, 3)
+
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return read(directory / "tensorboard")
+
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        found = accumulated(directory / "tensorboard" / "run")
+        for kind in ("image", "figure"):
+            (image,) = found.Images(kind)
+            assert (image.width, image.height, image.step) == (4, 3, 7)
+            assert image.encoded_image_string == media[kind].path.read_bytes()
+        (audio,) = found.Audio("audio")
+        assert audio.encoded_audio_string == media["audio"].path.read_bytes()
+        assert (audio.sample_rate, audio.length_frames, audio.content_type) == (8000, 100, "audio/wav")
+        (histogram,) = [one.histogram_value for one in found.Histograms("histogram")]
+        assert (histogram.min, histogram.max, histogram.num) == (0.0, 3.0, 7.0)
+        assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.0, 1.0, 2.0, 3.0], [0, 1, 4, 2])
+        assert found.Tensors("text")[0].tensor_proto.string_val[0] == b"<b>said</b>"
+        table = found.Tensors("table")[0].tensor_proto.string_val[0].decode()
+        assert table.splitlines() == ["| name | n |", "| --- | --- |", "| a | 1 |", "| b | 2.5 |"]
+
+    def open_live(self, directory: Path) -> Any:
+        return pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(directory))
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.add_scalar("loss", 0.25, 2)
+        live.close()
+        assert read(directory) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
 
 
 def read(folder: Path) -> list[tuple[int, dict[str, object]]]:
@@ -47,16 +78,6 @@ def _content(value: object) -> object:
     return float(value.tensor.float_val[0])  # the loader makes tensors of scalars
 
 
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
-
-
-def started(directory: Path) -> TensorBoardTracker:
-    tracker = TensorBoardTracker(directory)
-    tracker.start("run", {"lr": 0.1, "model": {"width": 8, "bias": True, "act": "gelu"}, "limit": None})
-    return tracker
-
-
 def accumulated(folder: Path) -> Any:
     """Return what TensorBoard itself reads of a run."""
     library = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -66,7 +87,8 @@ def accumulated(folder: Path) -> Any:
 
 
 def test_the_configuration_is_in_the_hparams_tab_and_the_plan_a_text(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.start("run", {"lr": 0.1, "model": {"width": 8, "bias": True, "act": "gelu"}, "limit": None})
     tracker.record_plan({"world_size": 2})
     tracker.finish()
     metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
@@ -83,30 +105,10 @@ def test_the_configuration_is_in_the_hparams_tab_and_the_plan_a_text(tmp_path: P
     assert b'"world_size": 2' in plan.tensor_proto.string_val[0]
 
 
-def test_media_come_back(tmp_path: Path, media: Mapping[str, StoredMedium]) -> None:
-    tracker = started(tmp_path)
-    kinds = {kind: medium for kind, medium in media.items() if kind in tracker.media_kinds}
-    assert kinds.keys() == tracker.media_kinds
-    tracker.write([LoggedRecord(time=1.0, step=7, media=kinds)])
-    tracker.finish()
-    found = accumulated(tmp_path / "tensorboard" / "run")
-    for kind in ("image", "figure"):
-        (image,) = found.Images(kind)
-        assert (image.width, image.height, image.step) == (4, 3, 7)
-        assert image.encoded_image_string == media[kind].path.read_bytes()
-    (audio,) = found.Audio("audio")
-    assert audio.encoded_audio_string == media["audio"].path.read_bytes()
-    assert (audio.sample_rate, audio.length_frames, audio.content_type) == (8000, 100, "audio/wav")
-    (histogram,) = [one.histogram_value for one in found.Histograms("histogram")]
-    assert (histogram.min, histogram.max, histogram.num) == (0.0, 3.0, 7.0)
-    assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.0, 1.0, 2.0, 3.0], [0, 1, 4, 2])
-    assert found.Tensors("text")[0].tensor_proto.string_val[0] == b"<b>said</b>"
-    table = found.Tensors("table")[0].tensor_proto.string_val[0].decode()
-    assert table.splitlines() == ["| name | n |", "| --- | --- |", "| a | 1 |", "| b | 2.5 |"]
-
-
 @pytest.mark.parametrize("library", ["torch.utils.tensorboard", "tensorboardX"])
-def test_a_writer_of_the_users_stays_open(library: str, tmp_path: Path) -> None:
+def test_a_writer_of_the_users_gets_attempts_apart_and_says_what_it_holds(
+    library: str, tmp_path: Path
+) -> None:
     live = pytest.importorskip(library).SummaryWriter(str(tmp_path))
     with pytest.raises(AttributeError):
         TensorBoardTracker.of(object())
@@ -126,37 +128,9 @@ def test_a_writer_of_the_users_stays_open(library: str, tmp_path: Path) -> None:
             TensorBoardTracker.of(live)
 
 
-def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    tracker = started(tmp_path)
-    tracker.log({"loss": 1})
-    tracker.finish()
-    assert threading.active_count() == before
-    assert capfd.readouterr() == ("", "")
-
-
-_IMPORTS = (
-    "tensorboard.summary.writer.event_file_writer",
-    "tensorboard.backend.event_processing.event_file_loader",
-)
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path) -> None:
-    count = 15 * (rounds + 1)
-    kill_writers(
-        TensorBoardTracker,
-        _IMPORTS,
-        tmp_path,
-        num_rounds=rounds,
-        num_records=count,
-    )
-    assert read(tmp_path / "tensorboard") == numbered_rows(count)
-
-
 def test_a_run_that_was_not_finished_says_so_and_that_it_is_now(tmp_path: Path) -> None:
     for state in ("finished", "killed", None, "finished", "finished"):
-        tracker = started(tmp_path)
+        tracker = started(TensorBoardTracker(tmp_path))
         tracker.log({"loss": 1.0, "config": "of the user's"}, step=1)
         tracker.end(state)
     told = [values["state"] for _, values in read(tmp_path / "tensorboard") if "state" in values]

@@ -1,7 +1,6 @@
 import math
 import sqlite3
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 import pytest
 
 from drivetrain_tracking.platforms.trackio import TrackioTracker
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import kill_writers, numbered_rows
+from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 pytest.importorskip("orjson", reason="a dependency of trackio alone")
 
@@ -37,15 +35,52 @@ def storage() -> Any:
     return sys.modules["trackio.sqlite_storage"].SQLiteStorage
 
 
-class Contract(PlatformContract):
-    def make(self, directory: Path) -> TrackioTracker:
-        return TrackioTracker(directory)
+class TestTrackio(QuietPlatformTests):
+    tracker = TrackioTracker
+    libraries = ("trackio",)
+
+    @pytest.fixture(autouse=True)
+    def in_database(self, database: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.database = database
+        monkeypatch.chdir(tmp_path)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return read(TrackioTracker(directory).run_id("contract"))
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return flat_values(values)
+
+    def prepare_kills(self, directory: Path) -> Mapping[str, Any]:
+        return {"environment": {"TRACKIO_DIR": str(directory)}}
+
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        for file in directory.glob("drivetrain.db*"):
+            file.rename(self.database / file.name)
+        return read(TrackioTracker(directory).run_id("killed"))
+
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        ((_, row),) = read(tracker.run_id("run"))
+        for kind in ("image", "figure", "audio", "video"):
+            kept = self.database / "media" / row[kind]["file_path"]
+            assert kept.read_bytes() == media[kind].path.read_bytes()
+            assert (row[kind]["caption"], str(directory) in str(kept)) == ("a caption", False)
+        assert row["table"]["_value"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
+        assert (row["histogram"]["values"], row["histogram"]["bins"]) == ([1, 4, 2], [0.0, 1.0, 2.0, 3.0])
+        assert row["text"]["_value"] == "<b>said</b>"
+        (artifact,) = storage().list_artifacts("drivetrain")
+        assert artifact["name"] == "run-artifact"
+        manifest = storage().get_artifact_manifest("drivetrain", "run-artifact", "latest")["manifest"]
+        assert [(one["path"], one["size"]) for one in manifest] == [("artifact.txt", len("an artifact"))]
+
+    def open_live(self, directory: Path) -> Any:
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        return sys.modules["trackio"].init(project="mine", name="live", config={"seed": 1}, **quiet)
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.log({"loss": 0.25}, step=2)
+        sys.modules["trackio"].finish()
+        assert read(live.id, "mine") == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
+        assert storage().get_run_config("mine", "live")["seed"] == 1
 
 
 def read(run_id: str | None, project: str = "drivetrain") -> list[tuple[int, dict[str, object]]]:
@@ -58,32 +93,22 @@ def read(run_id: str | None, project: str = "drivetrain") -> list[tuple[int, dic
     return [(step, values) for _, step, values in sorted(found, key=lambda one: one[0])]
 
 
-def started(directory: Path, **options: Any) -> TrackioTracker:
-    tracker = TrackioTracker(directory)
-    tracker.start("run", {"lr": 0.1, "model": {"width": 8}}, **options)
-    return tracker
-
-
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
-
-
 def test_trackio_knows_the_configuration_the_plan_and_the_group(tmp_path: Path) -> None:
-    tracker = started(tmp_path, project="known", group="trials")
+    tracker = started(TrackioTracker(tmp_path), project="known", group="trials")
     tracker.record_plan({"world_size": 2})
     tracker.log({"loss": 0.5}, step=3)
     tracker.finish()
     config = storage().get_run_config("known", "run")
     created = config.pop("_Created")
     assert config == {"lr": 0.1, "model": {"width": 8}, "plan": {"world_size": 2}, "_Group": "trials"}
-    again = started(tmp_path, project="known")
+    again = started(TrackioTracker(tmp_path), project="known")
     again.log({"loss": 0.25}, step=4)
     assert storage().get_run_config("known", "run")["_Created"] == created
     assert len(storage().get_run_records("known")) == 1
 
 
 def test_all_values_stay_and_reserved_names_are_marked(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(TrackioTracker(tmp_path))
     tracker.log({"loss": math.nan, "norm": -math.inf, "best": None, "done": True, "time": 3.5}, step=2)
     ((step, values),) = read(tracker.run_id("run"))
     assert math.isnan(values.pop("loss"))
@@ -91,14 +116,14 @@ def test_all_values_stay_and_reserved_names_are_marked(tmp_path: Path) -> None:
 
 
 def test_a_record_without_a_step_gets_the_next_one(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(TrackioTracker(tmp_path))
     for step in (None, 7, None):
         tracker.log({"loss": 0.5}, step=step)
     assert [step for step, _ in read(tracker.run_id("run"))] == [0, 7, 8]
 
 
 def test_steps_logged_again_are_a_run_of_their_own(tmp_path: Path) -> None:
-    tracker = started(tmp_path, project="again")
+    tracker = started(TrackioTracker(tmp_path), project="again")
     tracker.write([LoggedRecord(time=1.0, step=5, values={"loss": 1.0})])
     tracker.write([LoggedRecord(time=2.0, step=5, attempt=2, values={"loss": 2.0})])
     assert storage().get_logs("again", "run")[0]["loss"] == 1.0
@@ -107,7 +132,7 @@ def test_steps_logged_again_are_a_run_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_record_is_written_once(tmp_path: Path) -> None:
-    tracker = started(tmp_path)
+    tracker = started(TrackioTracker(tmp_path))
     for _ in range(2):
         tracker.write([LoggedRecord(time=1.0, step=5, values={"loss": 1.0})])
     assert read(tracker.run_id("run")) == [(5, {"loss": 1.0})]
@@ -125,46 +150,12 @@ def test_a_database_whose_making_was_killed_is_completed(num_statements: int, tm
                 "CREATE TABLE metrics (id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT, timestamp TEXT NOT NULL, "
                 "run_name TEXT NOT NULL, step INTEGER NOT NULL, metrics TEXT NOT NULL)"
             )
-    tracker = started(tmp_path, project=project)
+    tracker = started(TrackioTracker(tmp_path), project=project)
     record = LoggedRecord(time=1.0, step=5, values={"loss": 1.0})
     assert tracker.count_held([record]) == 0
     tracker.write([record])
     assert tracker.count_held([record]) == 1
     assert read(tracker.run_id("run"), project) == [(5, {"loss": 1.0})]
-
-
-def test_media_come_back(tmp_path: Path, database: Path, media: Mapping[str, StoredMedium]) -> None:
-    tracker = started(tmp_path, project="media")
-    assert media.keys() == tracker.media_kinds
-    tracker.write([LoggedRecord(time=1.0, step=7, media=media)])
-    ((_, row),) = read(tracker.run_id("run"), "media")
-    for kind in ("image", "figure", "audio", "video"):
-        kept = database / "media" / row[kind]["file_path"]
-        assert kept.read_bytes() == media[kind].path.read_bytes()
-        assert (row[kind]["caption"], str(tmp_path) in str(kept)) == ("a caption", False)
-    assert row["table"]["_value"] == [{"name": "a", "n": 1}, {"name": "b", "n": 2.5}]
-    assert (row["histogram"]["values"], row["histogram"]["bins"]) == ([1, 4, 2], [0.0, 1.0, 2.0, 3.0])
-    assert row["text"]["_value"] == "<b>said</b>"
-    ((artifact,),) = [storage().list_artifacts("media")]
-    assert artifact["name"] == "run-artifact"
-    manifest = storage().get_artifact_manifest("media", "run-artifact", "latest")["manifest"]
-    assert [(one["path"], one["size"]) for one in manifest] == [("artifact.txt", len("an artifact"))]
-
-
-def test_a_run_of_the_users_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    trackio = sys.modules["trackio"]
-    live = trackio.init(
-        project="mine", name="live", config={"seed": 1}, embed=False, auto_log_gpu=False, auto_log_cpu=False
-    )
-    tracker = TrackioTracker.of(live)
-    tracker.start("run", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=1)
-    tracker.finish()
-    live.log({"loss": 0.25}, step=2)
-    trackio.finish()
-    assert read(live.id, "mine") == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
-    assert storage().get_run_config("mine", "live")["seed"] == 1
 
 
 def test_a_run_of_a_server_is_refused_with_another_way(tmp_path: Path) -> None:
@@ -188,38 +179,9 @@ def test_a_hostile_run_name_stays_in_the_folder(
     assert not [one for one in database.parent.rglob("escaped*") if database not in one.parents]
 
 
-def test_no_thread_stays_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    tracker = started(tmp_path)
-    tracker.log({"loss": 1})
-    tracker.finish()
-    assert threading.active_count() == before
-    assert capfd.readouterr() == ("", "")
-
-
-_IMPORTS = ("trackio",)
-
-
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_a_kill_takes_nothing_and_doubles_nothing(rounds: int, tmp_path: Path, database: Path) -> None:
-    count = 15 * (rounds + 1)
-    kill_writers(
-        TrackioTracker,
-        _IMPORTS,
-        tmp_path,
-        num_rounds=rounds,
-        num_records=count,
-        environment={"TRACKIO_DIR": str(tmp_path)},
-    )
-    for file in tmp_path.glob("drivetrain.db*"):
-        file.rename(database / file.name)
-    assert read(TrackioTracker(tmp_path).run_id("killed")) == numbered_rows(count)
-
-
 def test_a_run_that_was_not_finished_says_so_until_it_goes_on(tmp_path: Path) -> None:
     for state in ("killed", "finished"):
-        tracker = started(tmp_path, project="ended")
+        tracker = started(TrackioTracker(tmp_path), project="ended")
         tracker.log({"loss": 0.5, "time": 1, "_time": 2, "step": 3}, step=3)
         tracker.end(state)
         config = storage().get_run_config("ended", run_id=tracker.run_id("run"))

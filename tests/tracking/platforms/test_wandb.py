@@ -2,15 +2,16 @@ import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain_tracking.platforms.wandb import WandbTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.testing import PlatformContract
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
-from killed_trackers import distinct_rows, kill_writers, numbered_records
+from killed_trackers import distinct_rows, numbered_records
 from optional_modules import import_later
+from tracking.platforms.platform_tests import PlatformTests
 
 wandb = import_later("wandb")
 
@@ -48,21 +49,49 @@ def values_of(row: dict) -> dict:
     return {name: value for name, value in row.items() if not name.startswith(("_", "drivetrain/"))}
 
 
-class Contract(PlatformContract):
+class TestWandb(PlatformTests):
+    tracker = WandbTracker
+    libraries = ("wandb",)
     counts_held = False
 
-    def make(self, directory: Path) -> WandbTracker:
-        return WandbTracker(directory)
-
-    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
+    def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, Any]]]:
         return [(row.get("drivetrain/step"), values_of(row)) for row in rows(directory)]
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
         return flat_values(values)
 
+    def killed_rows(self, directory: Path) -> Sequence[Any]:
+        return distinct_rows([(step, dict(values)) for step, values in self.logged(directory)])
 
-def test_the_contract_of_platforms(tmp_path: Path) -> None:
-    Contract().check_all(tmp_path)
+    def check_media(self, directory: Path, tracker: Any, media: Mapping[str, StoredMedium]) -> None:
+        (row,) = rows(directory)
+        kinds = {name: row[f"{name}._type"] for name in media if f"{name}._type" in row}
+        assert kinds == {
+            "image": "image-file",
+            "figure": "image-file",
+            "audio": "audio-file",
+            "video": "video-file",
+            "table": "table-file",
+            "histogram": "histogram",
+            "text": "html-file",
+        }
+        assert row["histogram.values"] == [1, 4, 2]
+        (folder,) = (directory / "wandb").glob("offline-run-*")
+        for name in ("image", "audio", "video", "text"):
+            assert (folder / "files" / row[f"{name}.path"]).stat().st_size > 0
+        assert "&lt;b&gt;said" in (folder / "files" / row["text.path"]).read_text()
+        artifacts = [one["artifact"] for one in read_log(directory) if one["type"] == "artifact"]
+        assert {"file", "plan", "run_table"} == {artifact["type"] for artifact in artifacts}
+
+    def open_live(self, directory: Path) -> Any:
+        settings = wandb.Settings(silent=True, console="off", mode="offline")
+        return wandb.init(dir=str(directory), settings=settings, reinit="create_new", config={"mine": 1})
+
+    def check_live(self, directory: Path, live: Any) -> None:
+        live.log({"mine": 1})
+        live.finish()
+        assert [values_of(row) for row in rows(directory)] == [{"loss": 0.5}, {"mine": 1}]
+        assert live.config["lr"] == 0.1
 
 
 def test_a_row_keeps_its_time_attempt_and_values_that_are_no_numbers(tmp_path: Path) -> None:
@@ -94,64 +123,12 @@ def test_a_stopped_run_goes_on_under_its_id_with_rows_behind_the_earlier_ones(tm
     assert [row["_step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_each_kind_of_medium_is_wandbs_own(media: Mapping[str, StoredMedium], tmp_path: Path) -> None:
-    assert set(media) == WandbTracker.media_kinds
-    tracker = WandbTracker(tmp_path / "log")
-    tracker.start("media", {})
-    tracker.write([LoggedRecord(time=1.5, step=3, media=media)])
-    tracker.record_plan({"backend": "ddp"})
-    tracker.finish()
-    (row,) = rows(tmp_path / "log")
-    kinds = {name: row[f"{name}._type"] for name in media if f"{name}._type" in row}
-    assert kinds == {
-        "image": "image-file",
-        "figure": "image-file",
-        "audio": "audio-file",
-        "video": "video-file",
-        "table": "table-file",
-        "histogram": "histogram",
-        "text": "html-file",
-    }
-    assert row["histogram.values"] == [1, 4, 2]
-    (folder,) = (tmp_path / "log" / "wandb").glob("offline-run-*")
-    for name in ("image", "audio", "video", "text"):
-        assert (folder / "files" / row[f"{name}.path"]).stat().st_size > 0
-    assert "&lt;b&gt;said" in (folder / "files" / row["text.path"]).read_text()
-    artifacts = [one["artifact"] for one in read_log(tmp_path / "log") if one["type"] == "artifact"]
-    assert {"file", "plan", "run_table"} == {artifact["type"] for artifact in artifacts}
-
-
-def test_a_run_of_the_users_gets_the_values_and_stays_open(tmp_path: Path) -> None:
-    settings = wandb.Settings(silent=True, console="off", mode="offline")
-    live = wandb.init(dir=str(tmp_path), settings=settings, reinit="create_new", config={"mine": 1})
-    tracker = WandbTracker.of(live)
-    tracker.start("ignored", {"lr": 0.1})
-    tracker.log({"loss": 0.5}, step=7)
-    tracker.finish()
-    live.log({"mine": 1})
-    live.finish()
-    assert [values_of(row) for row in rows(tmp_path)] == [{"loss": 0.5}, {"mine": 1}]
-    assert live.config["lr"] == 0.1
-
-
 def test_a_disabled_run_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
     tracker = WandbTracker(tmp_path)
     tracker.start("first", {}, mode="disabled")
     tracker.log({"loss": 0.5}, step=1)
     tracker.finish()
     assert not rows(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_rounds", "num_records"), [(3, 40), (20, 300)])
-def test_killed_trackers_lose_nothing_that_they_wrote(
-    tmp_path: Path, num_rounds: int, num_records: int
-) -> None:
-    kill_writers(WandbTracker, ("wandb",), tmp_path, num_rounds=num_rounds, num_records=num_records)
-    written = [(row["drivetrain/step"], {"loss": row["loss"]}) for row in rows(tmp_path)]
-    assert distinct_rows(written) == [
-        (record.step, {"loss": record.values["loss"]}) for record in numbered_records(num_records)
-    ]
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("killed", 255)])

@@ -12,7 +12,10 @@ SLOW = [name for name in tracker_names() if name not in ("jsonl", "tensorboard")
 @pytest.mark.parametrize(
     "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_the_process_beside_delivers_a_whole_run_to_a_platform(name: str, tmp_path: Path) -> None:
+def test_the_process_beside_delivers_a_whole_run_to_a_platform(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow writes here, and DVCLive makes a repository of DVC of one of Git's
     pytest.importorskip({"comet": "comet_ml", "tensorboard": "tensorboard"}.get(name, name))
     log, platform = make_trackers([name], tmp_path)
     assert isinstance(log, JSONLTracker)
