@@ -45,18 +45,15 @@ class DeviceCopies:
                 raise
             if reading is None:
                 break
-            ahead.append(self._start(reading))
+            plan, batch, origin = reading
+            with self._stream or nullcontext():
+                batch = to_device(batch, self._device, non_blocking=self._non_blocking)
+            done = None if self._stream is None else self._stream.record_event()
+            ahead.append(_Copied((plan, batch, origin), done))
             if len(ahead) > self._num_ahead:
                 yield self._arrived(ahead.popleft())
         while ahead:
             yield self._arrived(ahead.popleft())
-
-    def _start(self, reading: Reading) -> _Copied:
-        plan, batch, origin = reading
-        with nullcontext() if self._stream is None else self._stream:
-            batch = to_device(batch, self._device, non_blocking=self._non_blocking)
-        done = None if self._stream is None else self._stream.record_event()
-        return _Copied((plan, batch, origin), done)
 
     def _arrived(self, copied: _Copied) -> Reading:
         """Make the loop's stream wait for the copy, and keep the memory until that stream has finished with it."""

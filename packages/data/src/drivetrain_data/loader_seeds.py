@@ -27,8 +27,10 @@ def own_seed(loader: Any) -> int | None:
         The seed; None if the loader has no generator of its own.
     """
     reader = _reader(loader)
-    if (fixed := _fixed_seed(reader)) is not None:
-        return fixed
+    if type(reader) is PermutationSampler:
+        return reader.seed
+    if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader) and reader.seed % 2**63:
+        return reader.seed % 2**63  # torch's default of 0 counts as none
     generators = list(own_generators(reader)) if reader is not None else []
     own = getattr(loader, "generator", None)  # which seeds the workers alone where the sampler has generators
     if not generators and isinstance(own, torch.Generator) and own is not torch.default_generator:
@@ -60,12 +62,3 @@ def _reader(loader: Any) -> Any:
         return chosen.sampler if batches is None else batches  # whose truth would ask for a length
     batches = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None) if batches is None else batches
-
-
-def _fixed_seed(reader: Any) -> int | None:
-    """Return the seed of a sampler that has a seed instead of a generator; torch's default of 0 counts as none."""
-    if type(reader) is PermutationSampler:
-        return reader.seed
-    if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader):
-        return (reader.seed % 2**63) or None
-    return None

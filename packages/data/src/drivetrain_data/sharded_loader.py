@@ -77,57 +77,42 @@ def shard_loader(
         [[0, 1], [4, 5], [8]]
     """
     _check(loader, shard, even, seed, copy_ahead)
+    readers = (loader, getattr(loader, "batch_sampler", None))
     sharding = DataSharding(
-        shard=shard, even="drop" if _drops_last(loader) else even, split=split_batches, seed=seed, group=group,
-        strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes), draws_apart=draws_apart,
+        shard=shard, even="drop" if any(getattr(reader, "drop_last", False) for reader in readers) else even,
+        split=split_batches, seed=seed, group=group, draws_apart=draws_apart,
+        strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes),
         for_all=_is_dispatched(loader, shard, dispatch, group),
         compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
     source = _source_of(loader, sharding, compare_samples=compare_samples)
     target = torch.device("cpu" if device is None else device)
-    copies = _copies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
-    stage = _dispatch(sharding, target, read_ahead=read_ahead)
+    copies = stage = None
+    if target.type != "cpu":  # where a loader's batches already are
+        copies = DeviceCopies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
+    if sharding.for_all and group is not None:
+        stage = Rank0Dispatch(group, shard, device=target, read_ahead=read_ahead)
     return ShardedLoader(
         source, dispatch=stage, copies=copies, activity=activity, on_batch=on_batch, seed_source=seed_source
     )
 
 
-def _copies(device: torch.device, *, non_blocking: bool, num_ahead: int) -> DeviceCopies | None:
-    if device.type == "cpu":  # where a loader's batches already are
-        return None
-    return DeviceCopies(device, non_blocking=non_blocking, num_ahead=num_ahead)
-
-
-def _dispatch(sharding: DataSharding, device: torch.device, *, read_ahead: bool) -> Rank0Dispatch | None:
-    if not sharding.for_all or sharding.group is None:
-        return None
-    return Rank0Dispatch(sharding.group, sharding.shard, device=device, read_ahead=read_ahead)
-
-
-def _drops_last(loader: Any) -> bool:
-    readers = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(reader, "drop_last", False) for reader in readers)
-
-
 def _source_of(loader: Any, sharding: DataSharding, *, compare_samples: bool) -> BatchSource:
     """Return the source of a loader's batches, after checking that all ranks were given the same data."""
-    source = _unchecked_source(loader, sharding)
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_iterable:
+        check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
+    if is_stock(loader):
+        source = IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
+    else:
+        for name in ("sampler", "batch_sampler"):
+            check_undivided(getattr(loader, name, None))
+        source = ExternalSource(loader, sharding)
     if (agreement := sharding.agreement) is not None:
         agreement.check_given(source.facts())
         if compare_samples and not source.reads_forwards:
             check_map_style(loader, agreement)
     return source
-
-
-def _unchecked_source(loader: Any, sharding: DataSharding) -> BatchSource:
-    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if is_iterable:
-        check_undivided_stream(loader.dataset, alone=sharding.shard.count == 1 and not sharding.for_all)
-    if not is_stock(loader):
-        for name in ("sampler", "batch_sampler"):
-            check_undivided(getattr(loader, name, None))
-        return ExternalSource(loader, sharding)
-    return IterableSource(loader, sharding) if is_iterable else MapStyleSource(loader, sharding)
 
 
 def _num_blocks(strategy: ShardingStrategy | IndexFunction, shard: Shard, num_nodes: int | None) -> int:

@@ -2,8 +2,8 @@
 
 import base64
 import random
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -41,26 +41,19 @@ class KeyedDraws:
     @contextmanager
     def active(self) -> Generator[None]:
         """Run the block with the keyed generators in place of the global ones."""
-        outside = _capture()
-        if self._states is None:
-            seed_global_generators(self._seed)
-        else:
-            _restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = _capture()
-            _restore(outside)
+        with _generators_kept():
+            if self._states is None:
+                seed_global_generators(self._seed)
+            else:
+                _restore(self._states)
+            try:
+                yield
+            finally:
+                self._states = _capture()
 
     def around(self, items: Iterator[T]) -> Iterator[T]:
         """Yield items, each read with the keyed generators in place of the global ones."""
-        end = object()
-        while True:
-            with self.active():
-                item = next(items, end)
-            if item is end:
-                return
-            yield item  # pyright: ignore[reportReturnType]
+        return _read_within(items, self.active)
 
 
 class GlobalSeeder:
@@ -81,13 +74,23 @@ class GlobalSeeder:
 
 def leaving_generators(items: Iterator[T]) -> Iterator[T]:
     """Yield items, each read without an effect on the global generators, however it seeds them."""
+    return _read_within(items, _generators_kept)
+
+
+@contextmanager
+def _generators_kept() -> Generator[None]:
+    outside = _capture()
+    try:
+        yield
+    finally:
+        _restore(outside)
+
+
+def _read_within(items: Iterator[T], block: Callable[[], AbstractContextManager[None]]) -> Iterator[T]:
     end = object()
     while True:
-        outside = _capture()
-        try:
+        with block():
             item = next(items, end)
-        finally:
-            _restore(outside)
         if item is end:
             return
         yield item  # pyright: ignore[reportReturnType]

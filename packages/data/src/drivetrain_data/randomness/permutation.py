@@ -58,20 +58,16 @@ class Permutation:
             if self._table is None:
                 self._table = _table(self.size, self._keys)
             return self._table[positions]
-        indices = self._walk(positions.astype(np.uint64).ravel())
+        # Encipher until every index is below `size`: under two rounds on average, since the domain is < 2 * size.
+        num_bits = (self.size - 1).bit_length()
+        indices = _encipher(positions.astype(np.uint64).ravel(), num_bits, self._keys)
+        outside = np.flatnonzero(indices >= self.size)
+        while outside.size:
+            indices[outside] = _encipher(indices[outside], num_bits, self._keys)
+            outside = outside[indices[outside] >= self.size]
         if _mix_one(self._keys[-1] + _GOLDEN) & 1:  # another bit of the key makes the permutation odd
             indices ^= indices < 2  # swaps indices 0 and 1
         return indices.astype(np.int64).reshape(positions.shape)
-
-    def _walk(self, values: _Words) -> _Words:
-        """Encipher until every value is below `size`: under two rounds on average, since the domain is < 2 * size."""
-        num_bits = (self.size - 1).bit_length()
-        values = _encipher(values, num_bits, self._keys)
-        outside = np.flatnonzero(values >= self.size)
-        while outside.size:
-            values[outside] = _encipher(values[outside], num_bits, self._keys)
-            outside = outside[values[outside] >= self.size]
-        return values
 
 
 def hash_key(*key: int) -> int:

@@ -134,7 +134,12 @@ class Partition:
 
     def plan(self, step: int, shard: int) -> BatchPlan:
         """Return a shard's plan of a step."""
-        counts = self._tail_counts() if step >= self.num_full_steps else (self.batch_size,) * self.num_shards
+        counts = (self.batch_size,) * self.num_shards
+        if step >= self.num_full_steps:
+            counts = ()
+            for block in range(self.num_blocks):
+                total = self._number_in(block, self.stop) - self._number_in(block, self._tail_start)
+                counts += tail_counts(total, self._sharing, self.batch_size, self.even)
         is_last = step == self.num_steps - 1
         return counted_plan(counts, self.batch_size, self.even, shard=shard, is_last=is_last)
 
@@ -150,10 +155,3 @@ class Partition:
     def _number_in(self, block: int, position: int) -> int:
         """Return how many positions below `position` belong to a block."""
         return max(0, -(-(position - block) // self.num_blocks))
-
-    def _tail_counts(self) -> tuple[int, ...]:
-        counts: list[int] = []
-        for block in range(self.num_blocks):
-            total = self._number_in(block, self.stop) - self._number_in(block, self._tail_start)
-            counts += tail_counts(total, self._sharing, self.batch_size, self.even)
-        return tuple(counts)

@@ -74,7 +74,9 @@ class _Walk:
             return "None" if part is None else part
         if isinstance(part, Mapping):
             entries = cast("Mapping[Any, Any]", part)
-            chosen = _some(sorted(((_key_of(key), key) for key in entries), key=lambda pair: pair[0]))
+            # The text of a key, without an object's address.
+            named = ((type(key).__name__ if " at 0x" in repr(key) else repr(key), key) for key in entries)
+            chosen = _some(sorted(named, key=lambda pair: pair[0]))
             return [len(entries), *((name, self.describe(entries[key])) for name, key in chosen)]
         if isinstance(part, set | frozenset):  # each process has an order of its own
             members = cast("frozenset[Any]", part)
@@ -139,12 +141,6 @@ def _has_parts(signature: Signature) -> bool:
 
 def _lacks_parts(signature: Signature) -> bool:
     return signature is None or (_has_parts(signature) and any(map(_lacks_parts, signature)))
-
-
-def _key_of(key: Any) -> str:
-    """Return the text of a key, without an object's address."""
-    text = repr(key)
-    return type(key).__name__ if " at 0x" in text else text
 
 
 def alike(one: Signature, other: Signature) -> bool:

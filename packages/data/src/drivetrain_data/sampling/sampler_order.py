@@ -122,15 +122,6 @@ class SamplerOrder(Order):
             before += [[start, stop - 1]] if stop - 1 > start else []
             self._begun = _Snapshot(self._begun.epoch, {**self._begun.state, "read": before})
 
-    def _exhaust(self, drawn: Iterator[Any], draws: KeyedDraws, *, num_drawn: int) -> None:
-        """Draw the rest of an abandoned epoch, if later epochs depend on it and its length is known."""
-        self._finish_epoch()
-        length = length_of(self._sampler)
-        if (self._is_stateful or self._changes) and length is not None:
-            with draws.active():
-                # One item more than the rest, so that the sampler's code after its last yield runs.
-                deque(islice(drawn, max(0, length - num_drawn) + 1), maxlen=0)
-
     def _state(self, epoch: int, drawn: Drawn | None = None) -> dict[str, Any]:
         """Return the state to save in an epoch, with a summary of what was drawn, or before it."""
         known = [it.state for it in (self._begun, self._loaded) if it is not None and it.epoch == epoch]
@@ -332,8 +323,14 @@ class DrawnBatches(SamplerOrder):
                 for batch in block:
                     yield batch.tolist() if isinstance(batch, np.ndarray) else batch
             except GeneratorExit:
-                # The loop was left, which ends its epoch: bring the sampler to the epoch's end.
-                self._exhaust(drawn, draws, num_drawn=len(checksums))
+                # The loop was left, which ends its epoch: bring the sampler to the epoch's end, if later epochs
+                # depend on it and its length is known.
+                self._finish_epoch()
+                length = length_of(self._sampler)
+                if (self._is_stateful or self._changes) and length is not None:
+                    with draws.active():
+                        # One item more than the rest, so that the sampler's code after its last yield runs.
+                        deque(islice(drawn, max(0, length - len(checksums)) + 1), maxlen=0)
                 raise
             if is_last:
                 self._finish_epoch()

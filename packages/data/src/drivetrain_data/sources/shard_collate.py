@@ -52,7 +52,11 @@ class ShardCollate:
         worker = info.id if info else 0
         if samples[0] is PLACEHOLDER:
             return CollatedStep(0, StepOrigin(worker), [])
-        signatures = self._signatures(worker, samples)  # now, since collating may change the samples
+        signatures: tuple[tuple[Place, Signature], ...] = ()
+        if self._num_unsigned:  # now, since collating may change the samples
+            self._num_unsigned -= 1
+            chosen = spaced(len(samples), _NUM_SAMPLES)
+            signatures = tuple(((worker, self._num_unsigned, at), signature_of(samples[at])) for at in chosen)
         size, even = self._batch_size or 1, self._sharding.even
         counts = tail_counts(len(samples), self._sharding.shard.count, size, even)
         batches: list[Any] = []
@@ -62,19 +66,9 @@ class ShardCollate:
             else:
                 begin = sum(counts[:shard])
                 chosen = samples[begin : begin + counts[shard]] or samples[-1:]
-            batches.append(self._collated(chosen[0] if self._batch_size is None else chosen))
+            try:
+                batches.append(self._collate(chosen[0] if self._batch_size is None else chosen))
+            except StopIteration as error:
+                raise stop_let_out("the collate function") from error
         # Take the snapshot last, since collating may draw from the generators too.
         return CollatedStep(len(samples), StepOrigin(worker, self._snapshotter.take()), batches, signatures)
-
-    def _signatures(self, worker: int, samples: list[Any]) -> tuple[tuple[Place, Signature], ...]:
-        if not self._num_unsigned:
-            return ()
-        self._num_unsigned -= 1
-        chosen = spaced(len(samples), _NUM_SAMPLES)
-        return tuple(((worker, self._num_unsigned, at), signature_of(samples[at])) for at in chosen)
-
-    def _collated(self, chosen: Any) -> Any:
-        try:
-            return self._collate(chosen)
-        except StopIteration as error:
-            raise stop_let_out("the collate function") from error

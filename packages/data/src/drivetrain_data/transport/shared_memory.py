@@ -96,7 +96,13 @@ class _Line:
             os.close(descriptor)
 
     def receive(self) -> Bytes:
-        slot, used, is_new, descriptors = self._next_notice()
+        try:
+            notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
+        except ConnectionResetError:  # the sender exited with unread replies; its notices can still be read
+            notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
+        if not notice:
+            raise self._ended()
+        slot, used, is_new = _NOTICE.unpack(notice)
         if is_new:
             self._slots[slot] = _mapped(descriptors[0])
             os.close(descriptors[0])
@@ -104,15 +110,6 @@ class _Line:
         with suppress(BrokenPipeError, ConnectionResetError):  # the sender may have exited meanwhile
             self._connection.send(_COPIED)
         return message
-
-    def _next_notice(self) -> tuple[int, int, bool, list[int]]:
-        try:
-            notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
-        except ConnectionResetError:  # the sender exited with unread replies; its notices can still be read
-            notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
-        if not notice:
-            raise self._ended()
-        return *_NOTICE.unpack(notice), descriptors
 
     def _ended(self) -> DispatchError:
         who = "that is handed batches" if self._rank else "that reads for all"
