@@ -1,5 +1,6 @@
 """Processes for tests: a pool of connected ranks that stays up, and one-off scripts; neither can hang a test."""
 
+import ast
 import gc
 import importlib.util
 import io
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import SystemRandom
 from tempfile import TemporaryDirectory
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 TESTS = Path(__file__).parent
@@ -290,8 +291,21 @@ def _load(path: Path, name: str) -> ModuleType:
         parent = ".".join(parents[: depth + 1])
         sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    if path.stem.startswith("test_"):
+        exec(_with_told_values(path), vars(module))
+    else:
+        spec.loader.exec_module(module)
     return module
+
+
+def _with_told_values(path: Path) -> CodeType:
+    """Compile a test module so that its asserts tell the values that they compare, as pytest does in its process."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    source = path.read_bytes()
+    tree = ast.parse(source)
+    rewrite_asserts(tree, source, str(path))
+    return compile(tree, path, "exec", dont_inherit=True)
 
 
 def _noted_groups() -> list[Callable[[], Any]]:

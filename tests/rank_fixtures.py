@@ -1,5 +1,6 @@
-"""The fixtures of tests on several ranks: pools of connected processes, and scripts that run once a rank."""
+"""Tests on several ranks: bodies that run on each rank, functions called in a pool, scripts that run once a rank."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,30 @@ import pytest
 
 from preloaded import PreloadedPython
 from processes import Completed, RankPool, rank_environment, run_script
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give a test that is marked `ranks` the fixture that its body is called by."""
+    if isinstance(item, pytest.Function) and item.get_closest_marker("ranks"):
+        if "run_ranks" not in item.fixturenames:
+            item.fixturenames.append("run_ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test that is marked `ranks` on every rank: one that fails there fails with its traceback.
+
+    Its arguments travel to the ranks as those of `run_ranks` do.
+    """
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    (number,) = marker.args
+    arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters]
+    pyfuncitem.funcargs["run_ranks"](
+        pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs
+    )
+    return True
 
 
 @pytest.fixture(scope="session")

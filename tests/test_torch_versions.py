@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain_backends.fsdp.compat import sharded_parameters
-from sharded_stack import context
+from plain_loop.backends import context
 
 PAGE = Path(__file__).parents[1] / "docs" / "platforms.md"
 # Others, such as 2.10, are between those that are tried; a newer one lacks nothing.

@@ -1,16 +1,18 @@
 """Ranks that run other blocks, or in another order: an error on every rank before a wrong step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from backends.replicas import step_and_clear
 from drivetrain_backends import AccumulationWindow, FSDPBackend, FSDPSettings
 from drivetrain_precision import choose_policy
-from drivetrain_state import CollectiveMismatchError, StateSettings, connect
-from sharded_stack import fsdp, stack, tokens, weights
+from drivetrain_state import CollectiveMismatchError
+from plain_loop.backends import context, fsdp, prepare_sgd, take_step, weights
+from plain_loop.case import train
+from plain_loop.stack import CASE, stack, tokens
 
 
 class Expert(nn.Module):
@@ -29,6 +31,7 @@ class Mixture(nn.Module):
 
     def __init__(self, hidden: tuple[int, ...] = (8, 8)) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.experts = nn.ModuleList(
             Expert(8, 8) if size == 8 else nn.Sequential(Expert(8, size), Expert(size, 8)) for size in hidden
         )
@@ -41,142 +44,110 @@ class Mixture(nn.Module):
 
 
 def mismatch(
-    orders: list[tuple[tuple[int, ...], ...]],
-    hidden: tuple[int, ...] = (8, 8),
-    debug: bool = False,
-    settings: FSDPSettings | None = None,
-) -> tuple[str, int, bool]:
-    """What is said of steps in which each rank takes its own experts; at which step, and whether weights moved."""
-    context = connect(StateSettings(device="cpu", watchdog=False, debug=debug), needs_group=True)
-    policy = choose_policy("no", context.device)
-    backend = FSDPBackend(context, policy, window=AccumulationWindow(), settings=settings or FSDPSettings())
-    torch.manual_seed(0)
-    model = Mixture(hidden)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    said, failed_at = "nothing", -1
-    before: list[Tensor] = []
+    orders: list[tuple[tuple[int, ...], ...]], hidden: tuple[int, ...], settings: FSDPSettings, debug: bool
+) -> tuple[str, int]:
+    """Train steps in which each rank takes its own experts; return the error, and its step, which moves no weight."""
+    where = context(debug=debug)
+    backend = FSDPBackend(
+        where, choose_policy("no", where.device), window=AccumulationWindow(), settings=settings
+    )
+    _, _, prepared = prepare_sgd(backend, Mixture(hidden))
     for step, by_rank in enumerate(orders):
-        backend.window.begin()
         before = [p.to_local().clone() for p in prepared.sharded.parameters.values()]
         try:
-            prepared.backward(prepared.model(torch.ones(2, 8), by_rank[dist.get_rank()]).square().mean())
-            step_and_clear(prepared)
+            take_step(prepared, prepared.model(torch.ones(2, 8), by_rank[dist.get_rank()]).square().mean())
         except CollectiveMismatchError as error:
-            said, failed_at = str(error), step
-            break
-    after = [p.to_local() for p in prepared.sharded.parameters.values()]
-    moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            after = [p.to_local() for p in prepared.sharded.parameters.values()]
+            assert all(map(torch.equal, before, after))
+            backend.close()
+            return str(error), step
     backend.close()
-    return said, failed_at, moved
+    return "nothing", -1
 
 
 ALIKE = ((0, 1), (0, 1))
+ZERO_AND_ONE = "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture"
 
 
-def several(debug: bool) -> list[tuple[str, int, bool]]:
-    return [
-        mismatch([((0,), (1,))], debug=debug),
-        mismatch([ALIKE, ((0, 1), (1, 0))], debug=debug),
-        mismatch([ALIKE] * 2 + [((0,), (1,))], debug=debug),
-        mismatch([((0, 1), (0, 2))], hidden=(8, 8, 6), debug=debug),
-        mismatch([((0, 1), (0,))], debug=debug),
-    ]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
-def test_ranks_that_take_other_blocks_are_named_before_a_wrong_step(run_ranks, debug: bool) -> None:
-    for first, swapped, later, other_size, fewer in run_ranks(several, debug):
-        assert "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture" in first[0]
-        assert "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture" in swapped[0]
-        assert "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture" in later[0]
-        assert "rank 0: gather experts.1 of Mixture; rank 1: gather experts.2 of Mixture" in other_size[0]
-        assert "rank 0: gather experts.1 of Mixture; rank 1: " in fewer[0]
-        assert [step for _, step, _ in (first, swapped, later)] == [0, 1, 2]
-        assert not any(moved for _, _, moved in (first, swapped, later, other_size, fewer))
+@pytest.mark.parametrize(
+    ("orders", "hidden", "said"),
+    [
+        ([((0,), (1,))], (8, 8), ZERO_AND_ONE),
+        ([ALIKE, ((0, 1), (1, 0))], (8, 8), ZERO_AND_ONE),
+        ([ALIKE] * 2 + [((0,), (1,))], (8, 8), ZERO_AND_ONE),
+        ([((0, 1), (0, 2))], (8, 8, 6), ZERO_AND_ONE.replace("1 of", "2 of").replace("0 of", "1 of")),
+        ([((0, 1), (0,))], (8, 8), "rank 0: gather experts.1 of Mixture; rank 1: "),
+    ],
+    ids=["first", "swapped", "later", "another size", "fewer"],
+)
+def test_ranks_that_take_other_blocks_are_named_before_a_wrong_step(orders, hidden, said, debug) -> None:
+    told, step = mismatch(orders, hidden, FSDPSettings(), debug)
+    assert said in told
+    assert step == len(orders) - 1
 
 
-def evaluated(differs: bool) -> str:
-    """What is said of an evaluation long after the first uses of every block."""
-    backend = fsdp()
-    torch.manual_seed(0)
-    (prepared,) = backend.prepare([model := Mixture()], [SGD(model.parameters(), lr=0.1)], [])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("differs", [False, True])
+def test_an_evaluation_with_other_blocks_long_after_their_first_use_gives_an_error(differs: bool) -> None:
+    _, _, prepared = prepare_sgd(fsdp(), Mixture())
     for _ in range(6):
-        prepared.backward(prepared.model(torch.ones(2, 8), (0, 1)).square().mean())
-        step_and_clear(prepared)
-    try:
-        with torch.no_grad():
-            prepared.model(torch.ones(2, 8), (dist.get_rank() if differs else 0,))
-        return "nothing"
-    except CollectiveMismatchError as error:
-        return str(error)
-    finally:
-        backend.close()
+        take_step(prepared, prepared.model(torch.ones(2, 8), (0, 1)).square().mean())
+    with torch.no_grad():
+        if not differs:
+            prepared.model(torch.ones(2, 8), (0,))
+            return
+        with pytest.raises(CollectiveMismatchError, match=ZERO_AND_ONE):
+            prepared.model(torch.ones(2, 8), (dist.get_rank(),))
 
 
-def test_an_evaluation_with_other_blocks_gives_an_error_and_no_output(run_ranks) -> None:
-    assert run_ranks(evaluated, False) == ["nothing"] * 2
-    for said in run_ranks(evaluated, True):
-        assert "rank 0: gather experts.0 of Mixture; rank 1: gather experts.1 of Mixture" in said
-
-
-def in_hybrid_shards() -> list[tuple[str, int, bool]]:
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("orders", "said", "step"),
+    [
+        ([((0, 1),) * 4], "nothing", -1),
+        ([((0, 1),) * 4, ((0, 1), (1, 0), (0, 1), (0, 1))], "gather experts.0 of Mixture", 1),
+        ([((0, 1),) * 4, ((0,), (0,), (1,), (1,))], "of Mixture", 1),
+    ],
+    ids=["alike", "within a copy", "from one copy to the other"],
+)
+def test_ranks_of_hybrid_shards_are_compared_within_a_copy_and_across(orders, said, step) -> None:
     halves = FSDPSettings(strategy="hybrid_shard", shard_size=2)
-    return [
-        mismatch([((0, 1),) * 4], settings=halves),
-        mismatch([((0, 1),) * 4, ((0, 1), (1, 0), (0, 1), (0, 1))], settings=halves),  # within a copy
-        mismatch([((0, 1),) * 4, ((0,), (0,), (1,), (1,))], settings=halves),  # from one copy to the other
-    ]
+    told, at = mismatch(orders, (8, 8), halves, False)
+    assert said in told
+    assert at == step
 
 
 @pytest.mark.slow
-def test_ranks_of_hybrid_shards_are_compared_within_a_copy_and_across(run_ranks) -> None:
-    for alike, within, across in run_ranks(in_hybrid_shards, num_processes=4):
-        assert alike[0] == "nothing"
-        assert "gather experts.0 of Mixture" in within[0]
-        assert "of Mixture" in across[0]
-        assert (within[1:], across[1:]) == ((1, False), (1, False))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"activation_checkpointing": "full"},
+        {"prefetch": 2},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "no_shard"},
+    ],
+    ids=str,
+)
+def test_ranks_that_run_the_same_blocks_are_left_alone(way: dict[str, object]) -> None:
+    """Two models, one of them frozen, train and evaluate in windows of two micro-batches."""
+    backend, model, teacher = fsdp(accumulation=2, **way), stack(0), stack(1).requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    (second,) = backend.prepare([teacher], [], [])
+    _, _, first = prepare_sgd(backend, model)
+    before = weights(first)["head.weight"]
 
+    def loss(model: nn.Module, rank: int, number: int) -> Tensor:
+        return (model(tokens(rank)) - second.model(tokens(0))).square().mean()
 
-WAYS: list[dict[str, object]] = [
-    {"activation_checkpointing": "full"},
-    {"prefetch": 2},
-    {"strategy": "shard_grad_op"},
-    {"strategy": "no_shard"},
-]
+    def evaluate(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            first.model(tokens(0))
 
-
-def trained_in_many_ways() -> list[bool]:
-    """Whether two models, one of them frozen, train and evaluate in windows of two micro-batches."""
-    moved: list[bool] = []
-    for way in WAYS:
-        backend = fsdp(accumulation=2, **way)
-        model, teacher = stack(0), stack(1)
-        model.blocks[0].requires_grad_(False)
-        teacher.requires_grad_(False)
-        first, second = (
-            *backend.prepare([model], [SGD(model.parameters(), lr=0.1)], []),
-            *backend.prepare([teacher], [], []),
-        )
-        before = weights(first)
-        for _ in range(3):
-            for closes in (False, True):
-                backend.window.begin()
-                loss = (first.model(tokens(dist.get_rank())) - second.model(tokens(0))).square().mean()
-                if closes:
-                    first.backward(loss)
-                else:
-                    with first.no_sync():
-                        first.backward(loss)
-            first.clip(norm=1.0)
-            step_and_clear(first)
-            with torch.no_grad():
-                first.model(tokens(0))
-        moved.append(not torch.equal(before["head.weight"], weights(first)["head.weight"]))
-        backend.close()
-    return moved
-
-
-@pytest.mark.slow
-def test_ranks_that_run_the_same_blocks_are_left_alone(run_ranks) -> None:
-    for moved in run_ranks(trained_in_many_ways):
-        assert moved == [True] * len(WAYS)
+    case = replace(CASE, loss=loss, accumulation=2, clip={"norm": 1.0}, after_step=evaluate)
+    (after,) = train(case, backend, [first]).weights
+    assert not torch.equal(before, after["head.weight"])
+    backend.close()

@@ -1,13 +1,13 @@
 """Buffers that change in training follow rank 0's, as under DDP."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from backends.replicas import plain_step, prepare_sgd, step_and_clear
-from sharded_stack import fsdp
+from plain_loop.backends import fsdp, plain_step, prepare_sgd, take_step
 
 
 class Normalised(nn.Module):
@@ -15,6 +15,7 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.first = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.last = nn.Linear(4, 2)
@@ -27,50 +28,38 @@ class Normalised(nn.Module):
         return self.last(self.norm(self.first(x)) * self.mask + self.average)
 
 
-def model_of_seed() -> Normalised:
-    torch.manual_seed(3)
-    return Normalised()
-
-
 def batch(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(6, 4, generator=generator) * (1 + rank)
 
 
-def by_ddp(rank: int) -> list[Tensor]:
-    model = model_of_seed()
-    replica = DistributedDataParallel(model)
+def by_ddp() -> list[Tensor]:
+    """The outputs of each step's training and evaluation."""
+    replica = DistributedDataParallel(model := Normalised())
     optimizer = SGD(model.parameters(), lr=0.1)
     outputs: list[Tensor] = []
     for step in range(4):
-        output = replica.train()(batch(step, rank))
+        output = replica.train()(batch(step, dist.get_rank()))
         plain_step(optimizer, output.square().mean())
         outputs += [output.detach(), replica.eval()(batch(0, 0)).detach()]
     return outputs
 
 
-def by_fsdp(rank: int, **settings: object) -> list[Tensor]:
-    backend, _model, prepared = prepare_sgd(fsdp(**settings), model_of_seed())
+def by_fsdp(**settings: object) -> list[Tensor]:
+    backend, _, prepared = prepare_sgd(fsdp(**settings), Normalised())
     outputs: list[Tensor] = []
     for step in range(4):
-        backend.window.begin()
-        output = prepared.model.train()(batch(step, rank))
-        prepared.backward(output.square().mean())
-        step_and_clear(prepared)
+        output = prepared.model.train()(batch(step, dist.get_rank()))
+        take_step(prepared, output.square().mean())
         with torch.no_grad():
             outputs += [output.detach(), prepared.model.eval()(batch(0, 0))]
     backend.close()
     return outputs
 
 
-def each_way() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    rank = dist.get_rank()
-    return by_ddp(rank), by_fsdp(rank), by_fsdp(rank, broadcast_buffers=False)
-
-
-def test_batch_norm_trains_and_evaluates_as_under_ddp(run_ranks) -> None:
-    found = run_ranks(each_way)
-    for expected, sharded, _ in found:
-        for want, have in zip(expected, sharded, strict=True):
-            torch.testing.assert_close(have, want)
-    assert not torch.equal(found[0][2][-1], found[1][2][-1])  # left alone, statistics are each rank's own
+@pytest.mark.ranks(2)
+def test_batch_norm_trains_and_evaluates_as_under_ddp() -> None:
+    torch.testing.assert_close(by_fsdp(), by_ddp())
+    last: list[list[Tensor]] = [[], []]
+    dist.all_gather_object(last, by_fsdp(broadcast_buffers=False)[-1:])
+    assert not torch.equal(*map(torch.stack, last))  # left alone, statistics are each rank's own

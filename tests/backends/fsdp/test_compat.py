@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp import compat
-from sharded_stack import context
+from plain_loop.backends import context
 
 
 def sharded(**options: object) -> nn.Sequential:
@@ -20,7 +20,10 @@ def sharded(**options: object) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def parameters() -> bool:
+pytestmark = pytest.mark.ranks(2)
+
+
+def test_a_block_lists_its_sharded_parameters_and_their_places() -> None:
     model = sharded()
     (group,) = compat.parameter_groups(model[0])
     held = list(compat.sharded_parameters(model[0]))
@@ -30,10 +33,10 @@ def parameters() -> bool:
     slots, name = compat.module_slot(held[0])
     assert name == "weight"
     assert slots[name] is model[0].weight
-    return isinstance(model[0].weight, DTensor)
+    assert isinstance(model[0].weight, DTensor)
 
 
-def gathered() -> bool:
+def test_a_gathered_parameter_is_one_tensor_throughout() -> None:
     model = sharded()
     weight = next(compat.sharded_parameters(model[0]))
     assert compat.gathered_parameter(weight) is None
@@ -41,10 +44,10 @@ def gathered() -> bool:
     full = compat.gathered_parameter(weight)
     assert full.shape == (4, 4)
     model(torch.ones(1, 4))
-    return compat.gathered_parameter(weight) is full
+    assert compat.gathered_parameter(weight) is full
 
 
-def full_gradients() -> bool:
+def test_full_gradients_are_held_and_dropped() -> None:
     model = sharded()
     model.set_requires_gradient_sync(False)
     held = [*compat.sharded_parameters(model[0])]
@@ -53,18 +56,19 @@ def full_gradients() -> bool:
     assert all(map(compat.holds_full_gradient, held))
     for parameter in held:
         compat.drop_full_gradient(parameter)
-    return not any(map(compat.holds_full_gradient, held))
+    assert not any(map(compat.holds_full_gradient, held))
 
 
-def open_backward() -> bool:
+def test_a_backward_is_open_while_it_runs() -> None:
     model = sharded()
     x, during = torch.ones(1, 4, requires_grad=True), []
     x.register_hook(lambda _: during.append(compat.backward_is_open(model)))
     model(x).sum().backward()
-    return during == [True] and not compat.backward_is_open(model)
+    assert during == [True]
+    assert not compat.backward_is_open(model)
 
 
-def refused_forward() -> bool:
+def test_a_model_begins_anew_after_a_forward_that_failed() -> None:
     model = sharded()
     x = torch.ones(1, 4)
     expected = model(x).detach()
@@ -81,10 +85,10 @@ def refused_forward() -> bool:
         block.reshard()
     found = model(x)
     found.sum().backward()
-    return torch.equal(found.detach(), expected)
+    assert torch.equal(found.detach(), expected)
 
 
-def checks() -> list[str]:
+def test_checks_run_where_they_are_put() -> None:
     model, said = sharded(), []
     compat.check_before_first_forward(model, lambda: said.append("first"))
     (group,) = compat.parameter_groups(model[0])
@@ -98,7 +102,12 @@ def checks() -> list[str]:
     assert not compat.forward_is_open(model)
     assert gathered == [True, False]  # for the forward, and for the backward
     handle.remove()
-    return said
+    assert said == [
+        "first",
+        "gather",
+        "backward",
+        "gather",
+    ]  # gathered in the forward and again in the backward
 
 
 class Noted:
@@ -113,60 +122,35 @@ class Noted:
         return self.inner(*args, **kwargs)
 
 
-def collectives() -> list[str]:
+def test_the_objects_that_run_collectives_are_exchanged() -> None:
     model, said = sharded(), []
     (group,) = compat.parameter_groups(model[0])
     compat.wrap_collectives(
         group, lambda inner: Noted(inner, said, "gather"), lambda inner: Noted(inner, said, "reduce")
     )
     model(torch.ones(1, 4)).sum().backward()
-    return said
+    assert said == ["gather", "gather", "reduce"]
 
 
-def settings() -> list[object]:
+def test_settings_are_read_back() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = sharded(mp_policy=policy, reshard_after_forward=False)
     model[0].set_modules_to_forward_prefetch([model[1]])
     (group,) = compat.parameter_groups(model[0])
-    return [
-        compat.mixed_precision(model[0]) == policy,
-        compat.num_prefetched(model[0]),
-        compat.num_prefetched(model[1]),
-        compat.reshards_after_forward(group),
-        compat.reshards_after_forward(*compat.parameter_groups(sharded(reshard_after_forward=True)[0])),
-    ]
+    assert compat.mixed_precision(model[0]) == policy
+    assert [compat.num_prefetched(layer) for layer in model] == [1, 0]
+    assert not compat.reshards_after_forward(group)
+    assert compat.reshards_after_forward(*compat.parameter_groups(sharded(reshard_after_forward=True)[0]))
 
 
-def gradient_dtypes() -> bool:
+def test_frozen_groups_are_given_the_dtypes_of_their_gradients() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).requires_grad_(False)
     groups = [group for layer in model for group in compat.parameter_groups(layer)]
     if not any(map(compat.needs_gradient_dtypes, groups)):
-        return True  # this torch finds them by itself
+        return  # this torch finds them by itself
     assert not any(map(compat.give_gradient_dtypes, groups))
     model(torch.ones(1, 4))
     assert list(map(compat.give_gradient_dtypes, groups)) == [True, True]
     model.requires_grad_(True)
     model(torch.ones(1, 4)).sum().backward()
-    return model[0].weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "relied_on",
-    [parameters, gathered, full_gradients, open_backward, refused_forward, gradient_dtypes],
-    ids=lambda function: function.__name__,
-)
-def test_torch_keeps_it_so(run_ranks, relied_on) -> None:
-    assert run_ranks(relied_on) == [True, True]
-
-
-def test_checks_run_where_they_are_put(run_ranks) -> None:
-    # The block is gathered in the forward and again in the backward.
-    assert run_ranks(checks) == [["first", "gather", "backward", "gather"]] * 2
-
-
-def test_the_objects_that_run_collectives_are_exchanged(run_ranks) -> None:
-    assert run_ranks(collectives) == [["gather", "gather", "reduce"]] * 2
-
-
-def test_settings_are_read_back(run_ranks) -> None:
-    assert run_ranks(settings) == [[True, 1, 0, False, True]] * 2
+    assert model[0].weight.grad.dtype == torch.float32

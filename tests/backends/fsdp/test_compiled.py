@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
 from backends.graphs import Graphs
-from backends.replicas import step_and_clear
-from sharded_stack import Stack, fsdp, stack, tokens
+from plain_loop.backends import fsdp, step_and_clear
+from plain_loop.stack import Stack, stack, tokens
 
 
 def by_hand(graphs: Graphs) -> None:

@@ -1,22 +1,21 @@
 """Edits of shards while they are no step's yet."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError
-from sharded_stack import fsdp, loss_of, stack, weights
+from plain_loop.backends import fsdp, held, prepare_sgd, step_and_clear, weights
+from plain_loop.stack import loss_of, stack
 
 Edit = Callable[[nn.Module], object]
 
 
-def zero_grad(model: nn.Module) -> None:
-    model.zero_grad()
+def nothing(model: nn.Module) -> None:
+    del model
 
 
 def clip(model: nn.Module) -> None:
@@ -30,40 +29,26 @@ def halve(model: nn.Module) -> None:
 
 
 def trained(
-    edit: Edit | None = None, *, count: int | None = None, first: bool = True, norm: float | None = None
-) -> dict[str, Tensor] | str:
-    """Train for a window of two, with an edit before or after each backward; the weights, or the error."""
-    backend, _model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
+    before: Edit = nothing, after: Edit = nothing, *, count: int | None = None, norm: float | None = None
+) -> dict[str, Tensor]:
+    """Train for a window of two, with edits before and after each backward; return the weights."""
+    backend, _, prepared = prepare_sgd(fsdp(accumulation=2), stack())
     try:
         for number in range(2):
             backend.window.begin()
-            with nullcontext() if backend.window.closing else prepared.no_sync():
-                if edit is not None and first:
-                    edit(prepared.model)
+            with held(backend, [prepared]):
+                before(prepared.model)
                 prepared.backward(loss_of(prepared.model, dist.get_rank() + number), count=count)
-                if edit is not None and not first:
-                    edit(prepared.model)
+                after(prepared.model)
             if norm is not None:
                 prepared.clip(norm=norm)
             step_and_clear(prepared)
         return weights(prepared)
-    except AccumulationError as error:
+    except AccumulationError:
         assert prepared.optimizers[0].num_steps == 0
-        return str(error)
+        raise
     finally:
         backend.close()
-
-
-def trained_with_edits() -> dict[str, dict[str, Tensor] | str]:
-    found = {"our clip": trained(norm=1e-3)}
-    for count in (None, 4):
-        found[f"plain {count}"] = trained(count=count)
-        found[f"zero_grad before {count}"] = trained(zero_grad, count=count)
-        found[f"clip after {count}"] = trained(clip, count=count, first=False)
-        found[f"clip before {count}"] = trained(clip, count=count)
-        found[f"zero_grad after {count}"] = trained(zero_grad, count=count, first=False)
-        found[f"halve after {count}"] = trained(halve, count=count, first=False)
-    return found
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -71,16 +56,19 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.slow
-def test_edits_of_shards_in_a_window_are_refused_or_change_what_the_step_takes(run_ranks) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [None, 4])
+def test_edits_of_shards_in_a_window_are_refused_or_change_what_the_step_takes(count: int | None) -> None:
     """What a window gathers is not in `.grad` before its last backward: nothing is there to clear or clip."""
-    untrained = dict(stack().state_dict())
-    for found in run_ranks(trained_with_edits):
-        assert same(found["clip after None"], found["our clip"])  # the mean's gradients are what a step takes
-        assert "(shards of all) were changed since their last loss" in found["clip after 4"]
-        for count in (None, 4):
-            plain = found[f"plain {count}"]
-            assert not same(plain, untrained)
-            assert same(found[f"zero_grad before {count}"], plain)
-            assert same(found[f"clip before {count}"], plain)
-            assert same(found[f"zero_grad after {count}"], untrained)
-            assert "were changed since their last loss" in found[f"halve after {count}"]
+    untrained, plain = dict(stack().state_dict()), trained(count=count)
+    assert not same(plain, untrained)
+    for before in (nn.Module.zero_grad, clip):
+        assert same(trained(before, count=count), plain)
+    assert same(trained(after=nn.Module.zero_grad, count=count), untrained)
+    with pytest.raises(AccumulationError, match="were changed since their last loss"):
+        trained(after=halve, count=count)
+    if count is None:
+        assert same(trained(after=clip), trained(norm=1e-3))  # a step takes the mean's gradients as they are
+    else:
+        with pytest.raises(AccumulationError, match=r"\(shards of all\) were changed since their last loss"):
+            trained(after=clip, count=count)

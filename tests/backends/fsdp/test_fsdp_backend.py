@@ -5,12 +5,12 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch.optim import SGD
 
-from backends.replicas import plain_step, prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationWindow, AutoValue, FSDPBackend, FSDPSettings, Prepared
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import ParallelDims, StateSettings, connect
-from sharded_stack import Stack, fsdp, stack, tokens
+from plain_loop.backends import fsdp, plain_step, prepare_sgd, step_and_clear
+from plain_loop.stack import Stack, stack, tokens
 
 
 def applied(mode: str, options: dict[str, object]) -> dict[str, object]:

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd
 from drivetrain_backends import AccumulationError, FSDPBackend, Prepared
 from drivetrain_backends.fsdp.gradients import global_norm, scale_to_norm
 from drivetrain_backends.state_dict.dtensor import local, own_part, whole_of
-from sharded_stack import Stack, context, fsdp, loss_of, stack, weights
+from plain_loop.backends import context, fsdp, plain_step, prepare_sgd, weights
+from plain_loop.stack import Stack, loss_of, stack
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def two_models() -> Iterator[tuple[FSDPBackend, Prepared, Prepared]]:
     backend.close()
 
 
-def step_without_a_closing_backward() -> str:
+@pytest.mark.ranks(2)
+def test_a_model_that_the_closing_micro_batch_does_not_train_is_named() -> None:
     with two_models() as (backend, first, second):
         backend.window.begin()
         with first.no_sync(), second.no_sync():
@@ -37,19 +38,14 @@ def step_without_a_closing_backward() -> str:
         backend.window.begin()
         backend.backward(loss_of(first.model, dist.get_rank()))
         first.optimizers[0].step()
-        try:
+        with pytest.raises(
+            AccumulationError, match="closed without a backward of Stack: its gradients so far"
+        ):
             second.optimizers[0].step()
-        except AccumulationError as error:
-            return str(error)
-        return "stepped"
 
 
-def test_a_model_that_the_closing_micro_batch_does_not_train_is_named(run_ranks) -> None:
-    for said in run_ranks(step_without_a_closing_backward):
-        assert "the window closed without a backward of Stack: its gradients so far are held back" in said
-
-
-def weights_after_a_dropped_window() -> dict[str, Tensor]:
+@pytest.mark.ranks(2)
+def test_what_a_dropped_window_held_is_not_in_the_next() -> None:
     with two_models() as (backend, first, second):
         backend.window.begin()
         with first.no_sync(), second.no_sync():
@@ -60,25 +56,15 @@ def weights_after_a_dropped_window() -> dict[str, Tensor]:
         first.optimizers[0].step()
         for prepared in (first, second):
             prepared.optimizers[0].zero_grad()
-        for closes in (False, True):
-            backend.window.begin(is_last=closes)
-            if closes:
-                backend.backward(loss_of(second.model, dist.get_rank()))
-                continue
-            with first.no_sync(), second.no_sync():
-                backend.backward(loss_of(second.model, dist.get_rank()))
+        backend.window.begin(is_last=False)
+        with first.no_sync(), second.no_sync():
+            backend.backward(loss_of(second.model, dist.get_rank()))
+        backend.window.begin(is_last=True)
+        backend.backward(loss_of(second.model, dist.get_rank()))
         second.optimizers[0].step()
-        return weights(second)
-
-
-def test_what_a_dropped_window_held_is_not_in_the_next(run_ranks) -> None:
-    plain = stack(1)
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    for rank in range(2):
-        (loss_of(plain, rank) / 2).backward()
-    optimizer.step()
-    for found in run_ranks(weights_after_a_dropped_window):
-        torch.testing.assert_close(found, dict(plain.state_dict()))
+        plain = stack(1)
+        plain_step(SGD(plain.parameters(), lr=0.1), (loss_of(plain, 0) + loss_of(plain, 1)) / 2)
+        torch.testing.assert_close(weights(second), dict(plain.state_dict()))
 
 
 class Failing(torch.autograd.Function):
@@ -101,24 +87,14 @@ class FailingStack(Stack):
         return self.head(self.blocks[1](Failing.apply(x)))
 
 
-def backward_after_one_that_failed() -> list[str]:
-    backend, _model, prepared = prepare_sgd(fsdp(), FailingStack())
-    said: list[str] = []
-    for _ in range(2):
-        backend.window.begin()
-        try:
-            prepared.backward(loss_of(prepared.model, 0))
-        except (MemoryError, AccumulationError) as error:
-            said.append(str(error))
-        prepared.optimizers[0].zero_grad()
-    backend.close()
-    return said
-
-
-def test_a_backward_that_failed_half_way_is_told_of_at_the_next(run_ranks) -> None:
-    for first, second in run_ranks(backward_after_one_that_failed):
-        assert first == "out of memory"
-        assert "an earlier backward of FailingStack ended in an error half way" in second
+@pytest.mark.ranks(2)
+def test_a_backward_that_failed_half_way_is_told_of_at_the_next() -> None:
+    _, _, prepared = prepare_sgd(fsdp(), FailingStack())
+    with pytest.raises(MemoryError, match="out of memory"):
+        prepared.backward(loss_of(prepared.model, 0))
+    prepared.optimizers[0].zero_grad()
+    with pytest.raises(AccumulationError, match="an earlier backward of FailingStack ended in an error half"):
+        prepared.backward(loss_of(prepared.model, 0))
 
 
 def tensors() -> list[torch.Tensor]:
@@ -140,34 +116,25 @@ def divided() -> list[torch.Tensor]:
     ]
 
 
-def norm_over_meshes(norm_type: float) -> tuple[float, float]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_the_norm_over_several_meshes_is_that_of_the_whole(norm_type: float) -> None:
+    expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors()]), norm_type).item()
     with context() as where:
         gradients = divided()
         total = global_norm(gradients, norm_type, where.device)
+        assert total.item() == pytest.approx(expected, rel=1e-12)
         scale_to_norm(gradients, total, 0.1)
-        return total.item(), global_norm(gradients, norm_type, where.device).item()
+        assert global_norm(gradients, norm_type, where.device).item() == pytest.approx(0.1, rel=1e-5)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_the_norm_over_several_meshes_is_that_of_the_whole(run_ranks, norm_type: float) -> None:
-    expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors()]), norm_type).item()
-    for found, after in run_ranks(norm_over_meshes, norm_type):
-        assert found == pytest.approx(expected, rel=1e-12)
-        assert after == pytest.approx(0.1, rel=1e-5)
-
-
-def parts_are_torchs() -> bool:
+@pytest.mark.ranks(2)
+def test_a_ranks_part_is_the_one_that_torch_gives_it() -> None:
     with context() as where:
-        return all(
-            torch.equal(own_part(whole, part), local(part))
-            and torch.equal(whole_of(part, where.device), whole)
-            for whole, part in zip(tensors(), divided(), strict=True)
-            if isinstance(part, DTensor)
-        )
-
-
-def test_a_ranks_part_is_the_one_that_torch_gives_it(run_ranks) -> None:
-    assert run_ranks(parts_are_torchs) == [True, True]
+        for whole, part in zip(tensors(), divided(), strict=True):
+            if isinstance(part, DTensor):
+                assert torch.equal(own_part(whole, part), local(part))
+                assert torch.equal(whole_of(part, where.device), whole)
 
 
 def test_no_gradients_have_no_norm() -> None:

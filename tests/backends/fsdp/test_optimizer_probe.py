@@ -1,18 +1,21 @@
 """Optimizers and parameters under FSDP: as a plain loop has them, or refused at prepare."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from backends.replicas import plain_step, step_and_clear
-from drivetrain_backends import FSDPBackend
-from sharded_stack import fsdp, loss_of, stack, weights
+from plain_loop.backends import fsdp
+from plain_loop.case import assert_equals_plain_loop
+from plain_loop.stack import CASE, stack
+
+pytestmark = pytest.mark.ranks(2)
 
 
 class Simple(Optimizer):
@@ -53,16 +56,12 @@ class Simple(Optimizer):
         p.sub_(vectors @ torch.diag(values.rsqrt()) @ vectors.T @ p.grad, alpha=rate)
 
 
-def simple(how: str) -> Callable[[list[nn.Parameter]], Optimizer]:
-    return lambda parameters: Simple(parameters, how)
-
-
 KINDS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "sign": simple("sign"),
-    "trust ratio": simple("trust_ratio"),
-    "clipped": simple("clipped"),
-    "local norm": simple("local_norm"),
-    "whitened": simple("whitened"),
+    "sign": partial(Simple, how="sign"),
+    "trust ratio": partial(Simple, how="trust_ratio"),
+    "clipped": partial(Simple, how="clipped"),
+    "local norm": partial(Simple, how="local_norm"),
+    "whitened": partial(Simple, how="whitened"),
     "torch Adafactor": lambda parameters: optim.Adafactor(parameters, lr=0.05),
     "Muon": lambda parameters: optim.Muon([p for p in parameters if p.dim() == 2], lr=0.05),
 }
@@ -79,78 +78,32 @@ if find_spec("transformers") is not None:  # not where the package stands alone
         return Adafactor(parameters, lr=0.05, relative_step=False, scale_parameter=True)
 
     KINDS["transformers Adafactor"] = transformers_adafactor
-REFUSED = {"local norm"}  # whatever torch's operations do
-
-
-def train(backend: FSDPBackend, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Tensor] | str:
-    model = stack(0, width=6)
-    try:
-        (prepared,) = backend.prepare([model], [make(list(model.parameters()))], [])
-    except ValueError as error:
-        return str(error)
-    for _ in range(3):
-        backend.window.begin()
-        prepared.backward(loss_of(prepared.model, dist.get_rank()))
-        step_and_clear(prepared)
-    return weights(prepared)
-
-
-def train_each(names: list[str]) -> dict[str, dict[str, Tensor] | str]:
-    found: dict[str, dict[str, Tensor] | str] = {}
-    for name in names:
-        backend = fsdp()
-        found[name] = train(backend, KINDS[name])
-        backend.close()
-    return found
-
-
-def train_plainly(make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Tensor]:
-    model = stack(0, width=6)
-    optimizer = make(list(model.parameters()))
-    for _ in range(3):
-        plain_step(optimizer, torch.stack([loss_of(model, rank) for rank in range(2)]).mean())
-    return dict(model.state_dict())
 
 
 @pytest.mark.slow
-def test_optimizers_step_as_in_a_plain_loop_or_are_refused(run_ranks) -> None:
-    expected = {name: train_plainly(make) for name, make in KINDS.items()}
-    first, second = run_ranks(train_each, list(KINDS))
-    for name, want in expected.items():
-        for have in (first[name], second[name]):
-            if isinstance(have, str):
-                assert "cannot step shards" in have
-                assert "backend='ddp'" in have
-            else:
-                for key, value in want.items():
-                    torch.testing.assert_close(have[key], value, rtol=1e-4, atol=1e-5)
-    assert {name for name in REFUSED if not isinstance(first[name], str)} == set()
-    for name in ("sign", *(kind.__name__ for kind in KNOWN)):
-        assert not isinstance(first[name], str)
+@pytest.mark.parametrize("name", KINDS)
+def test_optimizers_step_as_in_a_plain_loop_or_are_refused(name: str) -> None:
+    case = replace(CASE, optimizer=lambda parameters: KINDS[name](list(parameters)))
+    refusal = ""
+    try:
+        assert_equals_plain_loop(case, fsdp(), rtol=1e-4, atol=1e-5)
+    except ValueError as error:
+        refusal = str(error)
+    assert bool(refusal) or name != "local norm"  # it is refused whatever torch's operations do
+    assert not refusal or ("cannot step shards" in refusal and "backend='ddp'" in refusal)
+    assert not refusal or name not in ("sign", *(kind.__name__ for kind in KNOWN))
 
 
-def probed() -> tuple[bool, bool]:
-    """Whether a probe leaves the optimizer with its schedule, and the generator, as they were."""
-    backend = fsdp()
-    model = stack(0)
+def test_a_probe_leaves_everything_as_it_was_and_can_be_left_out() -> None:
+    model, other = stack(0), stack(1)
     optimizer = Simple(model.parameters(), "sign")
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     random = torch.get_rng_state()
-    backend.prepare([model], [optimizer], [schedule])
-    kept = not optimizer.state and schedule.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
-    same = torch.equal(random, torch.get_rng_state())
-    trusting = fsdp(check_optimizers=False)
-    other = stack(1)
-    trusting.prepare([other], [Simple(other.parameters(), "local_norm")], [])
-    trusting.close()
-    backend.close()
-    return kept, same
-
-
-def test_a_probe_leaves_everything_as_it_was_and_can_be_left_out(run_ranks) -> None:
-    for kept, same in run_ranks(probed):
-        assert kept
-        assert same
+    fsdp().prepare([model], [optimizer], [schedule])
+    assert torch.equal(random, torch.get_rng_state())
+    assert not optimizer.state
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.1)
+    fsdp(check_optimizers=False).prepare([other], [Simple(other.parameters(), "local_norm")], [])
 
 
 class OwnAdamW(optim.AdamW):
@@ -164,35 +117,20 @@ class Idle(Simple):
         del p, rate
 
 
-def warmed_up() -> dict[str, str]:
-    """What is said of optimizers whose learning rate moves nothing yet."""
-    said: dict[str, str] = {}
-    backend = fsdp()  # one for all: each brings groups of its own
-    for dtype in (torch.float32, torch.bfloat16):
-        for rate in (0.0, 1e-5):
-            for name, make in {**KINDS, "own AdamW": OwnAdamW, "idle": lambda p: Idle(p, "sign")}.items():
-                if name not in ("local norm", "sign", "clipped", "own AdamW", "idle"):
-                    continue
-                model = stack(0, width=6).to(dtype)
-                optimizer = make(list(model.parameters()))
-                optimizer.param_groups[0]["lr"] = rate
-                try:
-                    backend.prepare([model], [optimizer], [])
-                except ValueError as error:
-                    said[f"{name} {rate} {dtype}"] = str(error)
-                assert optimizer.param_groups[0]["lr"] == rate
-    backend.close()
-    return said
-
-
 @pytest.mark.slow
-def test_a_learning_rate_that_moves_nothing_yet_hides_nothing(run_ranks) -> None:
-    for said in run_ranks(warmed_up):
-        assert {name.split(" 0.0")[0].split(" 1e-05")[0] for name in said} == {"local norm", "idle"}, said
-        assert len(said) == 8
-        for name, message in said.items():
-            expected = "too little to tell" if name.startswith("idle") else "elsewhere than whole ones"
-            assert expected in message
+@pytest.mark.parametrize("rate", [0.0, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learning_rate_that_moves_nothing_yet_hides_nothing(dtype: torch.dtype, rate: float) -> None:
+    backend = fsdp()  # one for all: each brings groups of its own
+    kinds = {**KINDS, "own AdamW": OwnAdamW, "idle": lambda p: Idle(p, "sign")}
+    said = {"idle": "too little to tell", "local norm": "elsewhere than whole ones"}
+    for name in ("local norm", "sign", "clipped", "own AdamW", "idle"):
+        model = stack(0).to(dtype)
+        optimizer = kinds[name](list(model.parameters()))
+        optimizer.param_groups[0]["lr"] = rate
+        with pytest.raises(ValueError, match=said[name]) if name in said else nullcontext():
+            backend.prepare([model], [optimizer], [])
+        assert optimizer.param_groups[0]["lr"] == rate
 
 
 class BlocksAcrossShards(Optimizer):
@@ -210,28 +148,13 @@ class BlocksAcrossShards(Optimizer):
             part.sub_((slope / scale).mul_(8).round_().mul_(scale * 0.1 / 8))
 
 
-def eight_bits() -> str:
-    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
-
-    for make in (
-        AdamW8bit,
-        AdamW4bit,
-        AdamWFp8,
-    ):  # whose blocks lie within shards, or whose states are in fp32
-        backend = fsdp()
+def test_states_in_eight_bits_are_stepped_where_blocks_lie_within_shards_and_refused_elsewhere() -> None:
+    optim = pytest.importorskip("torchao.optim")
+    for make in (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8):  # blocks within shards, or states in fp32
         model = nn.Linear(64, 128)
-        backend.prepare([model], [make(model.parameters())], [])
-        backend.close()
-    backend, model = fsdp(), nn.Linear(64, 128)
-    with pytest.raises(ValueError, match="BlocksAcrossShards") as caught:
-        backend.prepare([model], [BlocksAcrossShards(model.parameters())], [])
-    backend.close()
-    return str(caught.value)
-
-
-def test_states_in_eight_bits_are_stepped_where_blocks_lie_within_shards_and_refused_elsewhere(
-    run_ranks,
-) -> None:
-    pytest.importorskip("torchao")
-    for said in run_ranks(eight_bits):
-        assert "moves them elsewhere than whole ones" in said or "fails on another rank" in said
+        fsdp().prepare([model], [make(model.parameters())], [])
+    model = nn.Linear(64, 128)
+    with pytest.raises(
+        ValueError, match=r"BlocksAcrossShards.*(elsewhere than whole ones|fails on another rank)"
+    ):
+        fsdp().prepare([model], [BlocksAcrossShards(model.parameters())], [])

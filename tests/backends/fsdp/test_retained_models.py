@@ -2,25 +2,21 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam
 
-from backends.replicas import plain_step, step_and_clear
 from drivetrain_backends import FSDPBackend, Prepared, UnshardedParameterError
-from sharded_stack import fsdp, loss_of, stack, tokens, train_window, weights
+from plain_loop.backends import fsdp, plain_step, take_step, weights
+from plain_loop.case import Trained, train
+from plain_loop.stack import CASE, loss_of, stack, tokens
 
+pytestmark = pytest.mark.ranks(2)
 Again = Callable[[FSDPBackend, Prepared], Prepared]
-
-
-def steps(backend: FSDPBackend, prepared: Prepared, number: int = 2) -> list[float]:
-    """Train for some windows of two micro-batches, whose first is held back: the losses."""
-    windows = (train_window(backend, prepared, 2 * step + dist.get_rank()) for step in range(number))
-    return [loss for window in windows for loss in window]
 
 
 def as_it_is(_: FSDPBackend, prepared: Prepared) -> Prepared:
@@ -50,21 +46,16 @@ def evaluated_in_between(backend: FSDPBackend, prepared: Prepared) -> Prepared:
     return again
 
 
-def trained(again: Again, mode: str, options: dict[str, object]) -> tuple[list[float], dict[str, Tensor]]:
-    backend = fsdp(mode, accumulation=2, **options)
-    model = stack(0, tied=True)
+def trained(again: Again, mode: str, options: dict[str, object]) -> tuple[Trained, Trained]:
+    """Train two windows before, and two after."""
+    backend, model = fsdp(mode, accumulation=2, **options), stack(0, tied=True)
     model.embedding.weight.register_hook(lambda gradient: gradient * 0.5)
     (prepared,) = backend.prepare([model], [Adam(model.parameters(), lr=0.05)], [])
-    losses = steps(backend, prepared)
-    prepared = again(backend, prepared)
-    losses += steps(backend, prepared)
-    found = weights(prepared)
+    case = replace(CASE, accumulation=2, steps=2)
+    first = train(case, backend, [prepared])
+    second = train(case, backend, [again(backend, prepared)])
     backend.close()
-    return losses, found
-
-
-def both(again: Again, mode: str, options: dict[str, object]) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [trained(each, mode, options) for each in (as_it_is, again)]
+    return first, second
 
 
 @pytest.mark.parametrize("again", [closed, closed_in_a_window, evaluated_in_between])
@@ -79,82 +70,50 @@ def both(again: Again, mode: str, options: dict[str, object]) -> list[tuple[list
     ],
 )
 @pytest.mark.default_cases("no-options0-evaluated_in_between")
-def test_it_trains_as_if_it_had_not_been_closed(run_ranks, again, mode: str, options: dict) -> None:
-    for whole, resumed in run_ranks(both, again, mode, options):
-        assert resumed[0] == whole[0]
-        torch.testing.assert_close(resumed[1], whole[1], rtol=0, atol=0)
+def test_it_trains_as_if_it_had_not_been_closed(again: Again, mode: str, options: dict) -> None:
+    for whole, resumed in zip(trained(as_it_is, mode, options), trained(again, mode, options), strict=True):
+        assert resumed.losses == whole.losses
+        torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
 
 
-def unfrozen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train the head alone, then all: under FSDP, and the weights of a plain loop."""
-    backend = fsdp()
-    sharded, plain = stack(0), stack(0)
+def test_a_second_stage_trains_what_the_first_had_frozen() -> None:
+    """The head alone, then all."""
+    backend, sharded, plain = fsdp(), stack(0), stack(0)
     for stage in range(2):
         for model in (sharded, plain):
-            for parameter in model.parameters():
-                parameter.requires_grad_(stage == 1 or any(parameter is p for p in model.head.parameters()))
+            model.requires_grad_(stage == 1)
+            model.head.requires_grad_(True)
         optimizers = [Adam([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (sharded, plain)]
         (prepared,) = backend.prepare([sharded], optimizers[:1], [])
         for step in range(2):
-            backend.window.begin()
-            prepared.backward(loss_of(prepared.model, step))
-            step_and_clear(prepared)
+            take_step(prepared, loss_of(prepared.model, step))
             plain_step(optimizers[1], loss_of(plain, step))
-        found = weights(prepared)
+        torch.testing.assert_close(weights(prepared), dict(plain.state_dict()))
         backend.close()
-    return found, {name: value.detach() for name, value in plain.state_dict().items()}
 
 
-def test_a_second_stage_trains_what_the_first_had_frozen(run_ranks) -> None:
-    for found, plain in run_ranks(unfrozen):
-        torch.testing.assert_close(found, plain)
-
-
-def changed(kind: str) -> str:
-    backend = fsdp()
-    model = stack(0)
+@pytest.mark.parametrize("name", ["extra", "head"])
+def test_a_model_that_was_changed_in_between_is_refused(name: str) -> None:
+    backend, model = fsdp(), stack(0)
     backend.prepare([model], [], [])
     backend.close()
-    if kind == "added":
-        model.extra = nn.Linear(2, 2)
-    else:
-        model.head = nn.Linear(6, 5, bias=False)
+    setattr(model, name, nn.Linear(6, 5, bias=False))
     model(tokens(0)).sum()  # leaves the blocks gathered, as no backward follows
-    try:
+    with pytest.raises(UnshardedParameterError, match=rf"{name}\.weight was created after"):
         backend.prepare([model], [], [])
-    except UnshardedParameterError as error:
-        return str(error)
-    return "prepared"
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("added", "extra.weight was created after"), ("replaced", "head.weight was created after")],
-)
-def test_a_model_that_was_changed_in_between_is_refused(run_ranks, kind: str, said: str) -> None:
-    for message in run_ranks(changed, kind):
-        assert said in message
-
-
-def memory_after() -> tuple[bool, str]:
-    backend = fsdp()
-    model = stack(0)
+def test_a_closed_model_is_not_kept_and_no_other_backend_takes_it() -> None:
+    backend, model = fsdp(), stack(0)
     backend.prepare([model], [], [])
     backend.close()
+    other = fsdp()
     try:
-        fsdp().prepare([model], [], [])
-        said = "prepared"
+        other.prepare([model], [], [])
     except ValueError as error:
-        said = str(error)
+        said = str(error)  # and not the error, whose frames hold the model
+    assert "Stack is prepared already: it is sharded" in said
     watched: ref[nn.Module] = ref(model)
     del model
     gc.collect()
-    kept = watched() is not None
-    backend.close()
-    return kept, said
-
-
-def test_a_closed_model_is_not_kept_and_no_other_backend_takes_it(run_ranks) -> None:
-    for kept, said in run_ranks(memory_after):
-        assert not kept
-        assert "Stack is prepared already: it is sharded" in said
+    assert watched() is None

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from backends.replicas import step_and_clear
 from drivetrain_backends import iter_full_tensors
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from host_peak import peak_above, reset_peak
-from sharded_stack import Stack, fsdp, stack, tokens
+from plain_loop.backends import fsdp, step_and_clear
+from plain_loop.stack import Stack, stack, tokens
 
 
 def weights(prepared: object) -> dict[str, Tensor]:

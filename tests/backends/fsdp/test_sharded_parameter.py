@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
-from sharded_stack import fsdp, loss_of, stack, weights
+from plain_loop.backends import fsdp, prepare_sgd, take_step
+from plain_loop.case import Trained, assert_equal, assert_equals_plain_loop, run_plain, train
+from plain_loop.stack import CASE, loss_of, stack
+
+pytestmark = pytest.mark.ranks(2)
 
 Term = Callable[[nn.Module], Tensor]
 Edit = Callable[[nn.Module], object]
@@ -95,102 +97,36 @@ def mask(model: nn.Module) -> None:
 EDITS = (clamp, halve, set_anew, from_a_vector, load, copy, merge, mask)
 
 
-def plain(term: Term | None, edit: Edit | None) -> dict[str, Tensor]:
-    model = stack(0)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = torch.stack([loss_of(model, rank) for rank in range(2)]).mean()
-        (loss if term is None else loss + 0.1 * term(model)).backward()
-        optimizer.step()
-        if edit is not None:
-            edit(model)
-    return dict(model.state_dict())
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("term", "settings"),
+    [
+        *((term, {"wrap": ("Block",)}) for term in TERMS),
+        *((l2, {"strategy": strategy}) for strategy in ("shard_grad_op", "no_shard", "full_shard")),
+    ],
+)
+def test_losses_of_parameters_train_as_in_a_plain_loop(term: Term, settings: dict, first: bool) -> None:
+    """With a term of the user's module in the loss, before the forward or after it."""
+    backend, inner, prepared = prepare_sgd(fsdp(**settings), stack(0))
 
+    def loss(model: nn.Module, rank: int, number: int) -> Tensor:
+        parameters = inner if model is prepared.model else model
+        if first:
+            return 0.1 * term(parameters) + loss_of(model, rank)
+        return loss_of(model, rank) + 0.1 * term(parameters)
 
-def sharded(term: Term | None, edit: Edit | None, *, first: bool, **settings: object) -> dict[str, Tensor]:
-    """Train with a term in the loss, before the forward or after it, and an edit after each step."""
-    backend, _model, prepared = prepare_sgd(fsdp(**settings), stack(0))
-    for _ in range(3):
-        backend.window.begin()
-        early = 0.1 * term(prepared.unwrap()) if term is not None and first else 0.0
-        loss = loss_of(prepared.model, dist.get_rank()) + early
-        prepared.backward(loss + 0.1 * term(prepared.unwrap()) if term is not None and not first else loss)
-        step_and_clear(prepared)
-        if edit is not None:
-            edit(prepared.unwrap())
-    found = weights(prepared)
+    case = replace(CASE, loss=loss)
+    found, expected = train(case, backend, [prepared]), run_plain(case, 2)
     backend.close()
-    return found
-
-
-def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
-
-
-def each_way() -> dict[str, float]:
-    found = {
-        f"{term.__name__} {'before' if first else 'after'}": off(
-            sharded(term, None, first=first, wrap=("Block",)), plain(term, None)
-        )
-        for term in TERMS
-        for first in (False, True)
-    }
-    found |= {
-        f"l2 {strategy}": off(sharded(l2, None, first=False, strategy=strategy), plain(l2, None))
-        for strategy in ("shard_grad_op", "no_shard", "full_shard")
-    }
-    edits = {
-        edit.__name__: off(sharded(None, edit, first=False, wrap=("Block",)), plain(None, edit))
-        for edit in EDITS
-    }
-    return found | edits
+    assert_equal(Trained(weights=found.weights), Trained(weights=expected.weights), rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_losses_of_parameters_and_assigned_values_train_as_in_a_plain_loop(run_ranks) -> None:
-    for found in run_ranks(each_way):
-        assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-6))
-
-
-def said_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
-
-
-def refused() -> dict[str, str]:
-    backend, _model, prepared = prepare_sgd(fsdp(wrap=("Block",)), stack(0))
-    inner: Any = prepared.unwrap()
-    prepared.backward(loss_of(prepared.model, 0))
-    step_and_clear(prepared)
-    weight = inner.blocks[0].linear.weight
-
-    def assign() -> None:
-        weight.data = torch.zeros(2, 2)
-
-    def product() -> None:
-        with torch.no_grad():
-            weight.addmm_(torch.ones(6, 6), torch.ones(6, 6))
-
-    found = {
-        "shape": said_of(assign),
-        "product": said_of(product),
-        "grad": said_of(lambda: torch.autograd.grad(loss_of(prepared.model, 0), list(inner.parameters()))),
-        "save": said_of(lambda: torch.save(inner.state_dict(), io.BytesIO())),
-        "storage": said_of(lambda: [p.untyped_storage() for p in inner.state_dict().values()]),
-        "save parameters": said_of(lambda: torch.save(dict(inner.named_parameters()), io.BytesIO())),
-        "copied state": said_of(lambda: deepcopy(inner.state_dict())),
-        "node": said_of(lambda: register_multi_grad_hook(list(inner.parameters()), lambda _: None)),
-        "same dtype": said_of(lambda: inner.to(torch.float32)),
-    }
-    prepared.model.eval()
-    with torch.no_grad():
-        found["after"] = said_of(lambda: loss_of(prepared.model, 0))
-    backend.close()
-    return found
+@pytest.mark.parametrize("edit", EDITS)
+def test_assigned_values_train_as_in_a_plain_loop(edit: Edit) -> None:
+    case = replace(CASE, after_step=lambda model, step: edit(model))
+    assert_equals_plain_loop(case, fsdp(wrap=("Block",)), rtol=0, atol=1e-6)
 
 
 CONVERSIONS: dict[str, Edit] = {
@@ -201,41 +137,51 @@ CONVERSIONS: dict[str, Edit] = {
 }
 
 
-def step(prepared: Any) -> None:
-    prepared.backward(loss_of(prepared.model, dist.get_rank()))
-    step_and_clear(prepared)
-
-
-def converted(mode: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, convert in CONVERSIONS.items():
-        _backend, _model, prepared = prepare_sgd(fsdp(mode, wrap=("Block",)), stack(0))
-
-        step(prepared)
-        convert(prepared.unwrap())
-        found[name] = said_of(partial(step, prepared))
-    return found
-
-
+@pytest.mark.parametrize("conversion", CONVERSIONS)
 @pytest.mark.parametrize("mode", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_sharded_model_that_is_converted_is_refused_at_its_next_step(run_ranks, mode: str) -> None:
-    for found in run_ranks(converted, mode):
-        for way, said in found.items():
-            assert "was converted from float32 to " in said, (way, said)
+def test_a_sharded_model_that_is_converted_is_refused_at_its_next_step(mode: str, conversion: str) -> None:
+    _, inner, prepared = prepare_sgd(fsdp(mode, wrap=("Block",)), stack(0))
+    take_step(prepared, loss_of(prepared.model, dist.get_rank()))
+    CONVERSIONS[conversion](inner)
+    with pytest.raises(RuntimeError, match="was converted from float32 to "):
+        take_step(prepared, loss_of(prepared.model, dist.get_rank()))
 
 
-def test_what_shards_cannot_do_is_refused_by_the_parameters_name(run_ranks) -> None:
-    for found in run_ranks(refused):
-        assert (
-            "blocks.0.linear.weight, of float32 (6, 6) on cpu, is assigned float32 (2, 2)" in found["shape"]
-        )
-        assert "addmm_() of a sharded parameter, in place and with a tensor that is not" in found["product"]
-        assert (
-            "torch.autograd.grad(loss, model.parameters()) through a model that FSDP sharded" in found["grad"]
-        )
-        for case in ("save", "save parameters", "storage"):
-            assert "embedding.weight is pickled or written to a file, as by torch.save(model" in found[case]
-        assert (
-            "the node that adds up the gradient of embedding.weight, as register_multi_grad" in found["node"]
-        )
-        assert found["copied state"] == found["same dtype"] == found["after"] == "done"
+def assign(model: Any) -> None:
+    model.blocks[0].linear.weight.data = torch.zeros(2, 2)
+
+
+def multiply(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[0].linear.weight.addmm_(torch.ones(6, 6), torch.ones(6, 6))
+
+
+PICKLED = r"embedding\.weight is pickled or written to a file, as by torch\.save\(model"
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "shape": (assign, r"0\.linear\.weight, of float32 \(6, 6\) on cpu, is assigned float32 \(2, 2\)"),
+    "product": (multiply, r"addmm_\(\) of a sharded parameter, in place and with a tensor that is not"),
+    "grad": (
+        lambda model: torch.autograd.grad(loss_of(model, 0), list(model.parameters())),
+        r"torch\.autograd\.grad\(loss, model\.parameters\(\)\) through a model that FSDP sharded",
+    ),
+    "save": (lambda model: torch.save(model.state_dict(), io.BytesIO()), PICKLED),
+    "storage": (lambda model: [p.untyped_storage() for p in model.state_dict().values()], PICKLED),
+    "save parameters": (lambda model: torch.save(dict(model.named_parameters()), io.BytesIO()), PICKLED),
+    "node": (
+        lambda model: register_multi_grad_hook(list(model.parameters()), lambda _: None),
+        r"the node that adds up the gradient of embedding\.weight, as register_multi_grad",
+    ),
+}
+
+
+def test_what_shards_cannot_do_is_refused_by_the_parameters_name() -> None:
+    _, inner, prepared = prepare_sgd(fsdp(wrap=("Block",)), stack(0))
+    take_step(prepared, loss_of(prepared.model, 0))
+    for act, said in REFUSED.values():
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
+            act(inner)
+    deepcopy(inner.state_dict())
+    inner.to(torch.float32)  # which it is already
+    prepared.model.eval()
+    with torch.no_grad():
+        loss_of(prepared.model, 0)
