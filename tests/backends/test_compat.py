@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnneali
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain_backends import compat
-from drivetrain_state import StateSettings, connect
+from plain_loop.backends import context
 
 
 def test_each_write_in_place_raises_the_version_and_no_read_does() -> None:
@@ -36,21 +36,17 @@ def test_only_the_nonzero_rows_of_a_sparse_gradient_are_its_values() -> None:
     assert compat.values_of_sparse(gradient).tolist() == [[1.0] * 3] * 2
 
 
-def shard() -> list[list[float]]:
-    """This rank's shard of a DTensor; the attribute is the very tensor, not a copy."""
-    with connect(StateSettings(device="cpu", watchdog=False)) as context:
-        mesh = torch.distributed.init_device_mesh("cpu", (context.topology.world_size,))
-        own = torch.full((1, 2), float(context.topology.rank))
-        divided = DTensor.from_local(own, mesh, [Shard(0)])
-        found: Tensor = getattr(divided, compat.LOCAL_SHARD)
-        divided.mul_(2)
-        assert type(found) is Tensor
-        assert found.data_ptr() == own.data_ptr()
-        return found.tolist()
-
-
-def test_a_dtensor_holds_its_shard(run_ranks) -> None:
-    assert run_ranks(shard) == [[[0.0, 0.0]], [[2.0, 2.0]]]
+@pytest.mark.ranks(2)
+def test_a_dtensor_holds_its_shard_itself_and_no_copy() -> None:
+    where = context()
+    mesh = torch.distributed.init_device_mesh("cpu", (where.topology.world_size,))
+    own = torch.full((1, 2), float(where.topology.rank))
+    divided = DTensor.from_local(own, mesh, [Shard(0)])
+    found: Tensor = getattr(divided, compat.LOCAL_SHARD)
+    divided.mul_(2)
+    assert type(found) is Tensor
+    assert found.data_ptr() == own.data_ptr()
+    assert found.tolist() == [[2.0 * where.topology.rank] * 2]
 
 
 def test_hooks_of_parameters_are_found_and_taken_with_the_dicts_that_handles_refer_to() -> None:

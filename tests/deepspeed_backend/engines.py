@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from drivetrain_backends import AccumulationWindow, DeepSpeedBackend, DeepSpeedSettings
 from drivetrain_backends.state_dict import full_tensors as states
@@ -51,6 +52,32 @@ class Weights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (3,) to ()."""
         return (self.w * x).sum()
+
+
+@contextmanager
+def engine_of(
+    model: Any = None, *, lr: float = 1.0, **settings: Any
+) -> Generator[tuple[DeepSpeedBackend, Any, Any]]:
+    """A backend, a model, by default `Weights`, and what is prepared of it with SGD."""
+    with backend(**settings) as made:
+        model = Weights() if model is None else model
+        (prepared,) = made.prepare([model], [SGD(model.parameters(), lr=lr)], [])
+        yield made, model, prepared
+
+
+X = torch.tensor([1.0, 2.0, 3.0])  # the gradient of `Weights` in the tests
+
+
+def moved(prepared: Any) -> list[float]:
+    """How far the weights of a prepared `Weights` have moved from their start."""
+    return [1 - w for w in weights(prepared)]
+
+
+def take_step(prepared: Any, loss: Tensor) -> None:
+    """Train on a loss that is a window of its own."""
+    prepared.backward(loss)
+    prepared.optimizers[0].step()
+    prepared.optimizers[0].zero_grad()
 
 
 def weights(prepared: Any) -> list[float]:

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
 
-from deepspeed_backend.engines import Weights, backend, error_of, weights
+from deepspeed_backend.engines import X, engine_of, weights
 
-X = torch.tensor([1.0, 2.0, 3.0])
 NORM = 14**0.5
 LARGE = 1e9
 WAYS = [
@@ -22,44 +20,30 @@ WAYS = [
 ]
 
 
-def clipped(stage: int, mode: str, offload: Any) -> list[list[float]]:
-    """For pairs of clips: the norms that they found, and how far the step after them moved the weights."""
-    found: list[list[float]] = []
-    with backend(stage=stage, mode=mode, offload_optimizer=offload) as one:
-        model = Weights()
-        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
-        for bounds in [(0.1, LARGE), (inf, 0.1), (0.3, 0.2), (LARGE,)]:
-            before = torch.tensor(weights(prepared))
-            one.window.begin()
-            prepared.backward(prepared.model(X))
-            norms = [float(prepared.clip(norm=bound)) for bound in bounds]  # pyright: ignore[reportArgumentType]
-            prepared.optimizers[0].step()
-            found.append([*norms, (torch.tensor(weights(prepared)) - before).norm().item()])
-    return found
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "mode", "offload"), WAYS)
 def test_a_second_clip_finds_what_the_first_left_and_loosens_nothing(
-    run_ranks, stage: int, mode: str, offload: Any
+    stage: int, mode: str, offload: Any
 ) -> None:
-    for found in run_ranks(clipped, stage, mode, offload, num_processes=2):
-        assert found == [
-            pytest.approx([NORM, 0.1, 0.1], rel=1e-4),
-            pytest.approx([NORM, NORM, 0.1], rel=1e-4),
-            pytest.approx([NORM, 0.3, 0.2], rel=1e-4),
-            pytest.approx([NORM, NORM], rel=1e-4),
-        ]
-
-
-def to_nothing() -> str:
-    with backend(stage=2) as one:
-        model = Weights()
-        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
-        one.window.begin()
-        prepared.backward(prepared.model(X))
-        return error_of(ValueError, lambda: prepared.clip(norm=0.0))
+    with engine_of(stage=stage, mode=mode, offload_optimizer=offload) as (_, _, prepared):
+        for bounds, norms, way in (
+            ((0.1, LARGE), (NORM, 0.1), 0.1),
+            ((inf, 0.1), (NORM, NORM), 0.1),
+            ((0.3, 0.2), (NORM, 0.3), 0.2),
+            ((LARGE,), (NORM,), NORM),
+        ):
+            before = torch.tensor(weights(prepared))
+            prepared.backward(prepared.model(X))
+            assert [float(prepared.clip(norm=bound)) for bound in bounds] == pytest.approx(norms, rel=1e-4)
+            prepared.optimizers[0].step()
+            went = torch.tensor(weights(prepared)) - before
+            assert went.norm().item() == pytest.approx(way, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_norm_of_zero_which_deepspeed_takes_for_no_clipping_is_refused(run_ranks) -> None:
-    assert "clip(norm=0.0): it must be above 0" in run_ranks(to_nothing, num_processes=1)[0]
+@pytest.mark.ranks(1)
+def test_a_norm_of_zero_which_deepspeed_takes_for_no_clipping_is_refused() -> None:
+    with engine_of(stage=2) as (_, _, prepared):
+        prepared.backward(prepared.model(X))
+        with pytest.raises(ValueError, match=r"clip\(norm=0\.0\): it must be above 0"):
+            prepared.clip(norm=0.0)

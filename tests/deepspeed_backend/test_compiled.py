@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from deepspeed_backend.engines import Weights, backend, error_of
+from deepspeed_backend.engines import Weights, backend
 from drivetrain_backends.state_dict import full_tensors as states
 
 
@@ -41,22 +41,16 @@ def compiled(stage: int, how: str) -> list[float]:
     [(s, how) for s in range(4) for how in ("block", "in place", "whole") if (s, how) != (3, "whole")],
 )
 @pytest.mark.default_cases("0-block", "1-in place", "2-whole")
-def test_a_compiled_model_trains_alike_and_is_saved_under_plain_names(
-    run_ranks, stage: int, how: str
-) -> None:
-    (differences,) = run_ranks(compiled, stage, how, num_processes=1)
-    assert differences == pytest.approx([0.0] * 7, abs=1e-6)
+@pytest.mark.ranks(1)
+def test_a_compiled_model_trains_alike_and_is_saved_under_plain_names(stage: int, how: str) -> None:
+    assert compiled(stage, how) == pytest.approx([0.0] * 7, abs=1e-6)
 
 
-def wrapper_in_stage_3(is_trained: bool) -> str:
-    with backend(stage=3) as one:
-        model = torch.compile(Weights(), backend="eager")
-        optimizers = [SGD(model.parameters(), lr=0.1)] if is_trained else []
-        return error_of(ValueError, lambda: one.prepare([model], optimizers, []))
-
-
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_a_wrapper_of_the_compiler_is_refused_in_stage_3(run_ranks, is_trained: bool) -> None:
-    (said,) = run_ranks(wrapper_in_stage_3, is_trained, num_processes=1)
-    assert "Weights is wrapped by torch.compile" in said
-    assert "model.compile()" in said
+def test_a_wrapper_of_the_compiler_is_refused_in_stage_3(is_trained: bool) -> None:
+    model = torch.compile(Weights(), backend="eager")
+    optimizers = [SGD(model.parameters(), lr=0.1)] if is_trained else []
+    with backend(stage=3) as one:
+        with pytest.raises(ValueError, match=r"Weights is wrapped by torch\.compile.*model\.compile\(\)"):
+            one.prepare([model], optimizers, [])

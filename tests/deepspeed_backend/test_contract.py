@@ -1,11 +1,11 @@
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from drivetrain_backends import BackendContract, DeepSpeedSettings
 from drivetrain_backends.deepspeed.backend import DeepSpeedBackend
-from drivetrain_state import StateSettings, connect
+from plain_loop.backends import context
 
 
 class DeepSpeedContract(BackendContract):
@@ -15,7 +15,8 @@ class DeepSpeedContract(BackendContract):
     trains_models_together = False
 
 
-def check(stage: int, offload: bool, checkpointing: Any = "none") -> list[str]:
+def check(stage: int, offload: bool, checkpointing: Any = "none") -> None:
+    """Run every check."""
     where = "cpu" if offload else None
 
     class Contract(DeepSpeedContract):
@@ -34,51 +35,43 @@ def check(stage: int, offload: bool, checkpointing: Any = "none") -> list[str]:
         # (a mean) away from the one in float64 after 20 steps; on two or four processes below 1e-6.
         tolerance = 5e-6
 
-    with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
-        contract = AloneContract if context.topology.world_size == 1 else Contract
-        return contract().check_all(context)
+    with context() as where:
+        contract = AloneContract if where.topology.world_size == 1 else Contract
+        assert {"check_gan", "check_resume", "tied weights", "frozen layer"} <= set(
+            contract().check_all(where)
+        )
 
 
 WAYS = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 
 
-def passed(ran: list[object], num_processes: int) -> bool:
-    """Whether every rank ran every check."""
-    checks = {"check_gan", "check_resume", "tied weights", "frozen layer"}
-    return len(ran) == num_processes and all(checks <= set(names) for names in cast("list[list[str]]", ran))
+SLOW = pytest.mark.slow
 
 
+@pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize(
-    ("stage", "offload"),
-    [way if way == (3, True) else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
-)
-def test_deepspeed_passes_the_contract(run_ranks, stage: int, offload: bool) -> None:
-    assert passed(run_ranks(check, stage, offload, num_processes=2, timeout_seconds=170), 2)
-
-
-@pytest.mark.slow
-def test_deepspeed_passes_the_contract_with_activations_computed_again(run_ranks) -> None:
-    assert passed(run_ranks(check, 3, False, "full", num_processes=2, timeout_seconds=170), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_processes", "stage", "offload"),
+    ("stage", "offload", "checkpointing"),
     [
-        *((1, stage, offload) for stage, offload in WAYS),
-        *((4, stage, offload) for stage, offload in WAYS if stage in (0, 3) or not offload),
+        *((*way, "none") if way == (3, True) else pytest.param(*way, "none", marks=SLOW) for way in WAYS),
+        *(pytest.param(1, False, each, marks=SLOW) for each in ("full", "selective")),
+        *(pytest.param(3, False, each, marks=SLOW) for each in ("full", "selective")),
     ],
 )
-def test_deepspeed_passes_the_contract_on_other_numbers_of_processes(
-    run_ranks, num_processes: int, stage: int, offload: bool
-) -> None:
-    ran = run_ranks(check, stage, offload, num_processes=num_processes, timeout_seconds=170)
-    assert passed(ran, num_processes)
+def test_deepspeed_passes_the_contract(stage: int, offload: bool, checkpointing: str) -> None:
+    check(stage, offload, checkpointing)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "checkpointing"), [(1, "full"), (1, "selective"), (3, "selective")])
-def test_deepspeed_passes_the_contract_with_other_activations_computed_again(
-    run_ranks, stage: int, checkpointing: str
-) -> None:
-    assert passed(run_ranks(check, stage, False, checkpointing, num_processes=2, timeout_seconds=170), 2)
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        *(pytest.param(*way, marks=pytest.mark.ranks(1, timeout_seconds=170), id=f"1-{way}") for way in WAYS),
+        *(
+            pytest.param(*way, marks=pytest.mark.ranks(4, timeout_seconds=170), id=f"4-{way}")
+            for way in WAYS
+            if way[0] in (0, 3) or not way[1]
+        ),
+    ],
+)
+def test_deepspeed_passes_the_contract_on_other_numbers_of_processes(stage: int, offload: bool) -> None:
+    check(stage, offload)

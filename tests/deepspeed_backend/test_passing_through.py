@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from deepspeed_backend.engines import Weights, backend, error_of, weights
+from deepspeed_backend.engines import Weights, X, backend, engine_of, moved, take_step
 from drivetrain_backends import AccumulationError, UnreducedGradientError, full_state_dict
-
-X = torch.tensor([1.0, 2.0, 3.0])
 
 
 @dataclass
@@ -27,62 +25,39 @@ class Scorer(Weights):
         return Score(super().forward(x))
 
 
-def passed_through(stage: int, how: str) -> list[object]:
-    """What is said of a loss through another engine; how far both move in two steps after it."""
-    with backend(stage=stage) as one:
-        models = [Weights(), Scorer() if how == "dataclass" else Weights()]
-        first, second = one.prepare(models, [SGD([m.w], lr=1.0) for m in models], [])
-        one.window.begin()
-        made = first.model(X) * X
-        loss = second.model(made).value if how == "dataclass" else second.unwrap()(made)
-        said = error_of(AccumulationError, lambda: first.backward(loss))
-        for prepared in (first, second):
-            prepared.optimizers[0].zero_grad()
-        moved: list[list[float]] = []
-        for _ in range(2):
-            one.window.begin()
-            for prepared in (first, second) if how != "dataclass" else (first,):
-                prepared.backward(prepared.model(X))
-                prepared.optimizers[0].step()
-                prepared.optimizers[0].zero_grad()
-        moved = [[1 - w for w in weights(prepared)] for prepared in (first, second)]
-        return [said, *moved]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["unwrapped", "dataclass"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_loss_through_another_engine_is_an_error_whatever_way_it_takes(
-    run_ranks, stage: int, how: str
-) -> None:
-    reached = "a loss of Weights reached Scorer"
-    if how == "unwrapped":
-        reached = "a loss of Weights (number 1 of 2 prepared) reached Weights (number 2 of 2 prepared)"
-    for said, first, second in run_ranks(passed_through, stage, how, num_processes=2):
-        assert reached in said
-        assert first == [2.0, 4.0, 6.0]
-        assert second == ([2.0, 4.0, 6.0] if how == "unwrapped" else [0.0] * 3)
-
-
-def past_the_engine(stage: int) -> list[object]:
-    """A plain backward of the user's own module, then a step; then zero_grad, and a step of the engine's."""
+def test_a_loss_through_another_engine_is_an_error_whatever_way_it_takes(stage: int, how: str) -> None:
+    is_score = how == "dataclass"
     with backend(stage=stage) as one:
-        model = Weights()
-        (prepared,) = one.prepare([model], [SGD([model.w], lr=1.0)], [])
-        prepared.optimizers[0].step()  # nothing to step on, as in torch
-        one.window.begin()
-        prepared.unwrap()(X).backward()
-        said = error_of(AccumulationError, prepared.optimizers[0].step)
-        prepared.optimizers[0].zero_grad()
-        prepared.backward(prepared.model(X))
-        prepared.optimizers[0].step()
-        return [said, [1 - w for w in weights(prepared)]]
+        models = [Weights(), Scorer() if is_score else Weights()]
+        first, second = one.prepare(models, [SGD([m.w], lr=1.0) for m in models], [])
+        made = first.model(X) * X
+        loss = second.model(made).value if is_score else second.unwrap()(made)
+        said = r"a loss of Weights \(number 1 of 2 prepared\) reached Weights \(number 2 of 2 prepared\)"
+        with pytest.raises(AccumulationError, match="a loss of Weights reached Scorer" if is_score else said):
+            first.backward(loss)
+        for prepared in (first, second):
+            prepared.optimizers[0].zero_grad()
+        for _ in range(2):
+            for prepared in (first,) if is_score else (first, second):
+                take_step(prepared, prepared.model(X))
+        assert moved(first) == [2.0, 4.0, 6.0]
+        assert moved(second) == ([0.0] * 3 if is_score else [2.0, 4.0, 6.0])
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_plain_backward_of_the_users_module_is_an_error_at_the_step(run_ranks, stage: int) -> None:
-    ((said, moved),) = run_ranks(past_the_engine, stage, num_processes=1)
-    assert "call accelerator.backward(loss) in its place" in said
-    assert moved == [1.0, 2.0, 3.0]
+def test_a_plain_backward_of_the_users_module_is_an_error_at_the_step(stage: int) -> None:
+    with engine_of(stage=stage) as (_, _, prepared):
+        prepared.optimizers[0].step()  # nothing to step on, as in torch
+        prepared.unwrap()(X).backward()
+        with pytest.raises(AccumulationError, match=r"call accelerator\.backward\(loss\) in its place"):
+            prepared.optimizers[0].step()
+        prepared.optimizers[0].zero_grad()
+        take_step(prepared, prepared.model(X))
+        assert moved(prepared) == [1.0, 2.0, 3.0]
 
 
 class FrozenHalf(nn.Module):
@@ -98,21 +73,16 @@ class FrozenHalf(nn.Module):
         return (self.trained * self.frozen * x).sum()
 
 
-def unfrozen(stage: int) -> list[object]:
-    with backend(stage=stage) as one:
-        model = FrozenHalf()
-        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-        still_frozen = not model.frozen.requires_grad
-        model.frozen.requires_grad_(True)
-        one.window.begin()
-        return [still_frozen, error_of(UnreducedGradientError, lambda: prepared.backward(prepared.model(X)))]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_unfrozen_after_prepare_is_named(run_ranks, stage: int) -> None:
-    for still_frozen, said in run_ranks(unfrozen, stage, num_processes=2):
-        assert still_frozen
-        assert "frozen was frozen when prepare() built its DeepSpeed engine" in said
+def test_a_parameter_unfrozen_after_prepare_is_named(stage: int) -> None:
+    with engine_of(FrozenHalf(), stage=stage) as (_, model, prepared):
+        assert not model.frozen.requires_grad
+        model.frozen.requires_grad_(True)
+        loss = prepared.model(X)
+        said = r"frozen was frozen when prepare\(\) built its DeepSpeed engine"
+        with pytest.raises(UnreducedGradientError, match=said):
+            prepared.backward(loss)
 
 
 class Failing(torch.autograd.Function):
@@ -145,25 +115,17 @@ class Chain(nn.Module):
         return ((Failing.apply(first) if self.fails else first) + self.b * x).sum()
 
 
-def interrupted(stage: int) -> list[list[float]]:
-    """How far two steps move the weights after a backward that failed half-way, and was cleared away."""
-    with backend(stage=stage) as one:
-        model = Chain()
-        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
-        one.window.begin()
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_goes_on_after_a_backward_that_failed_half_way_and_was_cleared(stage: int) -> None:
+    with engine_of(Chain(), stage=stage) as (_, model, prepared):
         model.fails = True
-        error_of(MemoryError, lambda: prepared.backward(prepared.model(X)))
+        loss = prepared.model(X)
+        with pytest.raises(MemoryError):
+            prepared.backward(loss)
         model.fails = False
         prepared.optimizers[0].zero_grad()
         for _ in range(2):
-            one.window.begin()
-            prepared.backward(prepared.model(X))
-            prepared.optimizers[0].step()
-            prepared.optimizers[0].zero_grad()
-        return [(1 - value).tolist() for value in full_state_dict(prepared.state_dict()["model"]).values()]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_goes_on_after_a_backward_that_failed(run_ranks, stage: int) -> None:
-    for moved in run_ranks(interrupted, stage, num_processes=2):
-        assert moved == [[2.0, 4.0, 6.0]] * 2
+            take_step(prepared, prepared.model(X))
+        for value in full_state_dict(prepared.state_dict()["model"]).values():
+            assert (1 - value).tolist() == [2.0, 4.0, 6.0]

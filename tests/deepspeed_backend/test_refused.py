@@ -1,6 +1,7 @@
 """What an engine cannot do is refused in drivetrain's own words, at `prepare` or at the call."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from deepspeed_backend.engines import backend, told
+from deepspeed_backend.engines import backend, engine_of, take_step, told
+from drivetrain_backends import AccumulationError, full_state_dict
 
 SLOW = pytest.mark.slow
 
@@ -81,12 +83,9 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-def train(one: Any, prepared: Any, x: Tensor) -> None:
+def train(prepared: Any, x: Tensor) -> None:
     for _ in range(2):
-        one.window.begin()
-        prepared.backward(prepared.model(x).float().square().mean())
-        prepared.optimizers[0].step()
-        prepared.optimizers[0].zero_grad()
+        take_step(prepared, prepared.model(x).float().square().mean())
 
 
 def refusals(stage: int) -> dict[str, str]:
@@ -95,31 +94,24 @@ def refusals(stage: int) -> dict[str, str]:
     with backend(stage=stage) as one:
         for name, model in unprepared(stage).items():
             optimizer = SGD(model.parameters(), lr=0.1)
-            said[name] = told(lambda m=model, o=optimizer: one.prepare([m], [o], []))
+            said[name] = told(partial(one.prepare, [model], [optimizer], []))
     for name, change in CHANGES.items():
-        with backend(stage=stage) as one:
-            (prepared,) = one.prepare([model := Seq()], [SGD(model.parameters(), lr=0.1)], [])
+        with engine_of(Seq(), stage=stage, lr=0.1) as (_, _, prepared):
 
-            def act(name: str = name, change: Any = change, one: Any = one, prepared: Any = prepared) -> None:
+            def act(change: Any = change, prepared: Any = prepared, x: Tensor = x) -> None:
                 change(prepared.unwrap(), prepared.optimizers[0])
-                train(one, prepared, x.double() if name == "dtype" else x)
+                train(prepared, x)
 
-            said[name] = told(act)
-    with backend(stage=stage) as one:
-        (prepared,) = one.prepare([model := Seq()], [SGD(model.parameters(), lr=0.1)], [])
+            said[name] = told(partial(act, x=x.double() if name == "dtype" else x))
+    with engine_of(Seq(), stage=stage, lr=0.1) as (_, model, prepared):
         run = torch.func.vmap(torch.func.jacrev(lambda v: prepared.model(v[None])[0, 0]))
         said["jacrev"] = told(lambda: run(x))
         said["grad"] = told(lambda: torch.autograd.grad(prepared.model(x).sum(), list(model.parameters())))
-    with backend(stage=stage) as one:
-        half = Seq().bfloat16()
-        (prepared,) = one.prepare([half], [SGD(half.parameters(), lr=0.1)], [])
+    with engine_of(Seq().bfloat16(), stage=stage, lr=0.1) as (_, _, prepared):
         said["half"] = told(lambda: prepared.model(x))
-    with backend(stage=stage) as one:
-        (prepared,) = one.prepare([m := Looked()], [SGD(m.parameters(), lr=0.1)], [])
-        rows = torch.randint(
-            0, 40, (4, 4), generator=torch.Generator().manual_seed(one.context.topology.rank)
-        )
-        said["written by rows"] = told(lambda: train(one, prepared, rows))
+    with engine_of(Looked(), stage=stage, lr=0.1) as (one, _, prepared):
+        draws = torch.Generator().manual_seed(one.context.topology.rank)
+        said["written by rows"] = told(lambda: train(prepared, torch.randint(0, 40, (4, 4), generator=draws)))
     return said
 
 
@@ -150,44 +142,35 @@ def expected(stage: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.ranks(2, timeout_seconds=170)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
-def test_what_an_engine_cannot_do_is_refused_by_name(run_ranks, stage: int) -> None:
-    for said in run_ranks(refusals, stage, num_processes=2, timeout_seconds=170):
-        texts = expected(stage)
-        assert set(said) == set(texts)
-        for name, text in texts.items():
-            assert text in said[name], (name, said[name])
+def test_what_an_engine_cannot_do_is_refused_by_name(stage: int) -> None:
+    said, texts = refusals(stage), expected(stage)
+    assert set(said) == set(texts)
+    for name, text in texts.items():
+        assert text in said[name], (name, said[name])
 
 
-def frozen_in_window(stage: int, number: int) -> object:
-    """How far a window with a frozen micro-batch is from the gradients by hand, or what is said of it."""
-    with backend(stage=stage, accumulation=2) as one:
-        model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
-        (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
-        for parameter in ("0", "1"):
-            with prepared.gathered(write=True), torch.no_grad():
-                model.get_submodule(parameter).weight.fill_(1.0)  # pyright: ignore[reportCallIssue]
-
-        def window() -> None:
-            for micro in range(2):
-                model[1].requires_grad_(micro != number)
-                one.window.begin()
-                prepared.backward(prepared.model(torch.ones(1, 3)).sum())
-            model[1].requires_grad_(True)
-            prepared.optimizers[0].step()
-
-        said = told(window)
-        if said != "nothing":
-            return said
-        state: Any = prepared.state_dict()["model"]["1.weight"]
-        return float(state.full_tensor() if hasattr(state, "full_tensor") else state)
-
-
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("stage", [2, 3, pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW)])
-def test_a_layer_frozen_in_one_micro_batch_is_trained_by_the_other_or_named(run_ranks, stage: int) -> None:
-    for number in (0, 1):
-        for found in run_ranks(frozen_in_window, stage, number, num_processes=2):
-            if stage == 3:
-                assert str(found).startswith("AccumulationError: 1.weight: frozen since prepare()")
-            else:
-                assert found == 1.0 - 3.0 / 2
+def test_a_layer_frozen_in_one_micro_batch_is_trained_by_the_other_or_named(stage: int, number: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)  # pyright: ignore[reportArgumentType]
+
+    def train_a_window() -> None:
+        for micro in range(2):
+            model[1].requires_grad_(micro != number)
+            one.window.begin()
+            prepared.backward(prepared.model(torch.ones(1, 3)).sum())
+        model[1].requires_grad_(True)
+        prepared.optimizers[0].step()
+
+    with engine_of(model, stage=stage, accumulation=2) as (one, _, prepared):
+        if stage == 3:
+            with pytest.raises(AccumulationError, match=r"^1\.weight: frozen since prepare\(\)"):
+                train_a_window()
+        else:
+            train_a_window()
+            assert full_state_dict(prepared.state_dict()["model"])["1.weight"].item() == 1.0 - 3.0 / 2

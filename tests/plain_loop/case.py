@@ -18,6 +18,7 @@ from drivetrain_backends import Backend, Prepared
 from plain_loop.backends import held, weights
 
 Weights = dict[str, Tensor]
+Backward = Callable[[Tensor], object]
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -31,6 +32,7 @@ class Case:
     Attributes:
         build: Return the model, or a list of models; equal weights at each call.
         loss: Return the loss of a model (or of the list) for a rank's micro-batch of a number, or a list of losses.
+        micro_batch: In place of `loss`: call the given backward with each loss of a model, rank and number.
         optimizer: Return the optimizer of a model's parameters (or those of a list of models).
         steps: The number of optimizer steps.
         accumulation: The number of micro-batches of a step on each rank.
@@ -38,11 +40,13 @@ class Case:
         clip: The arguments to clip with, `norm`, `norm_type` or `value`; None for no clipping.
         before_step: Called with a model and the number of the step, in both loops.
         after_step: The same, after the step.
+        clears_in_turn: Whether each optimizer clears gradients right after its step, in the backend's loop.
         before_clip: Called between the last backward and the step, in the backend's loop alone.
     """
 
     build: Callable[[], Any]
-    loss: Callable[[Any, int, int], Any]
+    loss: Callable[[Any, int, int], Any] | None = None
+    micro_batch: Callable[[Any, int, int, Backward], object] | None = None
     optimizer: Callable[[Any], Any] = sgd
     steps: int = 3
     accumulation: int = 1
@@ -50,7 +54,17 @@ class Case:
     clip: Mapping[str, float] | None = None
     before_step: Callable[[Any, int], object] = lambda model, step: None
     after_step: Callable[[Any, int], object] = lambda model, step: None
+    clears_in_turn: bool = False
     before_clip: Callable[[Any], object] = lambda model: None
+
+    def run(self, model: Any, rank: int, number: int, backward: Backward) -> None:
+        """Call `backward` with each loss of a micro-batch."""
+        if self.micro_batch is not None:
+            self.micro_batch(model, rank, number, backward)
+        else:
+            assert self.loss is not None
+            for loss in _listed(self.loss(model, rank, number)):
+                backward(loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +76,32 @@ class Trained:
     norms: list[float] = field(default_factory=list[float])
 
 
-def run_plain(case: Case, num_ranks: int, *, rank: int = 0) -> Trained:
-    """Train on the micro-batches of all ranks in one process, with torch alone; return the losses of one rank."""
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def run_plain(case: Case, num_ranks: int) -> Trained:
+    """Train on the micro-batches of all ranks in one process, with torch alone; return the losses of this rank."""
     built = case.build()
     models, optimizers = _listed(built), _optimizers(case, built)
-    found = Trained(weights=[])
+    found, rank, rank_now = Trained(weights=[]), own_rank(), 0
+    items = num_ranks * case.accumulation * (case.count or 1)
+
+    def backward(loss: Tensor) -> None:
+        if rank_now == rank:
+            found.losses.append(loss.item())
+        (loss / items).backward()
+
     for step in range(case.steps):
         case.before_step(built, step)
         for number in range(step * case.accumulation, (step + 1) * case.accumulation):
-            for each in range(num_ranks):
-                losses = _listed(case.loss(built, each, number))
-                items = 1 if case.count is None else case.count
-                (sum(losses) / (num_ranks * case.accumulation * items)).backward()
-                found.losses.extend(loss.item() for loss in losses if each == rank)
+            for rank_now in range(num_ranks):
+                case.run(built, rank_now, number, backward)
         if case.clip is not None:
             _clip_plainly([p for model in models for p in model.parameters()], case.clip, found.norms)
         for optimizer in optimizers:
             optimizer.step()
+        for optimizer in optimizers:
             optimizer.zero_grad()
         case.after_step(built, step)
     found.weights.extend({name: v.detach() for name, v in model.state_dict().items()} for model in models)
@@ -94,26 +117,31 @@ def run_on_ranks(case: Case, backend: Any) -> Trained:
 
 def train(case: Case, backend: Backend, prepared: Sequence[Prepared]) -> Trained:
     """Train what is prepared already. Called on all ranks."""
-    found, rank = Trained(weights=[]), dist.get_rank() if dist.is_initialized() else 0
+    found, rank = Trained(weights=[]), own_rank()
     is_one = len(prepared) == 1
     user = prepared[0].unwrap() if is_one else [one.unwrap() for one in prepared]
     model = prepared[0].model if is_one else [one.model for one in prepared]
     trained = prepared[0] if is_one else backend
+
+    def backward(loss: Tensor) -> None:
+        found.losses.append(loss.item())
+        trained.backward(loss, count=case.count)
+
     optimizers = [optimizer for one in prepared for optimizer in one.optimizers]
     for step in range(case.steps):
         case.before_step(user, step)
         for number in range(step * case.accumulation, (step + 1) * case.accumulation):
             backend.window.begin()
             with held(backend, prepared):
-                for loss in _listed(case.loss(model, rank, number)):
-                    found.losses.append(loss.item())
-                    trained.backward(loss, count=case.count)
+                case.run(model, rank, number, backward)
             if backend.window.closing:
                 case.before_clip(model)
             if case.clip is not None and (norm := prepared[0].clip(**case.clip)) is not None:
                 found.norms.append(norm.item())
             for optimizer in optimizers:
                 optimizer.step()
+                if case.clears_in_turn:
+                    optimizer.zero_grad()
             for optimizer in optimizers:
                 optimizer.zero_grad()
         case.after_step(user, step)
@@ -123,8 +151,8 @@ def train(case: Case, backend: Backend, prepared: Sequence[Prepared]) -> Trained
 
 def assert_equals_plain_loop(case: Case, backend: Any, **tolerance: float) -> Trained:
     """Compare a case under a backend with the plain loop: weights, losses and norms. Called on all ranks."""
-    number, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    expected, found = run_plain(case, number, rank=rank), run_on_ranks(case, backend)
+    number = dist.get_world_size() if dist.is_initialized() else 1
+    expected, found = run_plain(case, number), run_on_ranks(case, backend)
     backend.close()
     assert_equal(found, expected, **tolerance)
     return found

@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_backends import BackendContract, FSDPBackend, FSDPSettings
-from drivetrain_state import StateSettings, connect
+from plain_loop.backends import context
 
 
 def check(options: dict[str, object]) -> list[str]:
@@ -9,8 +9,8 @@ def check(options: dict[str, object]) -> list[str]:
         backend = FSDPBackend
         settings = FSDPSettings(**options)
 
-    with connect(StateSettings(device="cpu", watchdog=False), needs_group=True) as context:
-        return Contract().check_all(context)
+    with context() as where:
+        return Contract().check_all(where)
 
 
 ON_TWO: list[dict[str, object]] = [
@@ -37,10 +37,9 @@ ON_OTHERS: list[dict[str, object]] = [
 @pytest.mark.costly
 @pytest.mark.parametrize("options", ON_TWO, ids=str)
 @pytest.mark.default_cases("{'strategy': 'full_shard', 'wrap': ('Linear',)}")
-def test_fsdp_passes_the_contract_on_two_processes(run_ranks, options: dict[str, object]) -> None:
-    ran = run_ranks(check, options, num_processes=2, timeout_seconds=170)
-    assert len(ran) == 2
-    assert "fp16, count, accumulated, clipped" in ran[0]
+@pytest.mark.ranks(2, timeout_seconds=170)
+def test_fsdp_passes_the_contract_on_two_processes(options: dict[str, object]) -> None:
+    assert "fp16, count, accumulated, clipped" in check(options)
 
 
 @pytest.mark.slow

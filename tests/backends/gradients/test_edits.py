@@ -1,18 +1,15 @@
 """Gradients that others change while they are no step's yet: told of at the next loss, clip or step."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
-from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, SingleBackend
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
-from single_process import backend as backend_of_one
+from drivetrain_backends import AccumulationError
+from plain_loop.backends import backend_of, held, prepare_sgd, step_and_clear
+from plain_loop.backends import single as backend_of_one
 
 Edit = Callable[[nn.Module], object]
 
@@ -56,21 +53,17 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def said_by(
-    kind: type, edit: Edit, *, mode: str = "no", steps: int = 1, count: int | None = None, first: bool
+    kind: str, edit: Edit, *, mode: str = "no", steps: int = 1, count: int | None = None, first: bool
 ) -> str:
     """What the error says that an edit ends in, made before or after the backward of each micro-batch; else "".
 
     Nothing was stepped on by then.
     """
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(steps)
-    backend, _model, prepared = prepare_sgd(
-        kind(context, choose_policy(mode, context.device), window=window), net()
-    )
+    backend, _, prepared = prepare_sgd(backend_of(kind, mode, accumulation=steps), net())
     try:
         for number in range(steps):
-            window.begin()
-            with nullcontext() if window.closing else prepared.no_sync():
+            backend.window.begin()
+            with held(backend, [prepared]):
                 if first:
                     edit(prepared.model)
                 prepared.backward(loss_of(prepared.model, number), count=count)
@@ -92,7 +85,7 @@ REGIMES = [{"steps": 3}, {"steps": 3, "count": 4}, {"steps": 2, "mode": "fp16"}]
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_gradients_in_an_open_window_is_refused(edit: Edit, regime: dict) -> None:
     for first in (True, False):
-        said = said_by(SingleBackend, edit, first=first, **regime)
+        said = said_by("single", edit, first=first, **regime)
         assert said.startswith(("gradients of Sequential (0.weight", "an optimizer of Sequential steps")) or (
             first and edit is backward  # before any loss of ours, it is told of at the step
         )
@@ -102,19 +95,19 @@ def test_an_edit_of_gradients_in_an_open_window_is_refused(edit: Edit, regime: d
 @pytest.mark.parametrize("regime", [{"mode": "fp16"}, {"count": 4}], ids=str)
 def test_an_edit_of_gradients_that_are_still_to_be_corrected_is_refused(regime: dict) -> None:
     for edit in (clip, backward):
-        assert "were changed since their last loss" in said_by(SingleBackend, edit, first=False, **regime)
+        assert "were changed since their last loss" in said_by("single", edit, first=False, **regime)
 
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])
 def test_gradients_may_be_dropped_between_windows_and_before_a_step(mode: str) -> None:
     for edit in (zero_grad, zero_in_place, drop_one):
-        assert said_by(SingleBackend, edit, mode=mode, first=True) == ""
-        assert said_by(SingleBackend, edit, mode=mode, first=False) == ""
+        assert said_by("single", edit, mode=mode, first=True) == ""
+        assert said_by("single", edit, mode=mode, first=False) == ""
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_in_a_plain_loop_gradients_may_be_edited(edit: Edit) -> None:
-    assert said_by(SingleBackend, edit, first=False) == ""
+    assert said_by("single", edit, first=False) == ""
 
 
 @pytest.mark.parametrize("clear", [zero_grad, zero_in_place])
@@ -156,13 +149,9 @@ def test_two_optimizers_of_a_model_clear_and_step_one_after_the_other() -> None:
     assert [optimizer.num_steps for optimizer in prepared.optimizers] == [2, 2]
 
 
-def said_on_ranks() -> list[str]:
-    said = [said_by(DDPBackend, edit, steps=3, first=True) for edit in (zero_grad, drop_one)]
-    clips = ({"steps": 3}, {"count": 4}, {})
-    return said + [said_by(DDPBackend, clip, first=False, **options) for options in clips]
-
-
-def test_edits_are_refused_under_backends_of_several_ranks_too(run_ranks) -> None:
-    for *refused, plain in run_ranks(said_on_ranks):
-        assert all("were changed since their last loss" in said for said in refused)
-        assert plain == ""
+@pytest.mark.ranks(2)
+def test_edits_are_refused_under_backends_of_several_ranks_too() -> None:
+    refused = [said_by("ddp", edit, steps=3, first=True) for edit in (zero_grad, drop_one)]
+    refused += [said_by("ddp", clip, first=False, **options) for options in ({"steps": 3}, {"count": 4})]
+    assert all("were changed since their last loss" in said for said in refused)
+    assert said_by("ddp", clip, first=False) == ""

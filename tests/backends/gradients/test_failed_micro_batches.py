@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError
 from drivetrain_precision import PrecisionSettings
-from single_process import Weight, backend
+from plain_loop.backends import Weight, prepare_sgd, step_and_clear
+from plain_loop.backends import single as backend
 
 MODES = pytest.mark.parametrize("mode", ["no", "fp16"])
 SCALING = PrecisionSettings(initial_scale=1024.0)
@@ -16,7 +16,7 @@ SCALING = PrecisionSettings(initial_scale=1024.0)
 def start(accumulation: int, mode: str = "no"):
     """A model that is to move by the gradient of each step."""
     single, model, prepared = prepare_sgd(
-        backend(mode, accumulation=accumulation, settings=SCALING), Weight(), lr=1.0
+        backend(mode, accumulation=accumulation, precision=SCALING), Weight(), lr=1.0
     )
     return single.window, model, prepared, prepared.optimizers[0]
 

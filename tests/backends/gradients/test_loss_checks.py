@@ -2,6 +2,7 @@
 
 import logging
 import logging.handlers
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,16 +10,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from backends.replicas import prepare_sgd, step_and_clear
-from drivetrain_backends import AccumulationError, DDPBackend, PairingError, SingleBackend
-from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends import AccumulationError, PairingError
 from drivetrain_backends.gradients.loss_checks import LOSSES_FOLLOWED, graph_leaves
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
-from sharded_stack import fsdp, loss_of, stack
-from single_process import backend, linear
+from plain_loop.backends import backend_of, fsdp, linear, prepare_sgd
+from plain_loop.backends import single as backend
+from plain_loop.case import train
+from plain_loop.stack import CASE, loss_of, stack
 
 X = torch.ones(1, 2)
+ON_TWO = pytest.mark.ranks(2)
 
 
 def test_the_leaves_of_a_graph_are_what_a_backward_adds_gradients_to() -> None:
@@ -38,65 +38,36 @@ def test_the_leaves_of_a_graph_are_what_a_backward_adds_gradients_to() -> None:
     assert {id(leaf) for leaf in found} == {id(p) for p in having}
 
 
-def train_with_what_was_not_prepared(kind: str, accumulation: int) -> str:
-    """The first loss of a model whose optimizer was not prepared, or of a model that was not."""
-    context = connect(StateSettings(device="cpu", watchdog=False), needs_group=True)
-    kinds = {"single": SingleBackend, "ddp": DDPBackend}
-    one = (
-        fsdp(accumulation=accumulation)
-        if kind == "fsdp"
-        else kinds[kind](
-            context, choose_policy("no", context.device), window=AccumulationWindow(accumulation)
-        )
-    )
-    model = stack()
-    (prepared,) = one.prepare([model], [], [])
-    one.window.begin()
-    try:
-        with pytest.raises(PairingError) as caught:
-            one.backward(loss_of(prepared.model, context.topology.rank))
-        assert prepared.group.stage == "empty"
-        return str(caught.value)
-    finally:
-        one.close()
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
-def test_the_first_loss_of_a_model_without_an_optimizer_is_refused(
-    run_ranks, kind: str, accumulation: int
-) -> None:
-    num_processes = 1 if kind == "single" else 2
-    for said in run_ranks(train_with_what_was_not_prepared, kind, accumulation, num_processes=num_processes):
-        assert "Stack, of which no prepared optimizer holds a parameter" in said
-        assert "Pass it to prepare() with its model" in said
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("single", marks=pytest.mark.ranks(1)),
+        *(pytest.param(k, marks=ON_TWO) for k in ("ddp", "fsdp")),
+    ],
+)
+def test_the_first_loss_of_a_model_without_an_optimizer_is_refused(kind: str, accumulation: int) -> None:
+    one = backend_of(kind, accumulation=accumulation)
+    (prepared,) = one.prepare([stack()], [], [])
+    one.window.begin()
+    said = r"Stack, of which no prepared optimizer holds a parameter.*Pass it to prepare\(\) with its model"
+    with pytest.raises(PairingError, match=said):
+        one.backward(loss_of(prepared.model, one.context.topology.rank))
+    assert prepared.group.stage == "empty"
 
 
-def train_fsdp_in_an_open_window() -> list[object]:
+@pytest.mark.ranks(2)
+def test_gathered_parameters_are_known_and_those_of_another_model_are_not() -> None:
     told = logging.handlers.BufferingHandler(capacity=100)
     logging.getLogger("drivetrain_backends.gradients.loss_checks").addHandler(told)
-    one, _model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
-    for _ in range(4):
-        one.window.begin()
-        if one.window.closing:
-            one.backward(loss_of(prepared.model, 0))
-        else:
-            with prepared.no_sync():
-                one.backward(loss_of(prepared.model, 0))
-        step_and_clear(prepared)
-    steps = prepared.optimizers[0].num_steps
-    said = ""
-    try:
+    one, _, prepared = prepare_sgd(fsdp(accumulation=2), stack())
+    case = replace(CASE, accumulation=2, steps=2)
+    train(case, one, [prepared])
+    with pytest.raises(PairingError, match="reaches no prepared model"):
         one.backward(loss_of(stack(), 0))
-    except PairingError as error:
-        said = str(error)
     logging.getLogger("drivetrain_backends.gradients.loss_checks").removeHandler(told)
-    one.close()
-    return [steps, len(told.buffer), "reaches no prepared model" in said]
-
-
-def test_gathered_parameters_are_known_and_those_of_another_model_are_not(run_ranks) -> None:
-    assert run_ranks(train_fsdp_in_an_open_window) == [[2, 0, True]] * 2
+    assert not told.buffer
+    assert prepared.optimizers[0].num_steps == 2
 
 
 def test_a_loss_of_a_model_that_was_not_prepared_is_refused_among_others() -> None:

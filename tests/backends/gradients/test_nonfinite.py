@@ -1,6 +1,7 @@
 """What becomes of a step whose gradients hold an infinity or NaN: ignored, skipped on all ranks, or an error."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationWindow, NonFiniteGradientError
 from drivetrain_backends.gradients.nonfinite import holds_nonfinite, nonfinite_error
 from drivetrain_precision import PrecisionSettings, SkippedStepsError
-from drivetrain_state import StateSettings, connect
-from single_process import backend
+from plain_loop.backends import backend_of, context, held, prepare_sgd, step_and_clear, weights
+from plain_loop.backends import single as backend
+from plain_loop.case import assert_same_on_all_ranks
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -146,7 +147,8 @@ def test_gradients_of_a_plain_backward_are_looked_at_at_every_step() -> None:
 @pytest.mark.parametrize("what", ["skip", "raise"])
 def test_fp16_lowers_its_scale_before_an_overflow_is_an_error(what: str) -> None:
     single, model, prepared = prepare_sgd(
-        backend("fp16", settings=PrecisionSettings(initial_scale=4.0), nonfinite_gradients=what), two_layers()
+        backend("fp16", precision=PrecisionSettings(initial_scale=4.0), nonfinite_gradients=what),
+        two_layers(),
     )
     for scale in (4.0, 2.0, 1.0):
         prepared.backward(model(torch.ones(1, 2)).float().sum() * INFINITY)
@@ -177,62 +179,59 @@ def test_another_word_than_the_three_is_refused() -> None:
         AccumulationWindow(nonfinite_gradients="stop")
 
 
-def steps_with_a_bad_loss_on_rank_1(what: str, clip: bool, counted: bool) -> object:
-    single, model, prepared = prepare_sgd(ddp_backend(accumulation=2, nonfinite_gradients=what), two_layers())
-    (optimizer,) = prepared.optimizers
+def train_with_a_bad_loss_on_rank_1(
+    kind: str, what: str, clip: bool, counted: bool
+) -> tuple[Any, list[bool]]:
+    """Train three windows, in the second of which rank 1 has a loss that is NaN; return what was skipped."""
+    backend, _, prepared = prepare_sgd(
+        backend_of(kind, accumulation=2, nonfinite_gradients=what), two_layers()
+    )
     skipped = []
-    try:
-        for micro_batch in range(6):
-            single.window.begin()
-            bad = micro_batch == 2 and dist.get_rank() == 1
-            x = torch.full((2, 2), NAN if bad else 1.0 + dist.get_rank())
-            with prepared.no_sync() if not single.window.closing else nullcontext():
-                prepared.backward(prepared.model(x).sum(), count=2 if counted else None)
-            if clip:
-                prepared.clip(norm=1.0)
-            optimizer.step()
-            if single.window.closing:
-                skipped.append(optimizer.was_skipped)
-            optimizer.zero_grad()
-    except NonFiniteGradientError as error:
-        return str(error)
-    finally:
-        single.close()
-    return skipped, optimizer.num_steps, model[0].weight.tolist()
+    for micro_batch in range(6):
+        backend.window.begin()
+        bad = micro_batch == 2 and dist.get_rank() == 1
+        x = torch.full((2, 2), NAN if bad else 1.0 + dist.get_rank())
+        with held(backend, [prepared]):
+            prepared.backward(prepared.model(x).sum(), count=2 if counted else None)
+        if clip:
+            prepared.clip(norm=1.0)
+        prepared.optimizers[0].step()
+        if backend.window.closing:
+            skipped.append(prepared.optimizers[0].was_skipped)
+        prepared.optimizers[0].zero_grad()
+    return prepared, skipped
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_bad_loss_of_one_rank_skips_the_step_on_all(run_ranks, clip: bool, counted: bool) -> None:
-    first, second = run_ranks(steps_with_a_bad_loss_on_rank_1, "skip", clip, counted)
-    assert first == second
-    skipped, num_steps, weight = first
-    assert (skipped, num_steps) == ([False, True, False], 2)
-    assert torch.tensor(weight).isfinite().all()
+@pytest.mark.parametrize(("kind", "counted"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+def test_a_bad_loss_of_one_rank_skips_the_step_on_all(kind: str, clip: bool, counted: bool) -> None:
+    prepared, skipped = train_with_a_bad_loss_on_rank_1(kind, "skip", clip, counted)
+    assert (skipped, prepared.optimizers[0].num_steps) == ([False, True, False], 2)
+    weight = weights(prepared)["0.weight"]
+    assert weight.isfinite().all()
+    assert_same_on_all_ranks(weight)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [False, True])
-def test_a_bad_loss_of_one_rank_is_an_error_on_all_that_names_the_rank(run_ranks, clip: bool) -> None:
-    first, second = run_ranks(steps_with_a_bad_loss_on_rank_1, "raise", clip, False)
-    assert first == second
-    assert first.startswith("the gradient of 0.weight holds an infinity or NaN at optimizer step 2; ")
-    assert "a loss of rank 1 was not finite" in first
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_bad_loss_of_one_rank_is_an_error_on_all_that_names_the_rank(kind: str, clip: bool) -> None:
+    said = r"^the gradient of 0\.weight holds an infinity or NaN at optimizer step 2; a loss of rank 1 was not fin"
+    with pytest.raises(NonFiniteGradientError, match=said):
+        train_with_a_bad_loss_on_rank_1(kind, "raise", clip, False)
 
 
-def look_into_parts(bad_rank: int | None) -> tuple[bool, str]:
-    """Look into gradients of which each rank holds a half, as sharded backends have them."""
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    part = torch.ones(2)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad_rank", [None, 1])
+def test_ranks_agree_on_gradients_of_which_each_holds_a_part(bad_rank: int | None) -> None:
+    """Gradients of which each rank holds a half, as sharded backends have them."""
+    where, part = context(), torch.ones(2)
     if dist.get_rank() == bad_rank:
         part[1] = NAN
     half = DTensor.from_local(part, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     gradients = {"whole": torch.ones(3), "none": None, "half": half}
-    found = holds_nonfinite(context, [torch.ones(3), half])
-    return found, str(nonfinite_error(context, gradients, step=7)) if found else ""
-
-
-def test_ranks_agree_on_gradients_of_which_each_holds_a_part(run_ranks) -> None:
-    assert run_ranks(look_into_parts, None) == [(False, "")] * 2
-    for found, said in run_ranks(look_into_parts, 1):
-        assert found
+    assert holds_nonfinite(where, [torch.ones(3), half]) is (bad_rank is not None)
+    if bad_rank is not None:
+        said = str(nonfinite_error(where, gradients, step=7))
         assert said.startswith("the gradient of half holds an infinity or NaN on rank 1 at optimizer step 7")

@@ -1,21 +1,15 @@
 """Several models and optimizers train as in a plain loop: shared trunks, teachers, two optimizers for a model."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from backends.replicas import ddp_backend
-from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend, SingleBackend
-from drivetrain_precision import choose_policy
-from drivetrain_state import StateSettings, connect
-from sharded_stack import weights
-
-NUM_STEPS, ACCUMULATION = 4, 2
-Losses = Callable[[Sequence[nn.Module], torch.Tensor], Sequence[torch.Tensor]]
+from plain_loop.backends import backend_of, ddp
+from plain_loop.case import Case, Trained, assert_equal, run_plain, train
 
 
 class Head(nn.Module):
@@ -34,7 +28,10 @@ def sgd(parameters, lr: float = 0.1) -> SGD:
     return SGD(parameters, lr=lr, momentum=0.9)
 
 
-def actor_and_critic() -> tuple[list[nn.Module], list[Optimizer]]:
+Parts = tuple[list[nn.Module], list[Optimizer]]
+
+
+def actor_and_critic() -> Parts:
     """Both train the trunk, at rates of their own."""
     torch.manual_seed(0)
     trunk = nn.Linear(2, 3)
@@ -42,7 +39,7 @@ def actor_and_critic() -> tuple[list[nn.Module], list[Optimizer]]:
     return [actor, critic], [sgd(actor.parameters()), sgd(critic.parameters(), lr=0.05)]
 
 
-def actor_and_critic_heads() -> tuple[list[nn.Module], list[Optimizer]]:
+def actor_and_critic_heads() -> Parts:
     """The actor's optimizer alone trains the trunk."""
     models, (first, _) = actor_and_critic()
     return models, [first, sgd(models[1].own.parameters(), lr=0.05)]
@@ -59,20 +56,20 @@ class ActorCritic(nn.Module):
         return self.actor(x), self.critic(x)
 
 
-def actor_critic() -> tuple[list[nn.Module], list[Optimizer]]:
+def actor_critic() -> Parts:
     """One model of two optimizers, which both train the trunk."""
     model = ActorCritic()
     return [model], [sgd(model.actor.parameters()), sgd(model.critic.parameters(), lr=0.05)]
 
 
-def student_and_teacher() -> tuple[list[nn.Module], list[Optimizer]]:
+def student_and_teacher() -> Parts:
     torch.manual_seed(0)
     student, teacher = Head(nn.Linear(2, 3)), Head(nn.Linear(2, 3))
     teacher.requires_grad_(False)
     return [student, teacher], [sgd(student.parameters())]
 
 
-def one_model_of_two_optimizers() -> tuple[list[nn.Module], list[Optimizer]]:
+def one_model_of_two_optimizers() -> Parts:
     torch.manual_seed(0)
     model = Head(nn.Linear(2, 3))
     return [model], [sgd(model.trunk.parameters()), sgd(model.own.parameters(), lr=0.05)]
@@ -99,52 +96,6 @@ def batch(rank: int, number: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 8).reshape(4, 2) * (1 + rank) + 0.1 * number
 
 
-def train_plainly(build, losses: Losses, num_ranks: int) -> list[dict[str, torch.Tensor]]:
-    models, optimizers = build()
-    for step in range(NUM_STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for number in range(step * ACCUMULATION, (step + 1) * ACCUMULATION):
-            for rank in range(num_ranks):
-                (sum(losses(models, batch(rank, number))) / num_ranks / ACCUMULATION).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return [dict(model.state_dict()) for model in models]
-
-
-def train(
-    kind: type, build, losses: Losses, calls: int, each_cleared_at_once: bool = False
-) -> list[dict[str, torch.Tensor]]:
-    """Train through a backend; models are prepared in one call, or optimizers in one of their own."""
-    context = connect(StateSettings(device="cpu", watchdog=False))
-    window = AccumulationWindow(ACCUMULATION)
-    backend = kind(context, choose_policy("no", context.device), window=window)
-    models, optimizers = build()
-    if calls == 1:
-        prepared = backend.prepare(models, optimizers, [])
-    else:
-        prepared = backend.prepare(models, [], [])
-        for optimizer in optimizers:
-            backend.prepare([], [optimizer], [])
-    for number in range(NUM_STEPS * ACCUMULATION):
-        window.begin()
-        with ExitStack() as held:
-            if not window.closing:
-                for one in prepared:
-                    held.enter_context(one.no_sync())
-            for loss in losses([one.model for one in prepared], batch(context.topology.rank, number)):
-                backend.backward(loss)
-        for optimizer in [o for one in prepared for o in one.optimizers]:
-            optimizer.step()
-            if each_cleared_at_once:
-                optimizer.zero_grad()
-        for optimizer in [o for one in prepared for o in one.optimizers]:
-            optimizer.zero_grad()
-    trained = [weights(one) for one in prepared]
-    backend.close()
-    return trained
-
-
 SHARED = {
     "actor and critic": (actor_and_critic, one_loss),
     "actor and critic, a loss each": (actor_and_critic, two_losses),
@@ -155,88 +106,87 @@ CASES = {
     "student and teacher": (student_and_teacher, distillation),
     "two optimizers": (one_model_of_two_optimizers, one_loss),
 }
-BY_NAME = pytest.mark.parametrize("name", CASES)
-CALLS = pytest.mark.parametrize("calls", [1, 2])
 
 
-def assert_equal(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
-    for own, plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, dict(plain))
+def assert_trains_alike(kind: str, name: str, *, calls: int = 1, clears_in_turn: bool = False) -> None:
+    """Compare with a plain loop; all is prepared in one call, or each optimizer in one of its own."""
+    build, losses = (CASES | SHARED)[name]
+    made: list[Parts] = []
+
+    def models() -> list[nn.Module]:
+        made.append(build())
+        return made[-1][0]
+
+    case = Case(
+        build=models,
+        loss=lambda each, rank, number: losses(
+            each if isinstance(each, list) else [each], batch(rank, number)
+        ),
+        optimizer=lambda _: made[-1][1],
+        steps=4,
+        accumulation=2,
+        clears_in_turn=clears_in_turn,
+    )
+    backend = backend_of(kind, accumulation=2)
+    expected = run_plain(case, backend.context.topology.world_size)
+    given, optimizers = build()
+    prepared = backend.prepare(given, optimizers if calls == 1 else [], [])
+    for optimizer in optimizers if calls == 2 else ():
+        backend.prepare([], [optimizer], [])
+    found = train(case, backend, prepared)
+    backend.close()
+    assert_equal(Trained(weights=found.weights), Trained(weights=expected.weights))
 
 
 @pytest.mark.parametrize("name", [*CASES, *SHARED])
-@CALLS
+@pytest.mark.parametrize("calls", [1, 2])
 def test_on_one_device(name: str, calls: int) -> None:
-    case = (CASES | SHARED)[name]
-    assert_equal(train(SingleBackend, *case, calls), train_plainly(*case, 1))
+    assert_trains_alike("single", name, calls=calls)
 
 
 @pytest.mark.parametrize("name", ["two optimizers", "critic without the trunk"])
 def test_each_optimizer_may_step_and_clear_in_turn(name: str) -> None:
-    case = (CASES | SHARED)[name]
-    assert_equal(train(SingleBackend, *case, 1, True), train_plainly(*case, 1))
+    assert_trains_alike("single", name, clears_in_turn=True)
 
 
-def train_on(kind: type, name: str, calls: int, each_cleared_at_once: bool) -> list[dict[str, torch.Tensor]]:
-    return train(kind, *CASES[name], calls, each_cleared_at_once)
-
-
-KINDS = pytest.mark.parametrize("kind", [DDPBackend, FSDPBackend])
-
-
-@KINDS
-@BY_NAME
-@CALLS
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.default_cases(
-    "1-two optimizers-FSDPBackend",
-    "2-student and teacher-DDPBackend",
-    "2-actor and critic in one model-FSDPBackend",
+    "1-two optimizers-fsdp", "2-student and teacher-ddp", "2-actor and critic in one model-fsdp"
 )
-def test_on_two_ranks(run_ranks, kind: type, name: str, calls: int) -> None:
-    for found in run_ranks(train_on, kind, name, calls, False):
-        assert_equal(found, train_plainly(*CASES[name], 2))
+def test_on_two_ranks(kind: str, name: str, calls: int) -> None:
+    assert_trains_alike(kind, name, calls=calls)
 
 
-@KINDS
-def test_each_optimizer_may_step_and_clear_in_turn_on_two_ranks(run_ranks, kind: type) -> None:
-    for found in run_ranks(train_on, kind, "two optimizers", 1, True):
-        assert_equal(found, train_plainly(*CASES["two optimizers"], 2))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_optimizer_may_step_and_clear_in_turn_on_two_ranks(kind: str) -> None:
+    assert_trains_alike(kind, "two optimizers", clears_in_turn=True)
 
 
-def prepare_models_that_share(calls: int) -> str:
-    ddp = ddp_backend()
-    models, optimizers = actor_and_critic()
-    try:
-        if calls == 1:
-            ddp.prepare(models, optimizers, [])
-        else:
-            ddp.prepare(models[:1], [], [])
-            ddp.prepare(models[1:], [], [])
-    except ValueError as error:
-        assert type(models[1]) is Head
-        return str(error)
-    finally:
-        ddp.close()
-    return "prepared"
-
-
-@CALLS
-def test_models_that_share_a_trunk_are_refused_where_ranks_would_average_it_twice(
-    run_ranks, calls: int
+def prepare_in_calls(
+    backend: Any, models: Sequence[nn.Module], optimizers: list[Optimizer], calls: int
 ) -> None:
-    for said in run_ranks(prepare_models_that_share, calls):
-        assert said.startswith("Head and Head share trunk.weight")
-        assert "put both into one nn.Module" in said
+    if calls == 1:
+        backend.prepare(models, optimizers, [])
+    else:
+        backend.prepare(models[:1], [], [])
+        backend.prepare(models[1:], [], [])
 
 
-def prepare_models_that_share_what_is_frozen() -> int:
-    ddp = ddp_backend()
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_models_that_share_a_trunk_are_refused_where_ranks_would_average_it_twice(calls: int) -> None:
+    models, optimizers = actor_and_critic()
+    with pytest.raises(ValueError, match=r"^Head and Head share trunk\.weight.*put both into one nn\.Module"):
+        prepare_in_calls(ddp(), models, optimizers, calls)
+    assert type(models[1]) is Head
+
+
+@pytest.mark.ranks(2)
+def test_models_may_share_what_is_frozen() -> None:
     models, _ = actor_and_critic()
     models[0].trunk.requires_grad_(False)
-    prepared = ddp.prepare(models, [], [])
-    ddp.close()
-    return len(prepared)
-
-
-def test_models_may_share_what_is_frozen(run_ranks) -> None:
-    assert run_ranks(prepare_models_that_share_what_is_frozen) == [2, 2]
+    assert len(ddp().prepare(models, [], [])) == 2

@@ -1,7 +1,6 @@
 """Runs whose steps are skipped, under every backend: which layer is named, on which ranks, and which runs go on."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,19 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd
 from drivetrain_backends import (
-    AccumulationWindow,
-    DDPBackend,
-    FSDPBackend,
-    FSDPSettings,
     NonFiniteGradientError,
-    SingleBackend,
 )
-from drivetrain_precision import PrecisionSettings, SkippedStepsError, choose_policy
-from drivetrain_state import StateSettings, connect
-
-BACKENDS = {"single": SingleBackend, "ddp": DDPBackend, "fsdp": FSDPBackend}
+from drivetrain_precision import PrecisionSettings, SkippedStepsError
+from plain_loop.backends import backend_of, prepare_sgd
 
 
 class Block(nn.Sequential):
@@ -50,14 +41,8 @@ class Net(nn.Module):
 
 
 def make(kind: str, mode: str, settings: PrecisionSettings, nonfinite: Any = "ignore") -> Any:
-    context = connect(StateSettings(device="cpu", watchdog=False), needs_group=kind != "single")
-    section = FSDPSettings(wrap=["Block"], activation_checkpointing="full") if kind == "fsdp" else None
-    return BACKENDS[kind](
-        context,
-        choose_policy(mode, context.device, settings),
-        window=AccumulationWindow(1, nonfinite_gradients=nonfinite),
-        settings=section,
-    )
+    section = {"wrap": ["Block"], "activation_checkpointing": "full"} if kind == "fsdp" else {}
+    return backend_of(kind, mode, precision=settings, nonfinite_gradients=nonfinite, **section)
 
 
 def run(
@@ -79,7 +64,6 @@ def run(
     said = ""
     try:
         for x in inputs:
-            backend.window.begin()
             prepared.backward(prepared.model(torch.full((2, 8), x)).float().mean() * factor)
             optimizer.step()
             skipped.append(optimizer.was_skipped)
@@ -116,31 +100,28 @@ def test_a_layer_that_overflows_at_every_scale_ends_a_run_on_one_device_with_its
     assert (skipped, scale) == ([True] * 3, 1.0)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("bad_rank", "ranks"), [(None, "ranks 0, 1"), (1, "rank 1")])
 def test_ranks_end_together_and_tell_the_rank_where_the_layer_overflows(
-    run_ranks: Callable[..., list[Any]], kind: str, bad_rank: int | None, ranks: str
+    kind: str, bad_rank: int | None, ranks: str
 ) -> None:
-    one, other = run_ranks(overflowing, kind, bad_rank)
-    assert one == other
-    said, skipped, scale = one
+    said, skipped, scale = overflowing(kind, bad_rank)
     assert f"{NAMED}, on {ranks}. Train in mixed_precision='bf16'" in said
     assert (skipped, scale) == ([True] * 3, 1.0)
 
 
-def finding(kind: str) -> tuple[str, list[bool], float]:
-    return run(kind, [1.0] * 16, factor=500.0)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.default_cases("ddp")
-def test_a_run_that_finds_its_scale_goes_on(run_ranks: Callable[..., list[Any]], kind: str) -> None:
-    for said, skipped, scale in (*run_ranks(finding, kind), finding("single")):
-        assert said == ""
-        num_skipped = sum(skipped)
-        assert 3 <= num_skipped <= 12
-        assert skipped == [True] * num_skipped + [False] * (16 - num_skipped)
-        assert scale == 65536.0 / 2**num_skipped
+@pytest.mark.parametrize(
+    "kind", ["single", *(pytest.param(kind, marks=pytest.mark.ranks(2)) for kind in ("ddp", "fsdp"))]
+)
+@pytest.mark.default_cases("ddp", "single")
+def test_a_run_that_finds_its_scale_goes_on(kind: str) -> None:
+    said, skipped, scale = run(kind, [1.0] * 16, factor=500.0)
+    assert said == ""
+    num_skipped = sum(skipped)
+    assert 3 <= num_skipped <= 12
+    assert skipped == [True] * num_skipped + [False] * (16 - num_skipped)
+    assert scale == 65536.0 / 2**num_skipped
 
 
 def test_a_run_without_a_loss_scale_that_skips_all_steps_ends_too() -> None:
@@ -170,27 +151,22 @@ def test_an_error_at_once_names_the_layer_where_layers_are_watched() -> None:
     )
 
 
-def logged(kind: str) -> list[str]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rank_0_logs_the_underflow_of_all_ranks(kind: str) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("drivetrain_precision")
     logger.addHandler(handler)
-    try:
-        said, _, _ = run(kind, [1.0] * 3, factor=1e-7, watch_underflow=2)
-    finally:
-        logger.removeHandler(handler)
+    said, _, _ = run(kind, [1.0] * 3, factor=1e-7, watch_underflow=2)
+    logger.removeHandler(handler)
     assert said == ""
-    return records
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_rank_0_logs_the_underflow_of_all_ranks(run_ranks: Callable[..., list[Any]], kind: str) -> None:
-    (table,), others = run_ranks(logged, kind)
-    assert others == []
-    assert table.startswith("gradients of the last 2 steps by layer")
-    row = next(line for line in table.splitlines() if line.startswith("blocks.2.0 "))
-    assert int(row.split()[3]) == 2 * 2 * (2 * 8 + 8 * 8 + 8)  # steps, ranks, outputs and parameters
+    assert len(records) == (dist.get_rank() == 0)
+    for table in records:
+        assert table.startswith("gradients of the last 2 steps by layer")
+        row = next(line for line in table.splitlines() if line.startswith("blocks.2.0 "))
+        assert int(row.split()[3]) == 2 * 2 * (2 * 8 + 8 * 8 + 8)  # steps, ranks, outputs and parameters
 
 
 def test_closing_a_backend_takes_the_hooks_off() -> None:

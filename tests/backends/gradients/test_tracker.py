@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, SingleBackend
 from drivetrain_backends.gradients import tracker
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_precision import PrecisionSettings
-from single_process import Weight, backend
+from plain_loop.backends import Weight, prepare_sgd, step_and_clear
+from plain_loop.backends import single as backend
 
 STAGES = ("empty", "open", "final", "used")
 TABLE = {  # stage: the stage after add_loss, finish, use and clear
@@ -141,7 +141,7 @@ def test_sums_with_counts_become_the_mean_over_all_items(windows: list[list[int]
 
 @MODES
 def test_a_counted_loss_through_two_models_of_one_optimizer_is_right_for_both(mode: str) -> None:
-    single = backend(mode, accumulation=2, settings=SCALING)
+    single = backend(mode, accumulation=2, precision=SCALING)
     a, b, _, (optimizer,) = two(single, together=True)
     for count in (2, 8):
         single.window.begin()
@@ -152,7 +152,7 @@ def test_a_counted_loss_through_two_models_of_one_optimizer_is_right_for_both(mo
 
 @MODES
 def test_a_counted_loss_of_two_optimizers_names_both_models(mode: str) -> None:
-    single = backend(mode, accumulation=2, settings=SCALING)
+    single = backend(mode, accumulation=2, precision=SCALING)
     a, b, prepared, optimizers = two(single, together=False)
     for count in (2, 8):
         single.window.begin()
@@ -175,7 +175,7 @@ def test_a_counted_loss_said_to_be_one_models_does_not_step_another() -> None:
 
 @MODES
 def test_clipping_one_model_between_two_backwards_leaves_it_as_it_is(mode: str) -> None:
-    single = backend(mode, settings=SCALING)
+    single = backend(mode, precision=SCALING)
     a, b, prepared, optimizers = two(single, together=False)
     single.window.begin()
     prepared[0].backward(a(torch.tensor(1.0)).float())
@@ -189,7 +189,7 @@ def test_clipping_one_model_between_two_backwards_leaves_it_as_it_is(mode: str) 
 @MODES
 @pytest.mark.parametrize("together", [True, False])
 def test_clipping_over_two_models_sees_final_gradients_alone(mode: str, together: bool) -> None:
-    single = backend(mode, settings=SCALING)
+    single = backend(mode, precision=SCALING)
     a, b, prepared, _ = two(single, together=together)
     single.window.begin()
     single.backward((a(torch.tensor(3.0)) + b(torch.tensor(4.0))).float())
@@ -200,7 +200,7 @@ def test_clipping_over_two_models_sees_final_gradients_alone(mode: str, together
 
 @MODES
 def test_a_parameter_of_two_models_is_corrected_once(mode: str) -> None:
-    single = backend(mode, accumulation=4, settings=SCALING)
+    single = backend(mode, accumulation=4, precision=SCALING)
     a, b = Weight(), Weight()
     b.w = a.w
     (prepared, _) = single.prepare([a, b], [SGD([a.w], lr=1.0)], [])
@@ -212,7 +212,7 @@ def test_a_parameter_of_two_models_is_corrected_once(mode: str) -> None:
 
 def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> None:
     for first in (0, 1):
-        single = backend("fp16", settings=SCALING)
+        single = backend("fp16", precision=SCALING)
         a, b, prepared, optimizers = two(single, together=False)
         single.window.begin()
         prepared[0].backward(a(torch.tensor(1.0)).float() * float("inf"))
@@ -224,7 +224,7 @@ def test_an_overflow_skips_the_model_that_overflowed_whatever_the_order() -> Non
 
 
 def test_a_save_right_after_an_overflow_keeps_it() -> None:
-    single, model, prepared = prepare_sgd(backend("fp16", settings=SCALING), Weight(), lr=1.0)
+    single, model, prepared = prepare_sgd(backend("fp16", precision=SCALING), Weight(), lr=1.0)
     single.window.begin()
     prepared.backward(model(torch.tensor(1.0)).float() * float("inf"))
     prepared.optimizers[0].step()
@@ -233,7 +233,7 @@ def test_a_save_right_after_an_overflow_keeps_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_sparse_gradients_are_unscaled_too() -> None:
-    single = backend("fp16", settings=SCALING)
+    single = backend("fp16", precision=SCALING)
     model = nn.Embedding(4, 2, sparse=True)
     nn.init.ones_(model.weight)
     (prepared,) = single.prepare([model], [SGD(model.parameters(), lr=1.0)], [])
@@ -247,7 +247,7 @@ def test_sparse_gradients_are_unscaled_too() -> None:
 def test_gradients_of_a_plain_backward_are_refused_where_they_would_be_wrong(
     mode: str, accumulation: int
 ) -> None:
-    single = backend(mode, accumulation=accumulation, settings=SCALING)
+    single = backend(mode, accumulation=accumulation, precision=SCALING)
     a, _, _, (optimizer, _) = two(single, together=False)
     for number in range(accumulation):
         single.window.begin(is_last=number + 1 == accumulation)
@@ -267,7 +267,7 @@ def test_a_plain_backward_is_right_where_nothing_is_divided_or_scaled() -> None:
 @pytest.mark.parametrize("mode", ["no", "fp16"])
 @pytest.mark.parametrize("counted", [False, True])
 def test_gradients_that_a_step_used_are_not_normalised_again(mode: str, counted: bool) -> None:
-    single, model, prepared = prepare_sgd(backend(mode, settings=SCALING), Weight(), lr=1.0)
+    single, model, prepared = prepare_sgd(backend(mode, precision=SCALING), Weight(), lr=1.0)
     for step in (1, 2):
         single.window.begin()
         loss = model(torch.tensor(3.0 * 2**counted)).float()
@@ -297,7 +297,7 @@ def test_a_window_that_closes_early_does_not_rescale_gradients_that_a_step_used(
 def test_a_window_that_closes_early_may_keep_the_divisor_of_a_full_one(
     mode: str, keeps: bool, moved: float
 ) -> None:
-    single = backend(mode, accumulation=4, settings=SCALING)
+    single = backend(mode, accumulation=4, precision=SCALING)
     single.window.keeps_divisor = keeps
     model = Weight()
     (prepared,) = single.prepare([model], [SGD([model.w], lr=1.0)], [])

@@ -6,13 +6,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
 from drivetrain_backends.modules.batch_norm import (
     check_batch_norms,
     restore_batch_norms,
     synchronise_batch_norms,
 )
 from drivetrain_backends.optim.parameter_matching import owners
+from plain_loop.backends import ddp, held, prepare_sgd, step_and_clear
+from plain_loop.case import assert_same_on_all_ranks
 
 GPU = torch.device("cuda")
 
@@ -71,54 +72,36 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
         check_batch_norms(nn.Sequential(nn.Linear(2, 2), Halved(2)), GPU)
 
 
-def prepare_with_sync_batch_norm(model: nn.Module) -> str:
-    ddp = ddp_backend(sync_batch_norm=True)
-    try:
-        ddp.prepare([model], [], [])
-        return f"prepared, sync_batch_norm={ddp.applied()['sync_batch_norm']}"
-    except ValueError as error:
-        assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        return str(error)
-    finally:
-        ddp.close()
+@pytest.mark.ranks(2)
+def test_on_the_cpu_it_is_refused_where_there_is_something_to_synchronise() -> None:
+    backend, model = ddp(sync_batch_norm=True), net()
+    said = "torch has no SyncBatchNorm on cpu, and 0.1 is a BatchNorm2d; leave the setting off"
+    with pytest.raises(ValueError, match=said):
+        backend.prepare([model], [], [])
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    backend.prepare([nn.Linear(2, 2)], [], [])
+    assert backend.applied()["sync_batch_norm"]
 
 
-def test_on_the_cpu_it_is_refused_where_there_is_something_to_synchronise(run_ranks) -> None:
-    for said in run_ranks(prepare_with_sync_batch_norm, net()):
-        assert "torch has no SyncBatchNorm on cpu, and 0.1 is a BatchNorm2d; leave the setting off" in said
-    assert run_ranks(prepare_with_sync_batch_norm, nn.Linear(2, 2)) == ["prepared, sync_batch_norm=True"] * 2
-
-
-def running_means(broadcast: bool) -> tuple[list[float], list[float], object]:
-    """The running mean of each rank after training on its own values, and after one more forward."""
-    ddp, model, prepared = prepare_sgd(
-        ddp_backend(accumulation=2, broadcast_buffers=broadcast),
-        nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)),
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_running_statistics_are_each_ranks_own_or_those_of_rank_0(broadcast: bool) -> None:
+    backend, model, prepared = prepare_sgd(
+        ddp(accumulation=2, broadcast_buffers=broadcast), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     )
     x = torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank())
     for _ in range(4):
-        ddp.window.begin()
-        if ddp.window.closing:
+        backend.window.begin()
+        with held(backend, [prepared]):
             prepared.backward(prepared.model(x).sum())
-        else:
-            with prepared.no_sync():
-                prepared.backward(prepared.model(x).sum())
         step_and_clear(prepared)
-    trained = model[0].running_mean.tolist()
+    trained = model[0].running_mean.item()
     with torch.no_grad():
         prepared.model.eval()(x)
-    applied = ddp.applied()["broadcast_buffers"]
-    ddp.close()
-    return trained, model[0].running_mean.tolist(), applied
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_running_statistics_are_each_ranks_own_or_those_of_rank_0(run_ranks, broadcast: bool) -> None:
-    (first, first_later, applied), (second, second_later, _) = run_ranks(running_means, broadcast)
-    assert applied is broadcast
+    later = model[0].running_mean.item()
+    assert backend.applied()["broadcast_buffers"] is broadcast
     if broadcast:
-        assert first != second  # each rank went on by itself in its last forward
-        assert first_later == second_later == first
+        assert (trained == later) == (dist.get_rank() == 0)  # each went on by itself in its last forward
+        assert_same_on_all_ranks(later)
     else:
-        assert first == first_later == pytest.approx([2 * (1 - 0.9**4)])
-        assert second == second_later == pytest.approx([4 * (1 - 0.9**4)])
+        assert trained == later == pytest.approx(2 * (1 + dist.get_rank()) * (1 - 0.9**4))

@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from backends.graphs import Graphs
-from backends.replicas import ddp_backend, step_and_clear
 from drivetrain_backends import unwrap_compiled
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
-from single_process import backend
+from plain_loop.backends import ddp, step_and_clear, take_step
+from plain_loop.backends import single as backend
 
 # torch 2.15's compiler asks an activation for its gradient, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings(
@@ -164,51 +164,35 @@ def test_names_and_modules_without_a_compiler_stay_as_they_are() -> None:
     assert strip_wrapper_prefix("0.weight") == "0.weight"
 
 
-def under_ddp(mode: str) -> dict[str, tuple[int, int]]:
-    def prepared(model: nn.Module) -> nn.Module:
-        ddp = ddp_backend(mode)
-        (one,) = ddp.prepare([model], [AdamW(model.parameters())], [])
-        assert not any("_orig_mod" in name for name in one.state_dict()["model"])
-        return one.model
-
-    found = {}
-    for compiled in (compile_whole, compile_in_place, compile_regions):
-        for kind, wrap in (("alone", DistributedDataParallel), ("prepared", prepared)):
-            torch.compiler.reset()
-            graphs = Graphs()
-            found[f"{compiled.__name__} {kind}"] = graphs_of(wrap(compiled(net(), graphs)), graphs)
-    torch.compiler.reset()
-    graphs = Graphs()
-    found["compiled after prepare"] = graphs_of(torch.compile(prepared(net()), backend=graphs), graphs)
-    torch.compiler.reset()
-    return found
+def under_ddp(mode: str, model: nn.Module) -> nn.Module:
+    (one,) = ddp(mode).prepare([model], [AdamW(model.parameters())], [])
+    assert not any("_orig_mod" in name for name in one.state_dict()["model"])
+    return one.model
 
 
+@WAYS
 @pytest.mark.parametrize("mode", ["no", "bf16"])
 @pytest.mark.slow
-def test_ddp_adds_no_graph_break_of_ours(run_ranks, mode: str) -> None:
-    for found in run_ranks(under_ddp, mode):
-        for way in ("compile_whole", "compile_in_place", "compile_regions"):
-            assert found[f"{way} prepared"] == found[f"{way} alone"]
-        assert found["compile_whole prepared"] == (1, 3)
-        num_graphs, num_calls = found[
-            "compiled after prepare"
-        ]  # DDP itself is not traced, the model is whole
-        assert (num_graphs, num_calls >= 3) == (1, True)
+@pytest.mark.ranks(2)
+def test_ddp_adds_no_graph_break_of_ours(mode: str, compiled) -> None:
+    alone, graphs = Graphs(), Graphs()
+    expected = graphs_of(DistributedDataParallel(compiled(net(), alone)), alone)
+    torch.compiler.reset()
+    assert graphs_of(under_ddp(mode, compiled(net(), graphs)), graphs) == expected
+    assert compiled is not compile_whole or expected == (1, 3)
+    torch.compiler.reset()
+    later = Graphs()
+    num_graphs, num_calls = graphs_of(torch.compile(under_ddp(mode, net()), backend=later), later)
+    assert (num_graphs, num_calls >= 3) == (1, True)  # DDP itself is not traced, the model is whole
+    torch.compiler.reset()
 
 
-def uneven_steps_of_a_replica_compiled_later() -> int:
-    ddp = ddp_backend()
-    model = net()
-    (prepared,) = ddp.prepare([model], [AdamW(model.parameters())], [])
+@pytest.mark.ranks(2, timeout_seconds=30)
+def test_a_replica_compiled_later_joins_uneven_ranks() -> None:
+    backend, model = ddp(), net()
+    (prepared,) = backend.prepare([model], [AdamW(model.parameters())], [])
     compiled = torch.compile(prepared.model, backend="eager")
-    with ddp.join([compiled]):
-        for _ in range(1 + ddp.context.topology.rank):
-            prepared.backward(compiled(X).sum())
-            step_and_clear(prepared)
-    ddp.close()
-    return prepared.optimizers[0].num_steps
-
-
-def test_a_replica_compiled_later_joins_uneven_ranks(run_ranks) -> None:
-    assert run_ranks(uneven_steps_of_a_replica_compiled_later, timeout_seconds=30) == [1, 2]
+    with backend.join([compiled]):
+        for _ in range(1 + backend.context.topology.rank):
+            take_step(prepared, compiled(X).sum())
+    assert prepared.optimizers[0].num_steps == 1 + backend.context.topology.rank

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends.replicas import ddp_backend, prepare_sgd
-from drivetrain_backends import DDPBackend, ReplacedParameterError, UnreducedGradientError
+from drivetrain_backends import ReplacedParameterError
 from drivetrain_backends.torch.ddp import Replica
+from plain_loop.backends import ddp, prepare_sgd, take_step
 
 
 class Net(nn.Module):
@@ -34,113 +34,70 @@ class Net(nn.Module):
         return 2 * self.temperature
 
 
-def ddp() -> DDPBackend:
-    return ddp_backend()
+pytestmark = pytest.mark.ranks(2)
 
 
-def read_and_set() -> list[object]:
-    torch.manual_seed(0)
-    one, net, prepared = prepare_sgd(ddp(), Net())
+def test_reading_and_setting_reach_the_users_module() -> None:
+    _, net, prepared = prepare_sgd(ddp(), Net())
     model = prepared.model
-    found: list[object] = [
-        type(model) is Replica,
-        model.head is net.head and model.shift is net.shift,
-        model.doubled,
-        torch.equal(model.generate(torch.ones(1, 2)), net(torch.ones(1, 2)).round()),
-        not hasattr(model, "nothing"),
-    ]
+    assert type(model) is Replica
+    assert model.head is net.head
+    assert model.shift is net.shift
+    assert model.doubled == 4.0
+    assert torch.equal(model.generate(torch.ones(1, 2)), net(torch.ones(1, 2)).round())
     with pytest.raises(AttributeError, match="nothing"):
         _ = model.nothing
     model.temperature, model._cache, model.new, model._own = 4.0, "changed", 1, 2
-    found += [net.temperature, net._cache, net.new, hasattr(net, "_own"), model.doubled]
+    assert (net.temperature, net._cache, net.new, hasattr(net, "_own")) == (4.0, "changed", 1, False)
+    assert model.doubled == 8.0
     for value in (nn.Linear(2, 1), nn.Parameter(torch.ones(1))):
         for name in ("head", "added"):
             with pytest.raises(ReplacedParameterError, match=f"{name} is assigned to Net after prepare"):
                 setattr(model, name, value)
     model.eval()
-    found.append(net.training or net.body.training)
-    one.close()
-    return found
+    assert not net.training
+    assert not net.body.training
 
 
-def test_reading_and_setting_reach_the_users_module(run_ranks) -> None:
-    expected = [True, True, 4.0, True, True, 4.0, "changed", 1, False, 8.0, False]
-    assert run_ranks(read_and_set) == [expected] * 2
-
-
-def duplicate() -> list[object]:
-    one, net, prepared = prepare_sgd(ddp(), Net())
-    found: list[object] = []
+def test_a_copy_of_a_replica_is_the_plain_model() -> None:
+    _, net, prepared = prepare_sgd(ddp(), Net())
     for copied in (copy.deepcopy(prepared.model), pickle.loads(pickle.dumps(prepared.model))):
+        before = copied.head.weight.clone()
         with torch.no_grad():
             net.head.weight.add_(1.0)
-        difference = net.head.weight - copied.head.weight
-        found += [type(copied) is Net, bool((difference > 0.5).all()), copied.training]
-    one.close()
-    return found
-
-
-def test_a_copy_of_a_replica_is_the_plain_model(run_ranks) -> None:
-    assert run_ranks(duplicate) == [[True] * 6] * 2
-
-
-def prepare_again(kind: str) -> str:
-    one, net, prepared = prepare_sgd(ddp(), Net())
-    again = {
-        "replica": prepared.model,
-        "module": net,
-        "compiled": torch.compile(prepared.model, backend="eager"),
-    }
-    with pytest.raises(ValueError, match="prepare") as caught:
-        one.prepare([again[kind]], [], [])
-    one.close()
-    return str(caught.value)
+        assert type(copied) is Net
+        assert torch.equal(copied.head.weight, before)
+        assert copied.training
 
 
 @pytest.mark.parametrize("kind", ["replica", "module", "compiled"])
-def test_a_prepared_model_is_not_prepared_again(run_ranks, kind: str) -> None:
-    for said in run_ranks(prepare_again, kind):
-        assert said.startswith("Net is prepared already")
-
-
-def exchange_a_layer_between_steps() -> str:
+def test_a_prepared_model_is_not_prepared_again(kind: str) -> None:
     one, net, prepared = prepare_sgd(ddp(), Net())
-    said = ""
-    for _ in range(3):
-        one.window.begin()
-        try:
-            prepared.backward(prepared.model(torch.ones(1, 2)).sum())
-            prepared.optimizers[0].step()
-        except (ReplacedParameterError, UnreducedGradientError) as error:
-            said = f"{type(error).__name__}: {error}"
-            break
-        prepared.optimizers[0].zero_grad()
-        net.head = nn.Linear(2, 1)
-    one.close()
-    return said
+    compiled = torch.compile(prepared.model, backend="eager")
+    again = {"replica": prepared.model, "module": net, "compiled": compiled}
+    with pytest.raises(ValueError, match=r"^Net is prepared already.*prepare"):
+        one.prepare([again[kind]], [], [])
 
 
-def test_an_exchanged_layer_is_told_before_the_gradient_that_it_no_longer_gets(run_ranks) -> None:
-    for said in run_ranks(exchange_a_layer_between_steps):
-        assert said.startswith(
-            "ReplacedParameterError: the parameters of Net are not those of prepare(): head.weight"
-        )
+def test_an_exchanged_layer_is_told_before_the_gradient_that_it_no_longer_gets() -> None:
+    _, net, prepared = prepare_sgd(ddp(), Net())
+    take_step(prepared, prepared.model(torch.ones(1, 2)).sum())
+    net.head = nn.Linear(2, 1)
+
+    def train_on() -> None:
+        for _ in range(2):
+            take_step(prepared, prepared.model(torch.ones(1, 2)).sum())
+
+    said = r"^the parameters of Net are not those of prepare\(\): head\.weight"
+    with pytest.raises(ReplacedParameterError, match=said):
+        train_on()
 
 
-def loaded() -> list[bool]:
-    one, net, prepared = prepare_sgd(ddp(), Net())
-    found: list[bool] = []
-    for prefix in ("", "module."):
-        state = {f"{prefix}{name}": torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
-        prepared.model.load_state_dict(state)
-        found.append(all(bool((value == 3.0).all()) for value in net.state_dict().values()))
-        with torch.no_grad():
-            net.head.weight.zero_()
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_replica_loads_a_state_of_the_module_and_one_of_its_own(prefix: str) -> None:
+    _, net, prepared = prepare_sgd(ddp(), Net())
+    state = {f"{prefix}{name}": torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
+    prepared.model.load_state_dict(state)
+    assert all((value == 3.0).all() for value in net.state_dict().values())
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*\"body.bias\""):
         prepared.model.load_state_dict({"body.weight": net.body.weight})
-    one.close()
-    return found
-
-
-def test_a_replica_loads_a_state_of_the_module_and_one_of_its_own(run_ranks) -> None:
-    assert run_ranks(loaded) == [[True, True]] * 2

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, plain_step, prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, PairingError, ReplacedParameterError
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
 from drivetrain_backends.torch.prepared import TorchPrepared
-from sharded_stack import fsdp, loss_of, stack
-from single_process import backend
+from plain_loop.backends import ddp, fsdp, prepare_sgd, step_and_clear, take_step
+from plain_loop.backends import single as backend
+from plain_loop.case import Case, assert_equals_plain_loop
+from plain_loop.stack import loss_of, stack
 
 
 class Net(nn.Module):
@@ -165,64 +166,44 @@ def test_an_optimizer_over_a_part_of_what_is_trained_is_the_users_choice() -> No
     assert model.body[0].weight.grad is not None
 
 
-def unfreeze_shards() -> None:
-    one, model = fsdp(), stack()
+@pytest.mark.ranks(2)
+def test_shards_unfrozen_later_that_no_optimizer_holds_are_named() -> None:
+    model = stack()
     model.head.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    (prepared,) = one.prepare([model], [SGD(trained, lr=0.1)], [])
+    (prepared,) = fsdp().prepare([model], [SGD(trained, lr=0.1)], [])
 
     def train_shards(num_steps: int) -> None:
         for _ in range(num_steps):
-            prepared.backward(loss_of(prepared.model, 0))
-            step_and_clear(prepared)
+            take_step(prepared, loss_of(prepared.model, 0))
 
     train_shards(2)
     prepared.unwrap().head.requires_grad_(True)
     said = r"^head\.weight: frozen when FSDPStack was prepared, trained now, and held by no"
     with pytest.raises(PairingError, match=said):
         train_shards(STEPS_A_LOOK)
-    one.close()
 
 
-def test_shards_unfrozen_later_that_no_optimizer_holds_are_named(run_ranks) -> None:
-    run_ranks(unfreeze_shards)
-
-
-def step_after_a_change() -> None:
-    ddp, model, prepared = prepare_sgd(ddp_backend(), Net())
+@pytest.mark.ranks(2)
+def test_ddp_refuses_what_it_does_not_average() -> None:
+    _, model, prepared = prepare_sgd(ddp(), Net())
     assign_parameter(model)
     name = r"body\.0\.weight"
-    with pytest.raises(
-        ReplacedParameterError, match=f"{name} created or assigned; {name} replaced or taken out"
-    ):
+    said = f"{name} created or assigned; {name} replaced or taken out"
+    with pytest.raises(ReplacedParameterError, match=said):
         prepared.optimizers[0].step()
-    ddp.close()
 
 
-def test_ddp_refuses_what_it_does_not_average(run_ranks) -> None:
-    run_ranks(step_after_a_change)
-
-
-def renormalised(*, max_norm: float | None) -> dict[str, torch.Tensor]:
-    """Weights of one process, whose forwards scale rows in place; with None by a plain loop."""
+def renormalising() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
-    optimizer = SGD(model.parameters(), lr=0.1)
-    prepared = None if max_norm is None else backend().prepare([model], [optimizer], [])[0]
-    for step in range(3):
-        loss = model(torch.tensor([[step, step + 1]])).square().mean()
-        if prepared is None:
-            plain_step(optimizer, loss)
-        else:
-            prepared.backward(loss)
-            step_and_clear(prepared)
-    return dict(model.state_dict())
+    return nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
 
 
 def test_one_process_trains_an_embedding_that_scales_its_rows() -> None:
-    expected = renormalised(max_norm=None)
-    for name, value in renormalised(max_norm=0.5).items():
-        torch.testing.assert_close(value, expected[name])
+    def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        return model(torch.tensor([[number, number + 1]])).square().mean()
+
+    assert_equals_plain_loop(Case(build=renormalising, loss=loss), backend())
 
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, step_and_clear
 from drivetrain_backends import DriftedReplicasError
 from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, check_replicas, checksum
+from plain_loop.backends import ddp, take_step
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8]
 
@@ -65,17 +65,16 @@ def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[lis
         replicas.refuse(told)
 
 
-def drifted() -> dict[str, str]:
-    backend = ddp_backend(check_drift_every=2, broadcast_buffers=False)
+@pytest.mark.ranks(2)
+def test_a_weight_that_drifted_is_named_when_asked_and_every_so_many_steps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     teacher = nn.Linear(2, 2).requires_grad_(False)
+    backend = ddp(check_drift_every=2, broadcast_buffers=False)
     prepared, _ = backend.prepare([model, teacher], [SGD(model.parameters(), lr=0.1)], [])
-    found = {}
 
     def step() -> None:
-        prepared.backward(prepared.model(torch.randn(4, 2) * (1 + dist.get_rank())).square().mean())
-        step_and_clear(prepared)
+        take_step(prepared, prepared.model(torch.randn(4, 2) * (1 + dist.get_rank())).square().mean())
 
     def check() -> None:
         check_replicas(backend.context, [model, teacher])
@@ -87,11 +86,11 @@ def drifted() -> dict[str, str]:
         model[2].weight[0, 1] += 1e-6 * dist.get_rank()
         model[2].bias += 1e-6 * dist.get_rank()
     step()
-    for name, act in {"asked": step, "checked": check}.items():
-        try:
+    said = r"^the replicas have drifted apart: 2\.weight of Sequential differs on ranks 1 from rank 0, and 1 other"
+    for act in (step, check):
+        with pytest.raises(DriftedReplicasError, match=said) as caught:
             act()
-        except DriftedReplicasError as error:
-            found[name] = str(error)
+        assert "gathered(model, write=True)" in str(caught.value)
     with prepared.gathered(write=True):
         pass
     check()
@@ -101,20 +100,8 @@ def drifted() -> dict[str, str]:
         check()
     replicas = backend.replicas()
     assert replicas is not None
-    assert [tuple(each.shape) for each in replicas.tensors] == [
-        tuple(each.shape) for one in (model, teacher) for each in one.parameters()
-    ]
-    backend.close()
-    return found
-
-
-def test_a_weight_that_drifted_is_named_when_asked_and_every_so_many_steps(run_ranks) -> None:
-    for found in run_ranks(drifted):
-        for name in ("asked", "checked"):
-            assert found[name].startswith(
-                "the replicas have drifted apart: 2.weight of Sequential differs on ranks 1 from rank 0, and 1 other"
-            )
-            assert "gathered(model, write=True)" in found[name]
+    parameters = [each for one in (model, teacher) for each in one.parameters()]
+    assert [each.shape for each in replicas.tensors] == [each.shape for each in parameters]
 
 
 class Choosy(nn.Linear):
@@ -122,16 +109,11 @@ class Choosy(nn.Linear):
         yield self.bias
 
 
-def written() -> list[float]:
-    backend = ddp_backend()
+@pytest.mark.ranks(2)
+def test_what_rank_0_writes_reaches_weights_that_a_parameters_of_the_model_leaves_out() -> None:
     model = Choosy(2, 1)
-    (prepared,) = backend.prepare([model], [], [])
+    (prepared,) = ddp().prepare([model], [], [])
     with prepared.gathered(write=True), torch.no_grad():
         for weight in (model.weight, model.bias):
             weight.fill_(1.0 + dist.get_rank())
-    backend.close()
-    return [*model.weight[0].tolist(), model.bias.item()]
-
-
-def test_what_rank_0_writes_reaches_weights_that_a_parameters_of_the_model_leaves_out(run_ranks) -> None:
-    assert run_ranks(written) == [[1.0, 1.0, 1.0]] * 2
+    assert [*model.weight[0].tolist(), model.bias.item()] == [1.0, 1.0, 1.0]

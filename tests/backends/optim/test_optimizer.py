@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from backends.replicas import plain_step
 from drivetrain_backends.optim.optimizer import PreparedOptimizer
 from drivetrain_backends.state_dict.optimizer_state import load_named_state, named_state
-from single_process import backend, linear
+from plain_loop.backends import linear, plain_step
+from plain_loop.backends import single as backend
 
 
 def prepared_optimizer(optimizer: Optimizer, model: nn.Module, accumulation: int = 1) -> PreparedOptimizer:

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import (
 
 from drivetrain_backends import PreparedOptimizer, PreparedScheduler
 from drivetrain_backends.optim.schedule_total import end_of, position_of, total_of
-from single_process import backend, linear
+from plain_loop.backends import linear
+from plain_loop.backends import single as backend
 
 Make = Callable[[SGD, int], Any]
 

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from backends.replicas import prepare_sgd
 from drivetrain_backends import SchedulerError, SingleBackend
 from drivetrain_backends.optim.schedule_guard import ScheduleGuard
 from drivetrain_backends.torch.prepared import TorchPrepared
-from single_process import backend, linear
+from plain_loop.backends import linear, prepare_sgd
+from plain_loop.backends import single as backend
 from tuples_on_threads import tuples_on_threads
 
 

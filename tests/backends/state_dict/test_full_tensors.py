@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends import AccumulationWindow, SingleBackend, iter_full_tensors, load_full_state_dict
-from drivetrain_precision import choose_policy
+from drivetrain_backends import iter_full_tensors, load_full_state_dict
 from drivetrain_state import StateSettings, connect
-from sharded_stack import context, fsdp, stack
+from plain_loop.backends import fsdp, single
+from plain_loop.stack import stack
 
 
 class Lazily(Mapping[str, Tensor]):
@@ -29,47 +29,34 @@ class Lazily(Mapping[str, Tensor]):
         return len(self.tensors)
 
 
-def load_on_rank_0() -> tuple[dict[str, Tensor | None], int]:
-    backend = fsdp()
+@pytest.mark.ranks(2)
+def test_what_rank_0_reads_is_handed_out_and_comes_back_whole_on_rank_0_alone() -> None:
+    backend, is_first = fsdp(), dist.get_rank() == 0
     with backend.building():
         model = stack()
     (prepared,) = backend.prepare([model], [], [])
-    mapping = Lazily(seed=5)
-    load_full_state_dict(prepared, mapping if dist.get_rank() == 0 else None, backend.context)
+    mapping, expected = Lazily(seed=5), stack(5).state_dict()
+    load_full_state_dict(prepared, mapping if is_first else None, backend.context)
     found = dict(iter_full_tensors(prepared, backend.context))
-    backend.close()
-    return found, mapping.num_read
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if is_first else found[name] is None
+    assert mapping.num_read == (len(expected) if is_first else 0)
 
 
-def test_what_rank_0_reads_is_handed_out_and_comes_back_whole_on_rank_0_alone(run_ranks) -> None:
-    expected = stack(5).state_dict()
-    (first, num_read), (second, num_read_elsewhere) = run_ranks(load_on_rank_0)
-    assert list(first) == list(second) == list(expected)
-    assert all(torch.equal(first[name], value) for name, value in expected.items())
-    assert all(value is None for value in second.values())
-    assert (num_read, num_read_elsewhere) == (len(expected), 0)
-
-
-def load_what_does_not_fit(kind: str) -> str:
-    backend = fsdp()
+@pytest.mark.ranks(2)
+def test_tensors_that_are_not_the_models_are_refused_on_every_rank() -> None:
+    backend, tensors = fsdp(), dict(stack().state_dict())
     (prepared,) = backend.prepare([stack()], [], [])
-    tensors = dict(stack().state_dict())
-    if kind == "shape":
-        tensors["head.weight"] = torch.zeros(1, 1)
-    else:
-        tensors["tail.weight"] = tensors.pop("head.weight")
-    try:
-        load_full_state_dict(prepared, tensors if dist.get_rank() == 0 else None, backend.context)
-    except ValueError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_tensors_that_are_not_the_models_are_refused_on_every_rank(run_ranks) -> None:
-    for said in run_ranks(load_what_does_not_fit, "name"):
-        assert "missing ['head.weight'], unexpected ['tail.weight']" in said
-    for said in run_ranks(load_what_does_not_fit, "shape"):
-        assert said.startswith("head.weight is of shape (1, 1), not (5, 6)")
+    for changed, said in (
+        ({**tensors, "head.weight": torch.zeros(1, 1)}, r"head\.weight is of shape \(1, 1\), not \(5, 6\)"),
+        (
+            {name.replace("head", "tail"): value for name, value in tensors.items()},
+            r"missing \['head\.weight'\], unexpected \['tail\.weight'\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_full_state_dict(prepared, changed if dist.get_rank() == 0 else None, backend.context)
 
 
 def test_a_model_of_an_accelerator_is_refused_with_what_to_call() -> None:
@@ -80,14 +67,10 @@ def test_a_model_of_an_accelerator_is_refused_with_what_to_call() -> None:
         load_full_state_dict(stack(), {}, where)
 
 
-def load_into_one_device() -> bool:
-    where = context()
-    backend = SingleBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+@pytest.mark.ranks(1)
+def test_a_model_of_another_backend_is_read_and_loaded_the_same_way() -> None:
+    backend = single()
     (prepared,) = backend.prepare([stack(seed=0)], [], [])
-    load_full_state_dict(prepared, stack(seed=5).state_dict(), where)
-    expected = stack(seed=5).state_dict()
-    return all(torch.equal(value, expected[name]) for name, value in iter_full_tensors(prepared, where))
-
-
-def test_a_model_of_another_backend_is_read_and_loaded_the_same_way(run_ranks) -> None:
-    assert run_ranks(load_into_one_device, num_processes=1) == [True]
+    load_full_state_dict(prepared, stack(seed=5).state_dict(), backend.context)
+    for name, value in iter_full_tensors(prepared, backend.context):
+        assert torch.equal(value, stack(seed=5).state_dict()[name])

@@ -4,11 +4,11 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from backends.replicas import prepare_sgd, step_and_clear
 from drivetrain_backends import AccumulationError, AccumulationWindow, DDPBackend, DDPSettings, PairingError
 from drivetrain_precision import PrecisionSettings, choose_policy
 from drivetrain_state import StateSettings, connect
-from single_process import backend, linear
+from plain_loop.backends import linear, prepare_sgd, step_and_clear
+from plain_loop.backends import single as backend
 
 
 class OwnSettings(DDPSettings):
@@ -25,16 +25,13 @@ def test_a_backend_derived_from_another_has_the_defaults_of_its_own_section() ->
     assert type(own.settings) is OwnSettings
 
 
-def single_on_two_ranks() -> str:
-    with pytest.raises(ValueError, match="each would train a model of its own") as caught:
+@pytest.mark.ranks(2)
+def test_several_processes_do_not_train_models_of_their_own() -> None:
+    with pytest.raises(
+        ValueError, match="backend='single' with 2 processes: each would train a model of its"
+    ) as caught:
         backend()
-    return str(caught.value)
-
-
-def test_several_processes_do_not_train_models_of_their_own(run_ranks) -> None:
-    for said in run_ranks(single_on_two_ranks, num_processes=2):
-        assert "backend='single' with 2 processes" in said
-        assert "say ddp, fsdp or deepspeed" in said
+    assert "say ddp, fsdp or deepspeed" in str(caught.value)
 
 
 def test_an_optimizer_prepared_after_its_model_is_paired() -> None:
@@ -67,7 +64,7 @@ def test_a_model_is_prepared_once() -> None:
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale_for_the_next() -> None:
     single, model, prepared = prepare_sgd(
-        backend("fp16", settings=PrecisionSettings(initial_scale=16.0)), linear()
+        backend("fp16", precision=PrecisionSettings(initial_scale=16.0)), linear()
     )
     (optimizer,) = prepared.optimizers
     before = model.weight.detach().clone()

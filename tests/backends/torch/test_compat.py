@@ -8,17 +8,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.torch import compat
-from drivetrain_state import StateSettings, connect
+from plain_loop.backends import context
 
 
 def replicated(**options: object) -> DistributedDataParallel:
-    connect(StateSettings(device="cpu", watchdog=False))
+    context()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2))
     return DistributedDataParallel(model, **options)
 
 
-def arguments() -> bool:
+@pytest.mark.ranks(2)
+def test_arguments_are_read_back() -> None:
     buffers = {compat.BUFFERS_ARGUMENT: False}
     ddp = replicated(
         bucket_cap_mb=3,
@@ -28,27 +29,29 @@ def arguments() -> bool:
         **buffers,
     )
     said = {"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True}
-    return compat.applied_arguments(ddp) == said | {"broadcast_buffers": False, "bucket_size_mb": 3.0}
+    assert compat.applied_arguments(ddp) == said | {"broadcast_buffers": False, "bucket_size_mb": 3.0}
 
 
-def hooks() -> bool:
+@pytest.mark.ranks(2)
+def test_hooks_of_communication_are_read_back() -> None:
     ddp = replicated()
     assert compat.communication_hooks(ddp) == []
     ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
-    return compat.communication_hooks(ddp) == [(bf16_compress_hook, dist.group.WORLD)]
+    assert compat.communication_hooks(ddp) == [(bf16_compress_hook, dist.group.WORLD)]
 
 
-def rebuilt_buckets() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_buckets_are_rebuilt_once_and_for_good() -> None:
     ddp, told = replicated(), []
     for _ in range(3):
         ddp(torch.ones(1, 4)).sum().backward()
         told.append(compat.has_rebuilt_buckets(ddp))
-    assert told == sorted(told)  # once, and for good
-    return told[-1:]
+    assert told == sorted(told)
+    assert told[-1]
 
 
-def reducer() -> list[bool]:
-    """Gradients of two ranks, whose inputs differ, are equal where the reducer runs."""
+@pytest.mark.ranks(2)
+def test_gradients_of_ranks_are_equal_where_the_reducer_runs() -> None:
     ddp, equal = replicated(), []
     for turn in range(3):
         assert compat.reduces(ddp) == (turn < 2)
@@ -62,7 +65,7 @@ def reducer() -> list[bool]:
             with ddp.no_sync():
                 assert not compat.reduces(ddp)
             compat.disable_reducer(ddp)
-    return equal
+    assert equal == [True, True, False]
 
 
 def test_a_converted_parameter_has_another_accumulator_also_once_it_is_converted_back() -> None:
@@ -90,9 +93,9 @@ def test_a_transform_of_torch_func_is_told_from_a_plain_call() -> None:
     assert told == [False, True, True]
 
 
-def buffers() -> list[float]:
-    """The buffer of rank 1 after a forward that broadcasts those of rank 0, and one that does not."""
-    connect(StateSettings(device="cpu", watchdog=False))
+@pytest.mark.ranks(2)
+def test_the_next_forward_broadcasts_buffers_or_does_not() -> None:
+    context()
     model, found = nn.Linear(1, 1), []
     model.register_buffer("own", torch.zeros(()))
     ddp = DistributedDataParallel(model)
@@ -102,28 +105,31 @@ def buffers() -> list[float]:
         compat.sync_buffers_next(ddp, is_wanted)
         ddp(torch.ones(1, 1))
         found.append(model.own.item())
-    return found
+    assert found == [0.0, dist.get_rank()]
 
 
-def static_graph() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_a_static_graph_is_learnt_at_the_first_backward() -> None:
     ddp = replicated(static_graph=True)
-    told = [compat.has_learnt_static_graph(ddp)]
+    assert not compat.has_learnt_static_graph(ddp)
     ddp(torch.ones(1, 4)).sum().backward()
-    return [*told, compat.has_learnt_static_graph(ddp)]
+    assert compat.has_learnt_static_graph(ddp)
 
 
-def left_out() -> list[int] | None:
+@pytest.mark.ranks(2)
+def test_parameters_that_were_not_reduced_are_told() -> None:
     ddp = replicated()
     output = ddp(torch.ones(1, 4))
     ddp.module[0](output.detach().sum().expand(4)).sum().backward()  # it reaches the first layer alone
     with pytest.raises(RuntimeError) as caught:
         compat.check_reduced(ddp)
     assert compat.unreduced_parameters(RuntimeError("another")) is None
-    return compat.unreduced_parameters(caught.value)
+    assert compat.unreduced_parameters(caught.value) == [2, 3, 4, 5]
 
 
-def parameters_left_out() -> list[object]:
-    connect(StateSettings(device="cpu", watchdog=False))
+@pytest.mark.ranks(2)
+def test_parameters_are_left_out_of_a_replica() -> None:
+    context()
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     with torch.no_grad():
         for layer in model:
@@ -131,11 +137,11 @@ def parameters_left_out() -> list[object]:
     model[0].requires_grad_(False)
     with compat.leaving_out(model, ["0.weight"]):
         DistributedDataParallel(model)
-    return [*(layer.weight.item() for layer in model), "_ddp_params_and_buffers_to_ignore" in vars(model)]
+    assert [layer.weight.item() for layer in model] == [dist.get_rank(), 0.0]
+    assert "_ddp_params_and_buffers_to_ignore" not in vars(model)
 
 
-def after_backward() -> list[str]:
-    """Functions run in the order in which they were queued, after every gradient."""
+def test_functions_run_after_every_gradient_in_the_order_in_which_they_were_queued() -> None:
     order: list[str] = []
     layer = nn.Linear(2, 1)
     layer.weight.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
@@ -148,23 +154,4 @@ def after_backward() -> list[str]:
     loss = layer(hidden).sum()
     loss.register_hook(lambda _: compat.call_after_backward(lambda: order.append("first")))
     loss.backward()
-    return order
-
-
-@pytest.mark.parametrize(
-    ("relied_on", "expected"),
-    [
-        (arguments, [True] * 2),
-        (hooks, [True] * 2),
-        (rebuilt_buckets, [[True]] * 2),
-        (reducer, [[True, True, False]] * 2),
-        (buffers, [[0.0, 0.0], [0.0, 1.0]]),
-        (static_graph, [[False, True]] * 2),
-        (left_out, [[2, 3, 4, 5]] * 2),
-        (parameters_left_out, [[0.0, 0.0, False], [1.0, 0.0, False]]),
-        (after_backward, [["gradient", "first", "second"]] * 2),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
-)
-def test_torch_keeps_it_so(run_ranks, relied_on, expected) -> None:
-    assert run_ranks(relied_on) == expected
+    assert order == ["gradient", "first", "second"]

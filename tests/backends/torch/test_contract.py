@@ -1,7 +1,7 @@
 import pytest
 
 from drivetrain_backends import BackendContract, DDPBackend, DDPSettings, SingleBackend
-from drivetrain_state import StateSettings, connect
+from plain_loop.backends import context
 
 
 class SingleContract(BackendContract):
@@ -9,8 +9,8 @@ class SingleContract(BackendContract):
 
 
 def check(contract: type[BackendContract]) -> list[str]:
-    with connect(StateSettings(device="cpu", watchdog=False)) as context:
-        return contract().check_all(context)
+    with context(needs_group=False) as where:
+        return contract().check_all(where)
 
 
 def test_single_passes_the_contract() -> None:
@@ -25,8 +25,8 @@ def test_a_backend_that_normalises_wrongly_fails_the_contract() -> None:
     class WrongContract(BackendContract):
         backend = Wrong
 
-    with connect(StateSettings(device="cpu")) as context, pytest.raises(AssertionError, match="two models"):
-        WrongContract().check_two_models(context)
+    with context(needs_group=False) as where, pytest.raises(AssertionError, match="two models"):
+        WrongContract().check_two_models(where)
 
 
 def check_ddp(options: dict[str, object]) -> list[str]:

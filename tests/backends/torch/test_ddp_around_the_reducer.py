@@ -1,7 +1,8 @@
 """Losses that come around DDP's reducer train as in a plain loop over the batches of all ranks."""
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from backends.replicas import ddp_backend, prepare_sgd, step_and_clear
 from drivetrain_backends import DriftedReplicasError, UnreducedGradientError
 from drivetrain_backends.modules.replicated_weights import check_replicas
+from plain_loop.backends import ddp, plain_step, prepare_sgd, step_and_clear
+from plain_loop.case import Case, Trained, assert_equal, assert_same_on_all_ranks, run_on_ranks, run_plain
 
-STEPS, WINDOW = 3, 2
+WINDOW = 2
 
 
 class Net(nn.Module):
@@ -107,6 +109,10 @@ def beside_one_of_ours(model: Any, x: torch.Tensor, backward: Backward) -> None:
     model.halves(x).backward()
 
 
+def both_together(model: Any, x: torch.Tensor, backward: Backward) -> None:
+    backward(model.loss(x) + model.halves(x))
+
+
 WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (
@@ -122,7 +128,6 @@ WAYS: dict[str, Way] = {
         by_turns,
     )
 }
-DIRECT: dict[str, Way] = {"directly": directly, "beside_one_of_ours": beside_one_of_ours}
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -134,213 +139,180 @@ def batches(number: int) -> list[torch.Tensor]:
     return [batch(rank, number) - batch(rank, number).mean() + number % 2 for rank in range(2)]
 
 
-def summed(backward: Callable[..., None], count: int) -> Backward:
-    """Take means as sums with their count."""
-    return lambda loss: backward(loss * count, count=count)
+def case_of(way: Way, num_micro_batches: int, norm: float | None, *, is_counted: bool = False) -> Case:
+    def micro_batch(model: Any, rank: int, number: int, backward: Backward) -> None:
+        items = 3 if is_counted else 1
+        way(model, batches(number)[rank], lambda loss: backward(loss * items))
+
+    return Case(
+        build=Net,
+        micro_batch=micro_batch,
+        accumulation=num_micro_batches,
+        count=3 if is_counted else None,
+        clip=None if norm is None else {"norm": norm},
+    )
 
 
-def trained(
-    way: Way, num_micro_batches: int, norm: float | None, *, is_counted: bool = False, **settings: object
-) -> dict[str, torch.Tensor]:
-    backend, model, prepared = prepare_sgd(ddp_backend(accumulation=num_micro_batches, **settings), Net())
-    for number in range(STEPS * num_micro_batches):
-        backend.window.begin()
-        x = batches(number)[dist.get_rank()]
-        with nullcontext() if backend.window.closing else prepared.no_sync():
-            way(prepared.model, x, summed(prepared.backward, len(x)) if is_counted else prepared.backward)
-        if norm is not None:
-            prepared.clip(norm=norm)
-        step_and_clear(prepared)
-    backend.close()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+def compare(found: Trained, expected: Trained) -> None:
+    """Compare weights and norms: rank 0's buffers are everybody's."""
+    assert_same_on_all_ranks(found.weights)
+    assert_equal(*(Trained(weights=each.weights, norms=each.norms) for each in (found, expected)))
 
 
-def trained_in_ways(ways: list[str]) -> dict[tuple[object, ...], dict[str, torch.Tensor]]:
-    found = {}
-    for name in ways:
-        for reduce in (None, "at_close"):
-            found[name, reduce, 1, None] = trained(WAYS[name], 1, None, reduce=reduce)
-            found[name, reduce, WINDOW, 0.5] = trained(WAYS[name], WINDOW, 0.5, reduce=reduce)
-    return found
-
-
-def trained_by_other_settings() -> dict[tuple[object, ...], dict[str, torch.Tensor]]:
-    found = {}
-    found["of_a_method", "counted", WINDOW, 0.5] = trained(of_a_method, WINDOW, 0.5, is_counted=True)
-    unused = {"find_unused_parameters": True, "gradient_as_bucket_view": False}
-    found["of_a_part", "unused", 1, None] = trained(of_a_part, 1, None, **unused)
-    found["of_a_method", "bf16", 1, None] = trained(of_a_method, 1, None, communication_hook="bf16")
-    for name, way in DIRECT.items():
-        found[name, None, 1, 0.5] = trained(way, 1, 0.5)
-    return found
-
-
-def plainly(name: str, num_micro_batches: int, norm: float | None) -> dict[str, torch.Tensor]:
-    model = Net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(step * num_micro_batches, (step + 1) * num_micro_batches):
-            for x in batches(number):
-                (WAYS | DIRECT)[name](model, x, lambda loss: (loss / 2 / num_micro_batches).backward())
-        if name in DIRECT:  # whose backwards are not divided
-            model.zero_grad()
-            for x in batches(step):
-                loss = model.loss(x) if name == "directly" else model.loss(x) + model.halves(x)
-                (loss / 2).backward()
-        if norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-        optimizer.step()
-    return dict(model.state_dict())
-
-
-FAST = ["of_a_method", "two_forwards_then_two_backwards", "a_call_and_a_method", "by_turns"]
-SLOW = [name for name in WAYS if name not in FAST]
-
-
-@pytest.mark.parametrize("ways", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.slow
-def test_losses_around_the_reducer_are_averaged_when_their_window_closes(run_ranks, ways: list[str]) -> None:
-    compare(*run_ranks(trained_in_ways, ways))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("length", "norm"), [(1, None), (WINDOW, 0.5)])
+@pytest.mark.parametrize("reduce", [None, "at_close"])
+@pytest.mark.parametrize("name", WAYS)
+def test_losses_around_the_reducer_are_averaged_when_their_window_closes(
+    name: str, reduce: str | None, length: int, norm: float | None
+) -> None:
+    case = case_of(WAYS[name], length, norm)
+    compare(run_on_ranks(case, ddp(accumulation=length, reduce=reduce)), run_plain(case, 2))
 
 
-def test_losses_around_the_reducer_are_averaged_whatever_ddp_is_told(run_ranks) -> None:
-    compare(*run_ranks(trained_by_other_settings))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "length", "norm", "is_counted", "settings"),
+    [
+        (of_a_method, WINDOW, 0.5, True, {}),
+        (of_a_part, 1, None, False, {"find_unused_parameters": True, "gradient_as_bucket_view": False}),
+        (of_a_method, 1, None, False, {"communication_hook": "bf16"}),
+    ],
+)
+def test_losses_around_the_reducer_are_averaged_whatever_ddp_is_told(
+    way: Way, length: int, norm: float | None, is_counted: bool, settings: dict[str, Any]
+) -> None:
+    case = case_of(way, length, norm, is_counted=is_counted)
+    compare(run_on_ranks(case, ddp(accumulation=length, **settings)), run_plain(case, 2))
 
 
-def compare(first: dict[Any, dict[str, torch.Tensor]], second: dict[Any, dict[str, torch.Tensor]]) -> None:
-    """Compare what both ranks trained with a plain loop."""
-    for case, weights in first.items():
-        name, _, num_micro_batches, norm = case
-        expected = plainly(name, num_micro_batches, norm)
-        for key, value in weights.items():
-            assert torch.equal(value, second[case][key]), (case, key)
-            torch.testing.assert_close(value, expected[key], msg=lambda said, case=case: f"{case}: {said}")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "alike"),
+    [
+        (directly, of_a_method),
+        (beside_one_of_ours, both_together),
+    ],
+)
+def test_plain_backwards_are_averaged_too(way: Way, alike: Way) -> None:
+    compare(run_on_ranks(case_of(way, 1, 0.5), ddp()), run_plain(case_of(alike, 1, 0.5), 2))
 
 
-def what_is_refused() -> dict[str, str]:
-    found: dict[str, str] = {}
+Act = Callable[[Any, Any, torch.Tensor], None]
 
-    def attempt(name: str, way: Callable[[Any, Any, torch.Tensor], None], **settings: object) -> None:
-        backend, model, prepared = prepare_sgd(ddp_backend(**settings), Net())
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises((UnreducedGradientError, RuntimeError)) as caught:
-            way(backend, prepared, batch(dist.get_rank(), 0))
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        found[name] = f"{type(caught.value).__name__}: {caught.value}"
-        backend.close()
 
-    def reach_a_part(prepared: Any, x: torch.Tensor, end: Callable[[], object]) -> None:
-        prepared.model(x)
-        prepared.backward(prepared.model.halves(x))
-        end()
+def reach_a_part(_: Any, prepared: Any, x: torch.Tensor, *, clips: bool) -> None:
+    prepared.model(x)
+    prepared.backward(prepared.model.halves(x))
+    if clips:
+        prepared.clip(norm=1.0)
+    prepared.optimizers[0].step()
 
-    def learn_a_static_graph_elsewhere(_: Any, prepared: Any, x: torch.Tensor) -> None:
-        prepared.model(x)
+
+def learn_a_static_graph_elsewhere(_: Any, prepared: Any, x: torch.Tensor) -> None:
+    prepared.model(x)
+    prepared.backward(prepared.model.loss(x))
+
+
+def join(backend: Any, prepared: Any, x: torch.Tensor) -> None:
+    with backend.join([prepared.model]):
         prepared.backward(prepared.model.loss(x))
-
-    def join(backend: Any, prepared: Any, x: torch.Tensor) -> None:
-        with backend.join([prepared.model]):
-            prepared.backward(prepared.model.loss(x))
-            prepared.optimizers[0].step()
-
-    attempt("part, step", lambda _, prepared, x: reach_a_part(prepared, x, prepared.optimizers[0].step))
-    attempt("part, clip", lambda _, prepared, x: reach_a_part(prepared, x, lambda: prepared.clip(norm=1.0)))
-    attempt("static", learn_a_static_graph_elsewhere, static_graph=True)
-    attempt("join", join)
-    attempt("join at close", join, reduce="at_close")
-    return found
+        prepared.optimizers[0].step()
 
 
-def test_what_cannot_be_averaged_is_refused_before_a_step(run_ranks) -> None:
-    for found in run_ranks(what_is_refused):
-        for name in ("part, step", "part, clip"):
-            assert found[name].startswith(
-                "UnreducedGradientError: the last backward gave no gradient to first"
-            )
-            assert "--ddp-reduce at_close" in found[name]
-        assert "DDP learns a static graph" in found["static"]
-        assert "came around DDP's reducer inside join_uneven_inputs" in found["join"]
-        assert "join_uneven_inputs with --ddp-reduce at_close" in found["join at close"]
+PART = "^the last backward gave no gradient to first.*--ddp-reduce at_close"
 
 
-def trained_apart() -> dict[str, torch.Tensor]:
-    """Ranks run other parts of the model, and one of them none, which only `at_close` allows."""
-    backend = ddp_backend(reduce="at_close", broadcast_buffers=False)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("act", "settings", "said"),
+    [
+        (partial(reach_a_part, clips=False), {}, PART),
+        (partial(reach_a_part, clips=True), {}, PART),
+        (learn_a_static_graph_elsewhere, {"static_graph": True}, "DDP learns a static graph"),
+        (join, {}, "came around DDP's reducer inside join_uneven_inputs"),
+        (join, {"reduce": "at_close"}, "join_uneven_inputs with --ddp-reduce at_close"),
+    ],
+    ids=["part, step", "part, clip", "static", "join", "join at close"],
+)
+def test_what_cannot_be_averaged_is_refused_before_a_step(act: Act, settings: dict, said: str) -> None:
+    backend, model, prepared = prepare_sgd(ddp(**settings), Net())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((UnreducedGradientError, RuntimeError), match=said) as caught:
+        act(backend, prepared, batch(dist.get_rank(), 0))
+    assert said is not PART or type(caught.value) is UnreducedGradientError
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def with_a_table() -> Net:
     model = Net()
     model.table = nn.Embedding(5, 4, sparse=True)
-    model.frozen.requires_grad_(False)
-    (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
-    model.frozen.requires_grad_(True)  # trained later
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_averaging_at_the_close_lets_ranks_run_other_parts() -> None:
+    """And one of them none."""
+    plain, model, rank = with_a_table(), with_a_table(), dist.get_rank()
+    _, _, prepared = prepare_sgd(ddp(reduce="at_close", broadcast_buffers=False), model)
+    for one in (plain, model):
+        one.frozen.requires_grad_(True)  # of the prepared one later than at `prepare`
+    optimizer = SGD(plain.parameters(), lr=0.1)
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        x, rows = batch(rank, step), model.table(torch.tensor([rank, 3]))
+        return model.halves(x) + rows.square().sum() if rank else model(x).mean() + rows.sum()
+
     for step in range(3):
-        x = batch(dist.get_rank(), step)
-        rows = model.table(torch.tensor([dist.get_rank(), 3]))
-        if dist.get_rank() == 0:
-            prepared.backward(prepared.model(x).mean() + rows.sum())
-        elif step:
-            prepared.backward(prepared.model.halves(x) + rows.square().sum())
+        plain_step(optimizer, sum(loss(plain, each, step) for each in range(1 + bool(step))) / 2)
+        if step or rank == 0:
+            prepared.backward(loss(prepared.model, rank, step))
         step_and_clear(prepared)
-    backend.close()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_averaging_at_the_close_lets_ranks_run_other_parts(run_ranks) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    model.table = nn.Embedding(5, 4, sparse=True)
-    model.frozen.requires_grad_(True)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        zero, one = batch(0, step), batch(1, step)
-        (model(zero).mean() / 2 + model.table(torch.tensor([0, 3])).sum() / 2).backward()
-        if step:
-            ((model.halves(one) + model.table(torch.tensor([1, 3])).square().sum()) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for weights in run_ranks(trained_apart):
-        torch.testing.assert_close(weights, dict(model.state_dict()))
-
-
-def cleared_on_one_rank(way: Way, reduce: str | None) -> list[tuple[torch.Tensor, bool]]:
+def cleared_on_one_rank(way: Way, reduce: str | None) -> tuple[list[torch.Tensor], list[bool]]:
     """Train three steps, in the second of which rank 1 clears its gradients before it steps.
 
     Returns:
         The tied weight after each step, and whether ranks hold the same weights.
     """
-    backend, model, prepared = prepare_sgd(ddp_backend(reduce=reduce), Net())
-    found = []
+    backend, model, prepared = prepare_sgd(ddp(reduce=reduce), Net())
+    found: list[torch.Tensor] = []
+    same: list[bool] = []
     for step in range(3):
         way(prepared.model, batches(step)[dist.get_rank()], prepared.backward)
         if step == 1 and dist.get_rank():
             prepared.optimizers[0].zero_grad()
-        is_same = False
+        same.append(False)
         with suppress(DriftedReplicasError):
             step_and_clear(prepared)  # the second one compares
             check_replicas(backend.context, [model])
-            is_same = True
-        found.append((model.first.weight.detach().clone(), is_same))
-    backend.close()
-    return found
+            same[-1] = True
+        found.append(model.first.weight.detach().clone())
+    return found, same
 
 
 def by_calls(model: Any, x: torch.Tensor, backward: Backward) -> None:
     backward(model(x).square().mean())
 
 
-def test_a_rank_that_clears_alone_steps_on_what_it_has(run_ranks) -> None:
-    zero, one = run_ranks(cleared_on_one_rank, by_calls, None)
-    assert [same for _, same in zero] == [same for _, same in one] == [True, False, False]
-    assert torch.equal(one[1][0], one[0][0])
-    assert not torch.equal(zero[1][0], zero[0][0])
+@pytest.mark.ranks(2)
+def test_a_rank_that_clears_alone_steps_on_what_it_has() -> None:
+    found, same = cleared_on_one_rank(by_calls, None)
+    assert same == [True, False, False]
+    assert torch.equal(found[1], found[0]) == (dist.get_rank() == 1)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("way", "reduce"), [(by_calls, "at_close"), (of_a_method, None)])
 def test_a_rank_that_clears_alone_adds_nothing_to_what_is_averaged_at_the_close(
-    run_ranks, way: Way, reduce: str | None
+    way: Way, reduce: str | None
 ) -> None:
-    for found in run_ranks(cleared_on_one_rank, way, reduce):
-        assert all(same for _, same in found)
-        assert not torch.equal(found[1][0], found[0][0])
+    found, same = cleared_on_one_rank(way, reduce)
+    assert all(same)
+    assert not torch.equal(found[1], found[0])
 
 
 EDIT_ON_ONE_RANK = """

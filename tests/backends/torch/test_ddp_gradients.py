@@ -1,6 +1,5 @@
 """Gradients of replicas: held back for a window, lent to a program, and of ranks that run out of batches."""
 
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from backends.replicas import ddp_backend, plain_step, prepare_sgd, step_and_clear
 from drivetrain_backends import (
     AccumulationError,
     BackwardOptions,
@@ -20,6 +18,8 @@ from drivetrain_backends import (
     SupportsManualSteps,
 )
 from drivetrain_precision import PrecisionSettings
+from plain_loop.backends import ddp, held, plain_step, prepare_sgd, step_and_clear
+from plain_loop.case import assert_same_on_all_ranks
 
 
 @dataclass
@@ -47,20 +47,27 @@ def answer(output) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def train(kind: str, reached: list[str], clear: bool = False) -> tuple[float, float]:
-    """Train two models for a window; `reached` says which of them the loss of each micro-batch reaches.
-
-    Returns:
-        How far they moved, which is the gradient.
-    """
-    backend = ddp_backend(accumulation=len(reached))
-    models = [Answering(kind), Answering(kind)]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["tensor", "dict", "dataclass", "object"])
+@pytest.mark.parametrize(
+    ("reached", "clear", "expected"),
+    [
+        (["ab", "ab"], False, (1.5, 1.5)),
+        (["a", "ab"], False, (1.5, 0.75)),
+        (["a", "a"], False, (1.5, 0.0)),
+        (["ab", "a"], False, (1.5, 0.75)),
+        (["ab", "a"], True, (1.5, 0.0)),
+    ],
+)
+def test_held_gradients_are_averaged_with_those_of_the_closing_micro_batch_or_without_any(
+    kind: str, reached: list[str], clear: bool, expected: tuple[float, float]
+) -> None:
+    """Train two models for a window, of which the loss of each micro-batch reaches those that `reached` names."""
+    backend, models = ddp(accumulation=len(reached)), [Answering(kind), Answering(kind)]
     prepared = backend.prepare(models, [SGD(model.parameters(), lr=1.0) for model in models], [])
     for names in reached:
         backend.window.begin()
-        with ExitStack() as held:
-            for one in prepared if not backend.window.closing else ():
-                held.enter_context(one.no_sync())
+        with held(backend, prepared):
             x = torch.tensor([[1.0 + dist.get_rank()]])
             outputs = {name: answer(one.model(x)) for name, one in zip("ab", prepared, strict=True)}
             backend.backward(sum(outputs[name].sum() for name in names))
@@ -68,112 +75,55 @@ def train(kind: str, reached: list[str], clear: bool = False) -> tuple[float, fl
         prepared[1].optimizers[0].zero_grad()
     for one in prepared:
         one.optimizers[0].step()
-    backend.close()
-    return -models[0].weight.item(), -models[1].weight.item()
+    assert tuple(-model.weight.item() for model in models) == expected  # the gradient of each
 
 
-@pytest.mark.parametrize("kind", ["tensor", "dict", "dataclass", "object"])
-@pytest.mark.parametrize(
-    ("reached", "expected"),
-    [
-        (["ab", "ab"], (1.5, 1.5)),
-        (["a", "ab"], (1.5, 0.75)),
-        (["a", "a"], (1.5, 0.0)),
-        (["ab", "a"], (1.5, 0.75)),
-    ],
-)
-def test_held_gradients_are_averaged_with_those_of_the_closing_micro_batch_or_without_any(
-    run_ranks, kind: str, reached: list[str], expected: tuple[float, float]
-) -> None:
-    for moved in run_ranks(train, kind, reached):
-        assert moved == expected
-
-
-def test_held_gradients_that_are_dropped_are_in_nobodys_way(run_ranks) -> None:
-    for moved in run_ranks(train, "tensor", ["ab", "a"], True):
-        assert moved == (1.5, 0.0)
-
-
-def skip_the_closing_backward() -> float:
-    backend, model, prepared = prepare_sgd(ddp_backend(accumulation=2), Answering("tensor"), lr=1.0)
+@pytest.mark.ranks(2)
+def test_a_window_that_closes_without_a_backward_is_averaged() -> None:
+    backend, model, prepared = prepare_sgd(ddp(accumulation=2), Answering("tensor"), lr=1.0)
     backend.window.begin()
     with prepared.no_sync():
         prepared.backward(prepared.model(torch.full((1, 1), 1.0 + dist.get_rank())).sum())
     backend.window.begin()
     prepared.optimizers[0].step()
-    backend.close()
-    return -model.weight.item()
+    assert model.weight.item() == -0.75
 
 
-def test_a_window_that_closes_without_a_backward_is_averaged(run_ranks) -> None:
-    assert run_ranks(skip_the_closing_backward) == [0.75, 0.75]
-
-
-def made(mode: str = "no", **settings: object) -> DDPBackend:
-    return ddp_backend(mode, **settings)
-
-
-def trained(reduce: str | None) -> torch.Tensor:
-    backend = made(reduce=reduce)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reduce", [None, "at_close"])
+def test_gradients_lent_are_those_of_all_ranks_whatever_the_reducer_saw(reduce: str | None) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(3, 1)
+    backend, model, plain = ddp(reduce=reduce), nn.Linear(3, 1), nn.Linear(3, 1)
+    plain.load_state_dict(model.state_dict())
     (prepared,) = backend.prepare([model], [], [])
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizers = [SGD(one.parameters(), lr=0.1) for one in (model, plain)]
     for step in range(3):
+        losses = []
+        for rank in range(2):
+            output = plain(torch.full((2, 3), float(step + rank))).mean()
+            losses.append(plain(torch.full((2, 3), 1.0 + rank)).square().mean() + output + output * rank)
+        plain_step(optimizers[1], sum(losses) / 2)
         with prepared.no_sync():
             backend.backward_alone(prepared.model(torch.full((2, 3), 1.0 + dist.get_rank())).square().mean())
         output = prepared.model(torch.full((2, 3), float(step + dist.get_rank()))).mean()
         backend.backward_alone(output, options=BackwardOptions(retain_graph=True))
         backend.backward_alone(output * dist.get_rank())  # which the reducer does not see
-        optimizer.step()
-        optimizer.zero_grad()
-    backend.close()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def expected() -> torch.Tensor:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for rank in range(2):
-            output = model(torch.full((2, 3), float(step + rank))).mean()
-            loss = model(torch.full((2, 3), 1.0 + rank)).square().mean() + output + output * rank
-            (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def refused() -> list[str]:
-    said: list[str] = []
-    backend = made()
-    model, foreign = nn.Linear(1, 1), nn.Linear(1, 1)
+@pytest.mark.ranks(2)
+def test_a_foreign_loss_and_gradients_with_a_graph_are_refused() -> None:
+    backend, model, foreign = ddp(), nn.Linear(1, 1), nn.Linear(1, 1)
     with pytest.raises(AccumulationError, match="before prepare"):
         backend.backward_alone(model(torch.ones(1, 1)).sum())
     (prepared,) = backend.prepare([model], [], [])
-    for loss, options in (
-        (foreign(torch.ones(1, 1)).sum(), BackwardOptions()),
-        (prepared.model(torch.ones(1, 1)).sum(), BackwardOptions(create_graph=True)),
-    ):
-        try:
-            backend.backward_alone(loss, options=options)
-        except (PairingError, AccumulationError) as error:
-            said.append(str(error))
-    backend.close()
-    return said
-
-
-def test_gradients_are_those_of_all_ranks_whatever_the_reducer_saw(run_ranks) -> None:
-    for reduce in (None, "at_close"):
-        for found in run_ranks(trained, reduce):
-            torch.testing.assert_close(found, expected())
-
-
-def test_a_foreign_loss_and_gradients_with_a_graph_are_refused(run_ranks) -> None:
-    for foreign, graph in run_ranks(refused):
-        assert "reaches no prepared model" in foreign
-        assert "backward(create_graph=True): DDP averages gradients in place" in graph
+    with pytest.raises(PairingError, match="reaches no prepared model"):
+        backend.backward_alone(foreign(torch.ones(1, 1)).sum())
+    loss = prepared.model(torch.ones(1, 1)).sum()
+    with pytest.raises(AccumulationError, match=r"create_graph=True\): DDP averages gradients in place"):
+        backend.backward_alone(loss, options=BackwardOptions(create_graph=True))
 
 
 def test_replicas_lend_their_gradients() -> None:
@@ -204,46 +154,33 @@ def plain_weights(accumulation: int) -> torch.Tensor:
     return model.weight.detach()
 
 
-def trained_on_uneven_ranks(
-    mode: str, accumulation: int, settings: dict[str, object]
-) -> tuple[torch.Tensor, int]:
+UNEVEN = [
+    *((mode, accumulation, {}) for mode in ("no", "fp16", "bf16") for accumulation in (1, 3)),
+    ("no", 3, {"find_unused_parameters": True}),
+    ("no", 3, {"gradient_as_bucket_view": False}),
+    ("no", 3, {"bucket_size_mb": 0.00001}),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("mode", "accumulation", "settings"), UNEVEN)
+def test_gradients_are_the_mean_over_the_ranks_that_have_batches(
+    mode: str, accumulation: int, settings: dict
+) -> None:
     precision = PrecisionSettings(initial_scale=256.0)
-    ddp, model, prepared = prepare_sgd(
-        ddp_backend(
-            mode, accumulation=accumulation, nonfinite_gradients="raise", precision=precision, **settings
-        ),
-        linear(),
-    )
-    with ddp.join([prepared.model]):
-        for step in range(NUM_WINDOWS[dist.get_rank()]):
+    options = {"accumulation": accumulation, "nonfinite_gradients": "raise", "precision": precision}
+    backend, model, prepared = prepare_sgd(ddp(mode, **options, **settings), linear())
+    rank = dist.get_rank()
+    with backend.join([prepared.model]):
+        for step in range(NUM_WINDOWS[rank]):
             for i in range(accumulation):
-                ddp.window.begin()
-                with nullcontext() if ddp.window.closing else prepared.no_sync():
-                    prepared.backward(loss_of(prepared.model, dist.get_rank(), step, i))
+                backend.window.begin()
+                with held(backend, [prepared]):
+                    prepared.backward(loss_of(prepared.model, rank, step, i))
                 step_and_clear(prepared)
         with pytest.raises(AccumulationError, match="inside join_uneven_inputs"):
             prepared.backward(loss_of(prepared.unwrap(), 0, 0, 0), count=1)
-    ddp.close()
-    return model.weight.detach().clone(), prepared.optimizers[0].num_steps
-
-
-@pytest.mark.parametrize("mode", ["no", "fp16", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradients_are_the_mean_over_the_ranks_that_have_batches(
-    run_ranks, mode: str, accumulation: int
-) -> None:
-    (first, few), (second, many) = run_ranks(trained_on_uneven_ranks, mode, accumulation, {})
-    assert (few, many) == NUM_WINDOWS
-    assert torch.equal(first, second)  # the ranks that ended take what the last one has
+    assert prepared.optimizers[0].num_steps == NUM_WINDOWS[rank]
     tolerance = {"no": 1e-6, "fp16": 5e-3, "bf16": 3e-2}[mode]
-    torch.testing.assert_close(first, plain_weights(accumulation), atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"bucket_size_mb": 0.00001}],
-)
-def test_other_settings_train_the_same_on_uneven_ranks(run_ranks, settings: dict[str, object]) -> None:
-    (first, _), (second, _) = run_ranks(trained_on_uneven_ranks, "no", 3, settings)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, plain_weights(3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.weight.detach(), plain_weights(accumulation), atol=tolerance, rtol=0)
+    assert_same_on_all_ranks(model.weight.detach())  # the ranks that ended take what the last one has

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from backends.replicas import step_and_clear
 from drivetrain_backends import AccumulationWindow
 from drivetrain_backends.torch.prepared import TorchPrepared
-from single_process import backend, linear
+from plain_loop.backends import linear, step_and_clear
+from plain_loop.backends import single as backend
 
 
 def start(model: nn.Module, *optimizers, accumulation: int = 1) -> tuple[AccumulationWindow, TorchPrepared]:
