@@ -50,7 +50,6 @@ class Weights(nn.Module):
         self.w = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (3,) to ()."""
         return (self.w * x).sum()
 
 

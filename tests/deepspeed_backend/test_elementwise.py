@@ -41,13 +41,11 @@ class PerElement(Optimizer):
         super().__init__(params, {"lr": 0.01, "num_steps": 0})
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of shape (...), as both are."""
         del parameter
         return gradient.sign()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step."""
         for group in self.param_groups:
             group["num_steps"] += 1
             for parameter in group["params"]:
@@ -59,7 +57,6 @@ class TrustRatio(PerElement):
     """As LARS and LAMB do."""
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of the parameter's norm."""
         return gradient * parameter.norm() / (gradient.norm() + 1e-9)
 
 
@@ -67,7 +64,6 @@ class Centralised(PerElement):
     """Takes the mean of each row off."""
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of mean zero."""
         del parameter
         return gradient - gradient.mean(-1, keepdim=True)
 
@@ -76,7 +72,6 @@ class Shampoo(PerElement):
     """Preconditions matrices by their rows."""
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of about unit scale."""
         if gradient.dim() < 2:
             return gradient
         rows = gradient.reshape(len(gradient), -1)
@@ -88,7 +83,6 @@ class Noisy(PerElement):
     """Adds noise."""
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of a random scale."""
         return gradient * torch.rand_like(parameter)
 
 
@@ -96,7 +90,6 @@ class ClippedInside(SGD):
     """Clips over all groups as it steps."""
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Clip and step."""
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         super().step()
 
@@ -106,7 +99,6 @@ class CountedByGroup(PerElement):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step."""
         for group in self.param_groups:
             group["lr"] = 0.01 / (1 + group["num_steps"])
         super().step()
@@ -122,7 +114,6 @@ class Lookahead(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step."""
         self.base.step()
         self.num_steps += 1
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -225,7 +216,6 @@ class Idle(PerElement):
     """Moves nothing."""
 
     def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of zeros."""
         del parameter
         return gradient * 0
 

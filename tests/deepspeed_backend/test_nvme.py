@@ -23,7 +23,6 @@ def build() -> nn.Module:
 
 
 def losses(**settings: Any) -> list[float]:
-    """Of a few steps of a model that is built as the backend wants it."""
     found: list[float] = []
     with backend(stage=3, **settings) as deepspeed:
         with deepspeed.building():

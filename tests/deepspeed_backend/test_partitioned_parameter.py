@@ -95,7 +95,6 @@ class Renormed(nn.Module):
         self.assigns = assigns
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (n, 3) to (n, 1)."""
         if self.assigns:
             self.inner.weight.data = self.inner.weight.data.clamp(-0.1, 0.1)
         else:

@@ -21,7 +21,6 @@ class Scorer(Weights):
     """Weights whose output is a dataclass."""
 
     def forward(self, x: Tensor) -> Score:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map (3,) to a score of ()."""
         return Score(super().forward(x))
 
 
@@ -69,7 +68,6 @@ class FrozenHalf(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (3,) to ()."""
         return (self.trained * self.frozen * x).sum()
 
 
@@ -90,13 +88,11 @@ class Failing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Map (n,) to (n,)."""
         del ctx
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Fail."""
         raise MemoryError("in backward")
 
 
@@ -110,7 +106,6 @@ class Chain(nn.Module):
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (3,) to ()."""
         first = self.a * x
         return ((Failing.apply(first) if self.fails else first) + self.b * x).sum()
 

@@ -23,7 +23,6 @@ class Seq(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (n, 8) to (n, 1)."""
         hidden = self.a(x).to(next(self.b.parameters()).dtype)
         return self.c(self.b(hidden).to(next(self.c.parameters()).dtype))
 
@@ -36,7 +35,6 @@ class Looked(nn.Module):
         self.w = nn.Parameter(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (n, k) to (n, 8)."""
         return nn.functional.embedding(x, self.w, max_norm=1.0).mean(1)
 
 

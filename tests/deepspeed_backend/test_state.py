@@ -25,7 +25,6 @@ class Pair(nn.Module):
         self.b = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (3,) to ()."""
         return ((self.a + 2 * self.b) * x).sum()
 
 

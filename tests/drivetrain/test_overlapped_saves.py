@@ -1,6 +1,5 @@
 """Saves in the background whose copies are made until the next step: what is trained meanwhile is not in them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +68,18 @@ def test_a_step_waits_until_its_weights_are_copied(tmp_path: Path) -> None:
     assert_saves_hold_what_was(Run(tmp_path))
 
 
-def saves_on_ranks(folder: Path, backend: str, sections: dict[str, Any]) -> None:
-    assert_saves_hold_what_was(Run(folder, backend, sections=sections))
-
-
-def test_parts_of_ranks_are_copied_until_the_next_step(
-    run_ranks: Callable[..., list[object]], tmp_path: Path
-) -> None:
-    run_ranks(saves_on_ranks, tmp_path / "ddp", "ddp", {})
-    run_ranks(saves_on_ranks, tmp_path / "fsdp", "fsdp", {"fsdp": {"wrap": ["Linear"]}})
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("backend", "sections"), [("ddp", {}), ("fsdp", {"fsdp": {"wrap": ["Linear"]}})])
+def test_parts_of_ranks_are_copied_until_the_next_step(tmp_path: Path, backend: str, sections: dict) -> None:
+    assert_saves_hold_what_was(Run(tmp_path, backend, sections=sections))
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=170)
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parts_of_engines_are_copied_until_the_next_step(
-    stage: int, run_ranks: Callable[..., list[object]], deepspeed_operators: None, tmp_path: Path
-) -> None:
-    run_ranks(saves_on_ranks, tmp_path, "deepspeed", {"deepspeed": {"stage": stage}}, timeout_seconds=170)
+def test_parts_of_engines_are_copied_until_the_next_step(stage: int, tmp_path: Path) -> None:
+    assert_saves_hold_what_was(Run(tmp_path, "deepspeed", sections={"deepspeed": {"stage": stage}}))
 
 
 def test_micro_batches_of_an_open_window_wait_for_nothing(tmp_path: Path) -> None:

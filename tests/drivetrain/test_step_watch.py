@@ -1,6 +1,5 @@
 """Who is named where backends gather parameters or average gradients inside forward and backward."""
 
-import logging
 import os
 import time
 from typing import Any
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from plain_loop.accelerated import accelerator_of, messages_of
+from plain_loop.case import own_rank
 
 SECONDS = (
     0.15  # a twentieth of a step, from which on a difference counts, exceeds the noise of a busy machine
@@ -47,77 +48,72 @@ class Block(nn.Module):
 
 def warnings_with_a_slow_rank(backend: str, where: str, block: int, sections: dict[str, Any]) -> list[str]:
     """Train on two ranks, of which rank 1 is slow in a block's forward or backward; return this rank's warnings."""
-    warnings: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain_throughput.rank_throughput").addHandler(keep)
     late = (SECONDS, 0.0) if where == "forward" else (0.0, SECONDS)
     is_slow = os.environ.get("RANK") == "1"
     model = nn.Sequential(
         *(Block(late if is_slow and number == block else (0.0, 0.0)) for number in range(3))
     )
-    sections = {**sections, "run": {"show_plan": False}, "tracking": {"throughput_every_steps": EVERY}}
-    try:
-        with Accelerator(cpu=True, backend=backend, sections=sections) as accelerator:
-            model, optimizer, loader = accelerator.prepare(
-                model,
-                torch.optim.AdamW(model.parameters(), lr=0.01),
-                DataLoader(TensorDataset(torch.randn(2 * 2 * NUM_STEPS, 8).requires_grad_()), batch_size=2),
-            )
-            for (x,) in loader:
-                accelerator.backward(model(x.requires_grad_()).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        logging.getLogger("drivetrain_throughput.rank_throughput").removeHandler(keep)
+    sections = {**sections, "tracking": {"throughput_every_steps": EVERY}}
+    with (
+        messages_of("drivetrain_throughput.rank_throughput") as warnings,
+        accelerator_of(backend, sections=sections) as accelerator,
+    ):
+        model, optimizer, loader = accelerator.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            DataLoader(TensorDataset(torch.randn(2 * 2 * NUM_STEPS, 8).requires_grad_()), batch_size=2),
+        )
+        for (x,) in loader:
+            accelerator.backward(model(x.requires_grad_()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
     return warnings
 
 
 def named_ranks(warnings: list[str]) -> set[str]:
+    """The ranks that rank 0 names; the others tell nothing."""
+    assert own_rank() == 0 or not warnings
     return {warning.partition(" (")[0] for warning in warnings}
 
 
+RANK_1 = [{"rank 1"}, set()]  # what each rank names
+
+
 @pytest.mark.undisturbed
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("block", [0, 2])
 @pytest.mark.default_cases("0")
-def test_ddp_names_the_rank_that_is_slow_in_backward(run_ranks, block: int) -> None:
-    told, others = run_ranks(warnings_with_a_slow_rank, "ddp", "backward", block, {})
-    assert others == []
+def test_ddp_names_the_rank_that_is_slow_in_backward(block: int) -> None:
+    told = warnings_with_a_slow_rank("ddp", "backward", block, {})
     # A rank that the machine held up elsewhere is slow too, and named for it.
     in_backward = [warning for warning in told if "is slow: backward takes it" in warning]
-    assert named_ranks(in_backward) == {"rank 1"}, told
+    assert named_ranks(in_backward) == RANK_1[own_rank()], told
 
 
 BY_BLOCK = {"fsdp": {"wrap": ["Block"]}}
 
 
 @pytest.mark.undisturbed
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("sections", "block"), [({}, 0), ({}, 2), (BY_BLOCK, 2)])
 @pytest.mark.default_cases("sections0-0")
 def test_fsdp_names_the_rank_that_is_slow_behind_the_last_gather_of_a_forward(
-    run_ranks, sections: dict[str, Any], block: int
+    sections: dict, block: int
 ) -> None:
-    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", "forward", block, sections)
-    assert others == []
-    assert named_ranks(told) == {"rank 1"}, told
+    told = warnings_with_a_slow_rank("fsdp", "forward", block, sections)
+    assert named_ranks(told) == RANK_1[own_rank()], told
     assert all("is slow: forward takes it" in warning for warning in told)
 
 
 @pytest.mark.undisturbed
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("sections", "where", "block"),
     [(BY_BLOCK, "forward", 0), (BY_BLOCK, "backward", 0), (BY_BLOCK, "backward", 2), ({}, "backward", 0)],
 )
 @pytest.mark.default_cases("sections0-forward-0")
-def test_fsdp_never_names_a_rank_that_waits(
-    run_ranks, sections: dict[str, Any], where: str, block: int
-) -> None:
-    told, others = run_ranks(warnings_with_a_slow_rank, "fsdp", where, block, sections)
-    assert others == []
+def test_fsdp_never_names_a_rank_that_waits(sections: dict[str, Any], where: str, block: int) -> None:
+    told = warnings_with_a_slow_rank("fsdp", where, block, sections)
     assert named_ranks(told) <= {"rank 1"}, told
 
 
@@ -141,14 +137,11 @@ def test_fsdp_waits_for_the_others_in_communication_when_it_steps(run_ranks) -> 
 
 @pytest.mark.undisturbed
 @pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_zero_never_names_a_rank_that_waits(
-    run_ranks, deepspeed_operators: None, where: str, stage: int
-) -> None:
-    del deepspeed_operators
-    sections = {"deepspeed": {"stage": stage}}
-    told, others = run_ranks(warnings_with_a_slow_rank, "deepspeed", where, 1, sections, timeout_seconds=150)
-    assert others == []
+def test_zero_never_names_a_rank_that_waits(where: str, stage: int) -> None:
+    told = named_ranks(warnings_with_a_slow_rank(f"deepspeed-{stage}", where, 1, {}))
     # Up to stage 1, engines average gradients after backward: all of backward is a rank's own.
-    assert named_ranks(told) == {"rank 1"} if stage == 1 else named_ranks(told) <= {"rank 1"}, told
+    assert told == RANK_1[own_rank()] if stage == 1 else told <= {"rank 1"}

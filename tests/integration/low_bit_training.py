@@ -1,6 +1,5 @@
 """Low-bit optimizers of torchao and bitsandbytes, and a loop that trains, saves and resumes with them."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import Accelerator
+from plain_loop.accelerated import accelerator_of, take_steps, weights_of
 
-QUIET = {"run": {"show_plan": False}}
 Make = Callable[[Any], Optimizer]
 
 
@@ -67,10 +66,9 @@ def training(
     **options: Any,
 ) -> Iterator[tuple[Accelerator, nn.Module, Any]]:
     """An Accelerator with a prepared model and optimizer; steps run uncompiled, since compiling takes minutes."""
-    options = {"sections": QUIET, **options}
     with (
         torch.compiler.set_stance("force_eager"),
-        Accelerator(cpu=True, project_dir=folder, **options) as accelerator,
+        accelerator_of(project_dir=folder, **options) as accelerator,
     ):
         model = net(rows, dtype)
         model, optimizer = accelerator.prepare(model, ALL[name](model.parameters()))
@@ -79,16 +77,13 @@ def training(
 
 def steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
     """Train some steps, with clipped gradients; a window's micro-batches are the rows of one batch."""
-    size = accelerator.gradient_accumulation_steps
-    for step in range(start, stop):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-        for part in batch.chunk(size):
-            with accelerator.accumulate(model):
-                part = part.to(accelerator.device, next(model.parameters()).dtype)
-                accelerator.backward(model(part).float().square().mean())
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
+    size, dtype = accelerator.gradient_accumulation_steps, next(model.parameters()).dtype
+
+    def loss_of(number: int) -> Tensor:
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(number // size))
+        return model(batch.chunk(size)[number % size].to(accelerator.device, dtype)).float().square().mean()
+
+    take_steps(accelerator, model, optimizer, loss_of, range(start * size, stop * size), clip=0.5)
 
 
 def run(folder: Path | str, name: str, start: int, stop: int, **options: Any) -> list[float]:
@@ -103,8 +98,7 @@ def run(folder: Path | str, name: str, start: int, stop: int, **options: Any) ->
 
 def weights(accelerator: Accelerator, model: nn.Module) -> list[float]:
     """All weights in one list, on every rank."""
-    state = accelerator.get_state_dict(model, everywhere=True)
-    return torch.cat([value.flatten() for value in state.values()]).tolist()
+    return torch.cat([value.flatten() for value in weights_of(accelerator, model).values()]).tolist()
 
 
 def forms(optimizer: Any) -> list[str]:
@@ -121,23 +115,3 @@ def values(optimizer: Any) -> list[Tensor]:
             value = state[key].to_local() if hasattr(state[key], "to_local") else state[key]
             found.append(value.clone() if type(value) is Tensor else value.dequantize())
     return found
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What the backends log in the block."""
-    found: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(f"{record.levelname}: {record.getMessage()}")
-
-    logger, handler = logging.getLogger("drivetrain_backends"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

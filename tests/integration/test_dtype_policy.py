@@ -5,36 +5,36 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain import Accelerator
 from drivetrain_backends import full_state_dict
 from drivetrain_config import ConfigError
 from drivetrain_precision import PrecisionError
-from routed_model import KEPT, Routed, batches, loss_of, routed, train_plainly
+from integration.routed_model import KEPT, Routed, batches, loss_of, routed, train_plainly
+from plain_loop.accelerated import accelerator_of as plain_accelerator
+from plain_loop.accelerated import take_steps
+from plain_loop.case import assert_same_on_all_ranks, own_rank
 
 PURE = {"param_dtype": "bf16", "buffer_dtype": "bf16", "keep_fp32": KEPT, "output_dtype": "fp32"}
 STEPS = 6
 
 
-def accelerator_of(backend: str, precision: dict[str, object], **options: Any) -> Accelerator:
+def accelerator_of(backend: str, precision: dict[str, object], **options: Any) -> Any:
     name, _, reduce = backend.partition("-")
-    sections: dict[str, object] = {"precision": precision, "run": {"show_plan": False}}
-    if reduce:
-        sections["ddp"] = {"reduce": reduce}
-    return Accelerator(backend=name, cpu=True, seed=0, sections=sections, **options)
+    sections = {"precision": precision, **({"ddp": {"reduce": reduce}} if reduce else {})}
+    return plain_accelerator(name, seed=0, sections=sections, **options)
 
 
-def steps_of(accelerator: Accelerator, model: Any, optimizer: Any, start: int, stop: int) -> Any:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    output = None
-    for x in list(batches(rank, stop))[start:]:
-        output = model(x)
-        accelerator.backward(loss_of(output))
-        optimizer.step()
-        optimizer.zero_grad()
-    return output
+def steps_of(accelerator: Any, model: Any, optimizer: Any, start: int, stop: int) -> Any:
+    inputs, outputs = list(batches(own_rank(), stop)), list[Any]()
+
+    def loss(number: int) -> Tensor:
+        outputs.append(model(inputs[number]))
+        return loss_of(outputs[-1])
+
+    take_steps(accelerator, model, optimizer, loss, range(start, stop))
+    return outputs[-1]
 
 
 def whole_state(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
@@ -58,21 +58,18 @@ def trained(backend: str, precision: dict[str, object]) -> dict[str, Any]:
         }
 
 
-def check_against_plain(
-    found: list[dict[str, Any]], expected: dict[str, Tensor], *, within: float = 0.0
-) -> None:
-    for one in found:
-        for name, value in expected.items():
-            assert one["state"][name].dtype is value.dtype, name
-            torch.testing.assert_close(one["state"][name], value, rtol=0.0, atol=within)
-        assert (one["output"], one["router"]) == ("torch.float32", {"torch.float32"})
-        assert one["states"] == ["torch.bfloat16", "torch.float32"]
-        assert {name: one["plan"][f"precision.{name}"] for name in PURE} == PURE
+def check_against_plain(found: dict[str, Any], expected: dict[str, Tensor], *, within: float = 0.0) -> None:
+    for name, value in expected.items():
+        assert found["state"][name].dtype is value.dtype, name
+        torch.testing.assert_close(found["state"][name], value, rtol=0.0, atol=within)
+    assert (found["output"], found["router"]) == ("torch.float32", {"torch.float32"})
+    assert found["states"] == ["torch.bfloat16", "torch.float32"]
+    assert {name: found["plan"][f"precision.{name}"] for name in PURE} == PURE
 
 
 def test_one_process_trains_as_the_plain_loop() -> None:
     found = trained("single", PURE)
-    check_against_plain([found], train_plainly("kahan", num_ranks=1, steps=STEPS))
+    check_against_plain(found, train_plainly("kahan", num_ranks=1, steps=STEPS))
     assert found["plan"]["precision.weight_update"] == "kahan"
 
 
@@ -89,40 +86,25 @@ def test_one_process_trains_as_the_plain_loop() -> None:
     ],
 )
 @pytest.mark.default_cases("ddp-kahan0")
-def test_two_ranks_train_as_the_plain_loop(run_ranks, backend: str, update: str) -> None:
-    found = run_ranks(trained, backend, {**PURE, "weight_update": update})
+@pytest.mark.ranks(2)
+def test_two_ranks_train_as_the_plain_loop(backend: str, update: str) -> None:
+    found = trained(backend, {**PURE, "weight_update": update})
     # Under FSDP optimizers step a mixed group one by one, which rounds differently in fp32; and shards are rounded
     # independently, so not with the numbers that round a full weight. The spacing of bf16 is 2**-9 below 0.5.
     within = {"kahan": 2.0**-9, "stochastic": 6 * 2.0**-9}[update] if backend == "fsdp" else 0.0
     check_against_plain(found, train_plainly(update, num_ranks=2, steps=STEPS), within=within)
-    assert all(torch.equal(found[0]["state"][name], value) for name, value in found[1]["state"].items())
+    assert_same_on_all_ranks(found["state"])
     if backend != "ddp-at_close":  # it sums half precision in fp32 whatever is said
-        assert {one["plan"]["precision.reduce_dtype"] for one in found} == {"fp32"}
+        assert found["plan"]["precision.reduce_dtype"] == "fp32"
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("ddp-at_close", marks=pytest.mark.slow)])
-def test_gradients_are_reduced_in_the_dtype_that_is_said(run_ranks, backend: str) -> None:
-    found = run_ranks(trained, backend, {**PURE, "reduce_dtype": "bf16"})
+@pytest.mark.ranks(2)
+def test_gradients_are_reduced_in_the_dtype_that_is_said(backend: str) -> None:
+    found = trained(backend, {**PURE, "reduce_dtype": "bf16"})
     expected = train_plainly("kahan", num_ranks=2, steps=STEPS, reduce_dtype=torch.bfloat16)
     check_against_plain(found, expected, within=2.0**-9)
-    assert {one["plan"]["precision.reduce_dtype"] for one in found} == {"bf16"}
-
-
-def resumed(
-    folder: str, first: str, then: str, precision: dict[str, object]
-) -> tuple[dict[str, Tensor], ...]:
-    """The weights of a run under the first backend, and of one that goes on from its middle under the second."""
-    with accelerator_of(first, precision, project_dir=folder) as accelerator:
-        model, optimizer = accelerator.prepare(*routed())
-        steps_of(accelerator, model, optimizer, 0, STEPS // 2)
-        accelerator.save_state()
-        steps_of(accelerator, model, optimizer, STEPS // 2, STEPS)
-        whole = whole_state(accelerator, model)
-    with accelerator_of(then, precision, project_dir=folder) as accelerator:
-        model, optimizer = accelerator.prepare(*routed())
-        accelerator.load_state()
-        steps_of(accelerator, model, optimizer, STEPS // 2, STEPS)
-        return whole, whole_state(accelerator, model)
+    assert found["plan"]["precision.reduce_dtype"] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -140,12 +122,21 @@ def resumed(
     ],
 )
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_bit_by_bit(
-    run_ranks, tmp_path: Path, first: str, then: str, update: str
-) -> None:
+@pytest.mark.ranks(2)
+def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path: Path, first: str, then: str, update: str) -> None:
+    """A run under the first backend, and one that goes on from its middle under the second."""
     precision = {**PURE, "weight_update": update}
-    for whole, continued in run_ranks(resumed, str(tmp_path), first, then, precision):
-        assert all(torch.equal(continued[name], value) for name, value in whole.items())
+    with accelerator_of(first, precision, project_dir=tmp_path) as accelerator:
+        model, optimizer = accelerator.prepare(*routed())
+        steps_of(accelerator, model, optimizer, 0, STEPS // 2)
+        accelerator.save_state()
+        steps_of(accelerator, model, optimizer, STEPS // 2, STEPS)
+        whole = whole_state(accelerator, model)
+    with accelerator_of(then, precision, project_dir=tmp_path) as accelerator:
+        model, optimizer = accelerator.prepare(*routed())
+        accelerator.load_state()
+        steps_of(accelerator, model, optimizer, STEPS // 2, STEPS)
+        torch.testing.assert_close(whole_state(accelerator, model), whole, rtol=0, atol=0)
 
 
 def save(folder: Path, precision: dict[str, object]) -> None:

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
 
-from drivetrain import Accelerator
 from drivetrain_backends import full_state_dict
 from drivetrain_checkpoint import (
     CorruptCheckpointError,
@@ -18,6 +18,7 @@ from drivetrain_checkpoint import (
     open_export,
     save_model,
 )
+from plain_loop.accelerated import accelerator_of, assert_equal_weights, take_steps, weights_of
 
 
 class Tied(nn.Module):
@@ -35,27 +36,20 @@ class Tied(nn.Module):
         return self.norm(self.outer(torch.tanh(self.inner(x))))
 
 
-def accelerated(backend: str, **settings: object) -> Accelerator:
-    name, _, stage = backend.partition("-")
-    sections = {"run": {"show_plan": False}} | ({"deepspeed": {"stage": int(stage)}} if stage else {})
-    return Accelerator(backend=name, cpu=True, sections=sections, **settings)  # type: ignore[arg-type]
-
-
-def train(accelerator: Accelerator, model: nn.Module, optimizer: AdamW) -> None:
-    accelerator.backward(model(torch.arange(12.0).reshape(4, 3)).square().sum())
-    optimizer.step()
-    optimizer.zero_grad()
+def train(accelerator: Any, model: nn.Module, optimizer: Any) -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    take_steps(accelerator, model, optimizer, lambda _: model(x).square().sum(), [0])
 
 
 def there_and_back(folder: str, backend: str) -> list[dict[str, list[float]]]:
     """Train, export, train on, load; the weights and the optimizer's state at each point."""
     found: list[dict[str, list[float]]] = []
-    with accelerated(backend) as accelerator:
+    with accelerator_of(backend) as accelerator:
         model = Tied()
         model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=0.1))
 
         def look() -> None:
-            state = accelerator.get_state_dict(model, everywhere=True)
+            state = weights_of(accelerator, model)
             kept = full_state_dict(accelerator._parts.prepared.of(model).state_dict()["optimizers"])[0][
                 "state"
             ]
@@ -69,6 +63,16 @@ def there_and_back(folder: str, backend: str) -> list[dict[str, list[float]]]:
 
         train(accelerator, model, optimizer)
         look()
+        on_main = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            assert on_main["outer.weight"] is on_main["inner.weight"]
+            assert_equal_weights(on_main, weights_of(accelerator, model))
+            assert all(
+                type(value) is torch.Tensor and value.device.type == "cpu" for value in on_main.values()
+            )
+        else:
+            assert on_main == {}
+            weights_of(accelerator, model)
         plan = accelerator.save_model(model, folder, max_shard_size=40)
         assert plan.is_sharded
         assert plan.ties == {"outer.weight": "inner.weight"}
@@ -106,35 +110,32 @@ def test_an_export_holds_the_trained_weights_and_brings_them_back_beside_the_opt
     }
 
 
-def partly(folder: str, backend: str) -> tuple[object, dict[str, list[float]]]:
-    with accelerated(backend) as accelerator:
-        model = Tied()
-        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
-        with pytest.raises((ValueError, OtherRankFailedError), match=r"missing outer.bias, unexpected x"):
-            accelerator.load_model(model, folder)
-        untouched = accelerator.get_state_dict(model, everywhere=True)
-        assert torch.equal(untouched["inner.bias"], Tied().inner.bias)
-        names = accelerator.load_model(model, folder, strict=False)
-        state = accelerator.get_state_dict(model, everywhere=True)
-        return names, {name: value.flatten().tolist() for name, value in state.items()}
+ON_ALL_RANKS = pytest.mark.ranks(2, timeout_seconds=150)
 
 
+@ON_ALL_RANKS
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed-3"])
 @pytest.mark.default_cases("ddp")
 def test_other_names_are_refused_on_all_ranks_or_told_and_the_rest_is_loaded(
-    run_ranks, tmp_path: Path, backend: str
+    tmp_path: Path, backend: str
 ) -> None:
     tensors = Tied(seed=1).state_dict()
     tensors["x"] = torch.ones(1)
-    kept = Tied().outer.bias.tolist()
     del tensors["outer.bias"], tensors["outer.weight"]
-    save_model(tensors, tmp_path)
-    for names, found in run_ranks(partly, str(tmp_path), backend, timeout_seconds=150):
-        assert names == (["outer.bias"], ["x"])
-        assert found.pop("outer.bias") == kept
-        assert found.pop("outer.weight") == found["inner.weight"]
-        for name, value in found.items():
-            assert value == tensors[name].flatten().tolist(), name
+    with accelerator_of(backend) as accelerator:
+        if accelerator.is_main_process:
+            save_model(tensors, tmp_path)
+        accelerator.wait_for_everyone()
+        model = Tied()
+        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
+        with pytest.raises((ValueError, OtherRankFailedError), match=r"missing outer.bias, unexpected x"):
+            accelerator.load_model(model, tmp_path)
+        assert torch.equal(weights_of(accelerator, model)["inner.bias"], Tied().inner.bias)  # untouched
+        assert accelerator.load_model(model, tmp_path, strict=False) == (["outer.bias"], ["x"])
+        found = weights_of(accelerator, model)
+    assert torch.equal(found.pop("outer.bias"), Tied().outer.bias)
+    assert torch.equal(found.pop("outer.weight"), found["inner.weight"])
+    assert_equal_weights(found, {name: value for name, value in tensors.items() if name != "x"})
 
 
 class Extra(nn.Linear):
@@ -147,91 +148,77 @@ class Extra(nn.Linear):
         pass
 
 
-def failing(folder: str, backend: str) -> list[str]:
-    """What each rank is told of exports that the disk does not take, at once or midway, and of one that is torn."""
-    said: list[str] = []
-    with accelerated(backend) as accelerator:
-        model, extra = Tied(), Extra(1, 1)
-        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
-        occupied = Path(folder) / "file"
-        for path, kind in ((occupied, NotADirectoryError), (Path(folder) / "torn", CorruptCheckpointError)):
-            act = accelerator.save_model if path == occupied else accelerator.load_model
-            with pytest.raises((kind, OtherRankFailedError)) as caught:
-                act(model, path)
-            said.append(str(caught.value))
-        with pytest.raises((IsADirectoryError, OtherRankFailedError)) as caught:
-            accelerator.save_model(model, Path(folder) / "blocked", max_shard_size=40)
-        said.append(str(caught.value))
-        with pytest.raises(ValueError, match="max_shard_size=0"):
-            accelerator.save_model(model, folder, max_shard_size=0)
-        accelerator.save_model(model, Path(folder) / "whole")
-    with accelerated("ddp") as accelerator:
-        extra = accelerator.prepare(extra)
-        with pytest.raises(StateError, match="'_extra_state' is of type dict; an export holds tensors only"):
-            accelerator.save_model(extra, Path(folder) / "extra")
-    return said
-
-
+@ON_ALL_RANKS
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed-3"])
 @pytest.mark.default_cases("ddp")
 def test_a_failure_of_the_main_process_is_told_on_all_ranks_and_the_next_export_succeeds(
-    run_ranks, tmp_path: Path, backend: str
+    tmp_path: Path, backend: str
 ) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
+    """Exports that the disk does not take, at once or midway, and one that is torn."""
     blocked = tmp_path / "blocked" / "model-00002-of-00004.safetensors.tmp"
-    blocked.mkdir(parents=True)
-    for said in run_ranks(failing, str(tmp_path), backend, timeout_seconds=150):
-        assert "file is a file: name the folder" in said[0]
-        assert "model.safetensors is no whole safetensors file" in said[1]
-        assert "model-00002-of-00004.safetensors.tmp" in said[2]
+    with accelerator_of(backend) as accelerator:
+        if accelerator.is_main_process:
+            (tmp_path / "file").write_text("")
+            (tmp_path / "torn").mkdir()
+            (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
+            blocked.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        model, extra = Tied(), Extra(1, 1)
+        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
+        with pytest.raises(
+            (NotADirectoryError, OtherRankFailedError), match="file is a file: name the folder"
+        ):
+            accelerator.save_model(model, tmp_path / "file")
+        torn = r"model\.safetensors is no whole safetensors file"
+        with pytest.raises((CorruptCheckpointError, OtherRankFailedError), match=torn):
+            accelerator.load_model(model, tmp_path / "torn")
+        with pytest.raises((IsADirectoryError, OtherRankFailedError), match=blocked.name):
+            accelerator.save_model(model, tmp_path / "blocked", max_shard_size=40)
+        with pytest.raises(ValueError, match="max_shard_size=0"):
+            accelerator.save_model(model, tmp_path, max_shard_size=0)
+        accelerator.save_model(model, tmp_path / "whole")
+        accelerator.wait_for_everyone()
+    with accelerator_of("ddp") as accelerator:
+        extra = accelerator.prepare(extra)
+        with pytest.raises(StateError, match="'_extra_state' is of type dict; an export holds tensors only"):
+            accelerator.save_model(extra, tmp_path / "extra")
     assert list(blocked.parent.iterdir()) == [blocked]
     load_model(Tied(seed=1), tmp_path / "whole")
     assert not (tmp_path / "extra").exists()
 
 
-def frozen_and_built_empty(folder: str, backend: str) -> dict[str, list[float]]:
-    """Export a model trained in bf16, with a frozen bias, and load it into one that is built without memory."""
-    with accelerated(backend, mixed_precision="bf16") as accelerator:
+@ON_ALL_RANKS
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed-1", "deepspeed-3"])
+@pytest.mark.default_cases("fsdp")
+def test_masters_are_exported_and_loaded(tmp_path: Path, backend: str) -> None:
+    """A model trained in bf16, with a frozen bias, and one that is built without memory."""
+    with accelerator_of(backend, mixed_precision="bf16") as accelerator:
         model = Tied()
         model.norm = nn.LayerNorm(3)
         model.outer.bias.requires_grad_(False)
         model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=0.1))
         train(accelerator, model, optimizer)
-        expected = accelerator.get_state_dict(model, everywhere=True)
-        accelerator.save_model(model, folder)
-    with accelerated(backend, mixed_precision="bf16") as accelerator:
+        expected = weights_of(accelerator, model)
+        accelerator.save_model(model, tmp_path)
+        accelerator.wait_for_everyone()
+    with accelerator_of(backend, mixed_precision="bf16") as accelerator:
         with accelerator.building():
             model = Tied(seed=1)
             model.norm = nn.LayerNorm(3)
         model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=0.1))
-        accelerator.load_model(model, folder)
-        found = accelerator.get_state_dict(model, everywhere=True)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        accelerator.load_model(model, tmp_path)
+        assert_equal_weights(weights_of(accelerator, model), expected)
         train(accelerator, model, optimizer)
-    return {name: value.flatten().tolist() for name, value in expected.items()}
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed-1", "deepspeed-3"])
-@pytest.mark.default_cases("fsdp")
-def test_masters_are_exported_and_loaded(run_ranks, tmp_path: Path, backend: str) -> None:
-    expected, _ = run_ranks(frozen_and_built_empty, str(tmp_path), backend, timeout_seconds=150)
     exported = open_export(tmp_path)
     assert exported.places["inner.weight"].info.dtype == torch.float32
-    assert {name: value.flatten().tolist() for name, value in exported.items()} == expected
+    assert_equal_weights(dict(exported.items()), expected)
 
 
-def compiled_export(folder: str) -> dict[str, object]:
-    with accelerated("ddp", mixed_precision="bf16") as accelerator:
-        model = torch.compile(Tied(), backend="eager")
-        model = accelerator.prepare(model)
-        accelerator.save_model(model, folder, metadata={"run": "7"})
-    return {}
-
-
-def test_a_compiled_model_has_plain_names(run_ranks, tmp_path: Path) -> None:
-    run_ranks(compiled_export, str(tmp_path), num_processes=1)
+@pytest.mark.ranks(1)
+def test_a_compiled_model_has_plain_names(tmp_path: Path) -> None:
+    with accelerator_of("ddp", mixed_precision="bf16") as accelerator:
+        model = accelerator.prepare(torch.compile(Tied(), backend="eager"))
+        accelerator.save_model(model, tmp_path, metadata={"run": "7"})
     content = (tmp_path / "model.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     assert header.pop("__metadata__") == {

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain import Accelerator
 from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model
+from plain_loop.accelerated import accelerator_of, take_steps
+from plain_loop.accelerated import weights_of as full_weights
 
 pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 
@@ -155,28 +156,24 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     )
 
 
-def train(way: Way, folder: str, resumes: bool = False) -> Trained:
+def train(way: Way, folder: Path, resumes: bool = False) -> Trained:
     """Train by a user's loop: save half-way, or go on from there; export at the end. Called on all ranks."""
-    sections: dict[str, Any] = {"run": {"show_plan": False}}
-    if way.stage is not None:
-        sections["deepspeed"] = {"stage": way.stage}
-    accelerator = Accelerator(
-        cpu=True,
+    num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    backend = way.backend if way.stage is None else f"{way.backend}-{way.stage}"
+    losses, norms = list[float](), list[float]()
+    with accelerator_of(
+        backend,
         mixed_precision="fp8",
         fp8_recipe=way.recipe,
-        backend=way.backend,
-        sections=sections,
         project_dir=folder,
-        gradient_accumulation_steps=NUM_MICRO_BATCHES // _num_ranks(),
-    )
-    losses, norms = list[float](), list[float]()
-    with accelerator:
+        gradient_accumulation_steps=NUM_MICRO_BATCHES // num_ranks,
+    ) as accelerator:
         plain = net()
         model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
         begin = accelerator.load_state() if resumes else 0
         assert begin in (0, HALF_WAY)
         for step in range(begin, NUM_STEPS):
-            for number in range(accelerator.process_index, NUM_MICRO_BATCHES, accelerator.num_processes):
+            for number in range(accelerator.process_index, NUM_MICRO_BATCHES, num_ranks):
                 with accelerator.accumulate(model):
                     loss = loss_of(model(batch(step, number)))
                     accelerator.backward(loss)
@@ -190,22 +187,15 @@ def train(way: Way, folder: str, resumes: bool = False) -> Trained:
                 accelerator.save_state()
         assert accelerator.plan.facts["fp8 layers"].startswith("2 of 3")
         assert "fp8 products" in accelerator.plan.facts
-        accelerator.save_model(model, Path(folder, "export"))
-        weights = accelerator.get_state_dict(model, everywhere=True)
-        return Trained(weights=weights, losses=losses, norms=norms)
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        accelerator.save_model(model, folder / "export")
+        return Trained(weights=full_weights(accelerator, model), losses=losses, norms=norms)
 
 
 def trained(run_ranks: Any, num_ranks: int, *args: Any) -> list[Trained]:
     """Train on a number of ranks; a backend of one process here."""
-    return (
-        [train(*args)]
-        if num_ranks == 1
-        else run_ranks(train, *args, num_processes=num_ranks, timeout_seconds=170)
-    )
+    if num_ranks == 1:
+        return [train(*args)]
+    return run_ranks(train, *args, num_processes=num_ranks, timeout_seconds=170)
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
@@ -261,12 +251,12 @@ def test_it_trains_as_a_plain_loop_does_resumes_exactly_and_is_exported(
     if way.backend == "deepspeed":
         request.getfixturevalue("deepspeed_operators")
     expected = plainly(way.scaling, way.clip, in_bf16=way.gathers_in_bf16)
-    whole = trained(run_ranks, num_ranks, way, str(tmp_path))
+    whole = trained(run_ranks, num_ranks, way, tmp_path)
     assert max(distance(each.weights, expected.weights) for each in whole) < TOLERANCE
     assert equal(exported(tmp_path), whole[0].weights)
     if way.clip is not None:
         assert whole[0].norms == pytest.approx(expected.norms, rel=TOLERANCE)
-    resumed = trained(run_ranks, num_ranks, way, str(tmp_path), True)
+    resumed = trained(run_ranks, num_ranks, way, tmp_path, True)
     for before, after in zip(whole, resumed, strict=True):
         assert equal(before.weights, after.weights)
         assert before.losses[-len(after.losses) :] == after.losses
@@ -274,7 +264,7 @@ def test_it_trains_as_a_plain_loop_does_resumes_exactly_and_is_exported(
     elsewhere = replace(way, backend="ddp") if way.backend == "single" else way
     if (way, num_ranks) in QUICK:
         return  # a start of four ranks takes longer than all of this
-    resized = trained(run_ranks, other, elsewhere, str(tmp_path), True)
+    resized = trained(run_ranks, other, elsewhere, tmp_path, True)
     assert max(distance(each.weights, expected.weights) for each in resized) < TOLERANCE
     assert equal(exported(tmp_path), resized[0].weights)
 
@@ -285,47 +275,30 @@ def test_two_runs_that_gather_in_fp8_are_the_same_bit_for_bit(
     run_ranks: Any, tmp_path: Path, num_ranks: int
 ) -> None:
     way = Way(backend="fsdp", scaling="tensorwise", all_gather=True, clip=MAX_NORM)
-    one, other = (trained(run_ranks, num_ranks, way, str(tmp_path / name)) for name in ("one", "other"))
+    one, other = (trained(run_ranks, num_ranks, way, tmp_path / name) for name in ("one", "other"))
     for first, second in zip(one, other, strict=True):
         assert (first.losses, first.norms) == (second.losses, second.norms)
         assert equal(first.weights, second.weights)
 
 
-def export_a_language_model(folder: str) -> dict[str, Tensor]:
-    """Train a small Llama whose weights are gathered in fp8, and export it."""
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=120)
+def test_transformers_loads_the_export_of_a_model_that_was_gathered_in_fp8(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     way = Way(backend="fsdp", scaling="tensorwise", all_gather=True)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes))
-    with Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        fp8_recipe=way.recipe,
-        backend="fsdp",
-        sections={"run": {"show_plan": False}},
-    ) as accelerator:
+    with accelerator_of("fsdp", mixed_precision="fp8", fp8_recipe=way.recipe) as accelerator:
         prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
         tokens = torch.randint(48, (2, 8), generator=torch.Generator().manual_seed(accelerator.process_index))
-        accelerator.backward(prepared(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        accelerator.save_model(prepared, folder)
+        take_steps(
+            accelerator, prepared, optimizer, lambda _: prepared(input_ids=tokens, labels=tokens).loss, [0]
+        )
+        accelerator.save_model(prepared, tmp_path)
         if accelerator.is_main_process:
-            model.config.save_pretrained(folder)
-        return accelerator.get_state_dict(prepared, everywhere=True)
-
-
-@pytest.mark.slow
-def test_transformers_loads_the_export_of_a_model_that_was_gathered_in_fp8(
-    run_ranks: Any, tmp_path: Path
-) -> None:
-    from transformers import LlamaForCausalLM
-
-    weights, _ = run_ranks(export_a_language_model, str(tmp_path), timeout_seconds=120)
+            model.config.save_pretrained(tmp_path)
+        accelerator.wait_for_everyone()
+        weights = full_weights(accelerator, prepared)
     assert equal(weights_of(LlamaForCausalLM.from_pretrained(tmp_path)), weights)

@@ -77,13 +77,15 @@ def test_nothing_waits_for_the_garbage_collector() -> None:
     assert lifetimes("single") == [["accelerator"], [], [], [], []]
 
 
-def test_nothing_waits_for_the_garbage_collector_under_ddp(run_ranks) -> None:
-    assert run_ranks(lifetimes, "ddp") == [[["accelerator"], [], [], [], []]] * 2
+@pytest.mark.ranks(2)
+def test_nothing_waits_for_the_garbage_collector_under_ddp() -> None:
+    assert lifetimes("ddp") == [["accelerator"], [], [], [], []]
 
 
-def test_a_sharded_model_alone_waits_for_the_garbage_collector(run_ranks) -> None:
+@pytest.mark.ranks(2)
+def test_a_sharded_model_alone_waits_for_the_garbage_collector() -> None:
     model = ["model", "module"]  # torch's fully_shard ties it to itself
-    assert run_ranks(lifetimes, "fsdp") == [[[*model, "accelerator"], [], model, [], model]] * 2
+    assert lifetimes("fsdp") == [[*model, "accelerator"], [], model, [], model]
 
 
 def test_what_is_held_goes_on_without_its_accelerator() -> None:

@@ -1,26 +1,26 @@
 """Optimizers with states in 8 bits and fewer: through `prepare`, checkpoints and other numbers of ranks."""
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-from drivetrain import Accelerator
 from drivetrain_backends import EngineConfigError
-from low_bit_training import (
+from integration.low_bit_training import (
     ALL,
     BITSANDBYTES,
-    QUIET,
     TORCHAO,
     forms,
     net,
     run,
     steps,
-    told,
     training,
     values,
     weights,
 )
+from plain_loop.accelerated import accelerator_of, messages_of
+from plain_loop.case import assert_same_on_all_ranks
 
 pytest.importorskip("torchao")
 pytest.importorskip("bitsandbytes")
@@ -35,9 +35,6 @@ EIGHT = "torchao AdamW8bit"
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
 
-FEW = (EIGHT, "bitsandbytes AdamW8bit")
-
-
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.slow
 def test_training_goes_on_bit_for_bit_in_one_process(tmp_path: Path, name: str) -> None:
@@ -47,23 +44,32 @@ def test_training_goes_on_bit_for_bit_in_one_process(tmp_path: Path, name: str) 
     assert run(tmp_path / "parts", name, 3, 4, dtype=dtype) == whole
 
 
-def goes_on(folder: str, backend: str, names: list[str]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for name in names:
-        place = Path(folder, name)
-        found[name] = run(place / "whole", name, 0, 4, backend=backend)
-        run(place / "parts", name, 0, 3, backend=backend)
-        assert run(place / "parts", name, 3, 4, backend=backend) == found[name], name
-    return found
+def check_goes_on(folder: Path, backend: str, name: str) -> list[float]:
+    whole = run(folder / "whole", name, 0, 4, backend=backend)
+    run(folder / "parts", name, 0, 3, backend=backend)
+    assert run(folder / "parts", name, 3, 4, backend=backend) == whole
+    assert_same_on_all_ranks(whole)
+    return whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [FEW, tuple(set(LOW_BIT) - set(FEW))])
-def test_training_goes_on_bit_for_bit_under_ddp(run_ranks, tmp_path: Path, names: tuple[str, ...]) -> None:
-    first, second = run_ranks(goes_on, str(tmp_path), "ddp", sorted(names))
-    assert first == second
-    for name in names[:2]:  # equal batches: as one process
-        assert first[name] == pytest.approx(run(tmp_path / "one", name, 0, 4), abs=1e-5)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_training_goes_on_bit_for_bit_under_ddp(tmp_path: Path, name: str) -> None:
+    found = check_goes_on(tmp_path, "ddp", name)
+    # Equal batches: as a plain loop on one of them.
+    plain = net()
+    optimizer = ALL[name](plain.parameters())
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(4):
+            plain(
+                torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            ).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = torch.cat([value.flatten() for value in plain.state_dict().values()]).tolist()
+    assert found == pytest.approx(expected, abs=1e-5) or "rounding" in name
 
 
 def shards(folder: str) -> None:
@@ -87,7 +93,10 @@ def shards(folder: str) -> None:
 
 def resumed(folder: str, name: str, backend: str) -> tuple[list[float], list[str], list[str]]:
     """Go on from step 3; the weights, the forms of this rank's states, and what was logged."""
-    with told() as messages, training(folder, name, backend=backend) as (accelerator, model, optimizer):
+    with (
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
+        training(folder, name, backend=backend) as (accelerator, model, optimizer),
+    ):
         assert accelerator.load_state(Path(folder, "checkpoints", "step-3")) == 3
         found = forms(optimizer)
         steps(accelerator, model, optimizer, 3, 5)
@@ -121,7 +130,7 @@ def test_fsdp_resumes_on_four_ranks_with_the_same_codes(run_ranks, tmp_path: Pat
 
 def cut(folder: str) -> tuple[list[str], list[list[float]], list[str]]:
     with (
-        told() as messages,
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
         training(folder, EIGHT, rows=132, backend="fsdp") as (accelerator, model, optimizer),
     ):
         accelerator.load_state()
@@ -144,7 +153,7 @@ def test_shards_that_cut_blocks_keep_the_values_in_floating_point_and_it_is_said
     for expected, one, other in zip(whole, first[1], second[1], strict=True):
         assert one + other == expected.flatten().tolist()
     assert first[0][0] == "Tensor"  # 66 rows of 64 are 16.5 blocks
-    assert first[2][0].startswith("WARNING: AdamW8bit: 4 states are kept in floating point now")
+    assert first[2][0].startswith("AdamW8bit: 4 states are kept in floating point now")
     assert not any("floating point now" in message for message in second[2])  # rank 0 says it
     assert run(tmp_path, EIGHT, 3, 4, rows=132)
 
@@ -152,7 +161,7 @@ def test_shards_that_cut_blocks_keep_the_values_in_floating_point_and_it_is_said
 def mixed(folder: str, rows: int) -> tuple[list[str], list[str]]:
     """Save and resume in FSDP; the forms of the states, and what was said of them."""
     with (
-        told() as messages,
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
         training(folder, EIGHT, rows=rows, backend="fsdp") as (accelerator, model, optimizer),
     ):
         steps(accelerator, model, optimizer, 0, 3)
@@ -178,44 +187,50 @@ def test_a_state_in_8_bits_on_some_ranks_only_is_saved_with_its_values(
     (first, messages), (second, others) = run_ranks(mixed, str(tmp_path), rows)
     assert (first[0], second[0]) == expected
     assert [message.partition(" on some ranks")[0] for message in messages] == [
-        "WARNING: AdamW8bit: 2 states are in few bits"
+        "AdamW8bit: 2 states are in few bits"
     ]
     assert not others
 
 
 def test_a_checkpoint_in_8_bits_loads_into_adamw_and_back(tmp_path: Path) -> None:
     run(tmp_path / "low", EIGHT, 0, 3)
-    with told() as messages, training(tmp_path / "low", "torch AdamW") as (accelerator, model, optimizer):
+    with (
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
+        training(tmp_path / "low", "torch AdamW") as (accelerator, model, optimizer),
+    ):
         assert accelerator.load_state() == 3
         steps(accelerator, model, optimizer, 3, 4)
         assert set(forms(optimizer)) == {"Tensor"}
-    assert messages == [
-        "WARNING: AdamW: 4 states of another library's optimizer were dequantised into floating point"
-    ]
+    assert messages == ["AdamW: 4 states of another library's optimizer were dequantised into floating point"]
     run(tmp_path / "plain", "torch AdamW", 0, 3)
-    with told() as messages, training(tmp_path / "plain", EIGHT) as (accelerator, model, optimizer):
+    with (
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
+        training(tmp_path / "plain", EIGHT) as (accelerator, model, optimizer),
+    ):
         assert accelerator.load_state() == 3
         steps(accelerator, model, optimizer, 3, 4)
-    assert messages[0].startswith(
-        "WARNING: AdamW8bit: 0 of 6 parameters (0 % of elements) in 8 bits or fewer"
-    )
+    assert messages[0].startswith("AdamW8bit: 0 of 6 parameters (0 % of elements) in 8 bits or fewer")
     assert "2 loaded or overridden so" in messages[0]
 
 
 @pytest.mark.parametrize("name", [EIGHT, "bitsandbytes AdamW8bit"])
 def test_tiny_tensors_are_kept_in_fp32_and_it_is_said(name: str) -> None:
-    with told() as messages, training(None, name, rows=32) as (accelerator, model, optimizer):
+    with (
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
+        training(None, name, rows=32) as (accelerator, model, optimizer),
+    ):
         steps(accelerator, model, optimizer, 0, 1)
         states = accelerator.plan.facts["states 0"]
-    assert messages[0] == f"WARNING: {states}"
+    assert messages[0] == states
     assert states.startswith("AdamW8bit: 0 of 6 parameters (0 % of elements) in 8 bits or fewer")
     assert states.endswith("in floating point: 6 of fewer than 4096 elements")
-    with told() as messages, training(None, name) as (accelerator, model, optimizer):
+    with (
+        messages_of("drivetrain_backends", level=logging.INFO) as messages,
+        training(None, name) as (accelerator, model, optimizer),
+    ):
         assert "states 0" not in accelerator.plan.facts  # there are none yet
         steps(accelerator, model, optimizer, 0, 2)
-    assert [message.partition(":")[0] for message in messages] == [
-        "INFO"
-    ]  # most of its elements are in 8 bits
+    assert len(messages) == 1
     assert "2 of 6 parameters (97.69 % of elements)" in messages[0]
 
 
@@ -231,22 +246,20 @@ def test_a_skipped_step_leaves_the_states_as_they_are(name: str) -> None:
         assert (weights(accelerator, model), str(optimizer.state_dict())) == before
 
 
-def accumulates(folder: str) -> None:
-    for name in CLASSES:
-        expected = run(Path(folder, name, "1"), name, 0, 3, backend="ddp")
-        for backend in ("ddp", "fsdp"):
-            place = Path(folder, name, backend)
-            found = run(place, name, 0, 3, backend=backend, gradient_accumulation_steps=2)
-            assert found == pytest.approx(expected, abs=2e-4), (name, backend)
-
-
 @pytest.mark.slow
-def test_windows_of_micro_batches_with_clipping_train_as_whole_batches(run_ranks, tmp_path: Path) -> None:
-    run_ranks(accumulates, str(tmp_path))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_windows_of_micro_batches_with_clipping_train_as_whole_batches(
+    tmp_path: Path, name: str, backend: str
+) -> None:
+    expected = run(tmp_path / "whole", name, 0, 3, backend="ddp")
+    found = run(tmp_path / "parts", name, 0, 3, backend=backend, gradient_accumulation_steps=2)
+    assert found == pytest.approx(expected, abs=2e-4)
 
 
-def begun() -> None:
-    """An optimizer that has stepped before its model is sharded keeps its states, divided."""
+@pytest.mark.ranks(2)
+def test_states_from_before_prepare_are_divided_with_their_codes() -> None:
     with torch.compiler.set_stance("force_eager"):
         model = net()
         optimizer = ALL[EIGHT](model.parameters())
@@ -254,77 +267,64 @@ def begun() -> None:
         optimizer.step()
         optimizer.zero_grad()
         whole = [one.clone() for one in values(optimizer)]
-        with Accelerator(cpu=True, backend="fsdp", sections=QUIET) as accelerator:
+        with accelerator_of("fsdp") as accelerator:
             accelerator.prepare(model, optimizer)
-            rank = accelerator.process_index
             for expected, found in zip(whole, values(optimizer), strict=True):
-                assert torch.equal(found, expected.chunk(2)[rank])
+                assert torch.equal(found, expected.chunk(2)[accelerator.process_index])
             assert forms(optimizer).count("OptimState8bit") == 2
 
 
-def test_states_from_before_prepare_are_divided_with_their_codes(run_ranks) -> None:
-    run_ranks(begun)
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_stochastic_rounding_goes_on_bit_for_bit_under_fsdp(tmp_path: Path) -> None:
+    check_goes_on(tmp_path, "fsdp", "torchao stochastic rounding")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_fsdp_refuses_bitsandbytes_by_name_and_says_what_to_use(name: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"^{name.split()[1]} cannot step shards: ") as caught,
+        training(None, name, backend="fsdp"),
+    ):
+        pass
+    assert "backend='ddp' or 'single'" in str(caught.value)
+    assert "torchao.optim.AdamW8bit" in str(caught.value)
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_goes_on_bit_for_bit_under_fsdp(run_ranks, tmp_path: Path) -> None:
-    first, second = run_ranks(goes_on, str(tmp_path), "fsdp", ["torchao stochastic rounding"])
-    assert first == second
-
-
-def refused_by_fsdp() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in BITSANDBYTES:
-        with (
-            pytest.raises(ValueError, match="cannot step shards") as caught,
-            training(None, name, backend="fsdp"),
-        ):
-            pass
-        found[name] = str(caught.value)
-    return found
-
-
-def test_fsdp_refuses_bitsandbytes_by_name_and_says_what_to_use(run_ranks) -> None:
-    for found in run_ranks(refused_by_fsdp):
-        for name, message in found.items():
-            assert message.startswith(f"{name.split()[1]} cannot step shards: ")
-            assert "backend='ddp' or 'single'" in message
-            assert "torchao.optim.AdamW8bit" in message
-
-
-def under_deepspeed(folder: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in [*CLASSES, "bitsandbytes AdamW8bit", "bitsandbytes PagedAdamW8bit"]:
-        whole = {**QUIET, "deepspeed": {"stage": 0}}
-        place = Path(folder, name)
-        expected = run(place / "ddp", name, 0, 3, backend="ddp")
-        run(place / "parts", name, 0, 2, backend="deepspeed", sections=whole)
-        resumed = run(place / "parts", name, 2, 3, backend="deepspeed", sections=whole)
-        assert resumed == pytest.approx(expected, abs=1e-5), name
-        divided = {**QUIET, "deepspeed": {"stage": 2}}
-        with (
-            pytest.raises(EngineConfigError, match="its step is not elementwise") as caught,
-            training(None, name, backend="deepspeed", sections=divided),
-        ):
-            pass
-        found[name] = str(caught.value)
-    name = "bitsandbytes AdamW32bit"  # without blocks
-    expected = run(Path(folder, name, "ddp"), name, 0, 3, backend="ddp")
-    run(Path(folder, name), name, 0, 2, backend="deepspeed", sections=divided)
-    resumed = run(Path(folder, name), name, 2, 3, backend="deepspeed", sections=divided)
-    assert resumed == pytest.approx(expected, abs=1e-5)
-    low, plain = Path(folder, EIGHT, "parts"), {**QUIET, "deepspeed": {"stage": 2}}
-    with training(low, "torch AdamW", backend="deepspeed", sections=plain) as (accelerator, model, optimizer):
-        assert accelerator.load_state() == 3  # states in 8 bits into ZeRO's own parts in fp32
-        steps(accelerator, model, optimizer, 3, 4)
-    return found
-
-
-@pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("name", [*CLASSES, "bitsandbytes AdamW8bit", "bitsandbytes PagedAdamW8bit"])
 def test_deepspeed_trains_them_at_stage_0_and_refuses_them_by_name_where_it_divides(
-    run_ranks, tmp_path: Path, deepspeed_operators
+    tmp_path: Path, name: str
 ) -> None:
-    for found in run_ranks(under_deepspeed, str(tmp_path), timeout_seconds=150):
-        for name, message in found.items():
-            assert message.startswith(f"{name.split()[1]} with deepspeed.stage=2")
-            assert "deepspeed.stage=0 or backend='ddp'" in message
+    check_goes_on_as_under_ddp(tmp_path, name, "deepspeed-0")
+    said = f"^{name.split()[1]} with deepspeed.stage=2.*its step is not elementwise"
+    with (
+        pytest.raises(EngineConfigError, match=said) as caught,
+        training(None, name, backend="deepspeed-2"),
+    ):
+        pass
+    assert "deepspeed.stage=0 or backend='ddp'" in str(caught.value)
+    if name == EIGHT:  # states in 8 bits go into ZeRO's own parts in fp32
+        with training(tmp_path / "parts", "torch AdamW", backend="deepspeed-2") as (
+            accelerator,
+            model,
+            optimizer,
+        ):
+            assert accelerator.load_state() == 3
+            steps(accelerator, model, optimizer, 3, 4)
+
+
+def check_goes_on_as_under_ddp(folder: Path, name: str, backend: str) -> None:
+    expected = run(folder / "ddp", name, 0, 3, backend="ddp")
+    run(folder / "parts", name, 0, 2, backend=backend)
+    assert run(folder / "parts", name, 2, 3, backend=backend) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
+def test_deepspeed_divides_states_without_blocks(tmp_path: Path) -> None:
+    check_goes_on_as_under_ddp(tmp_path, "bitsandbytes AdamW32bit", "deepspeed-2")

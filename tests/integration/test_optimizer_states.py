@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain import Accelerator
 from drivetrain_backends import OptimizerStateError
-from own_state_optimizers import Chained, Hooked, Keyed, Lookahead, Own
+from integration.own_state_optimizers import Chained, Hooked, Keyed, Lookahead, Own
+from plain_loop.accelerated import accelerator_of, assert_equal_weights, take_steps, weights_of
 
 ALL: list[type[Optimizer]] = [Hooked, Own, Keyed, Lookahead, Chained]
-QUIET = {"run": {"show_plan": False}}
 
 
 def model() -> nn.Module:
@@ -24,93 +23,91 @@ def model() -> nn.Module:
 
 
 def run(
-    folder: Path,
-    kind: type[Optimizer],
-    steps: int,
-    *,
-    resume: bool,
-    sections: object = QUIET,
-    **options: object,
-) -> list[float]:
-    """Train some steps, or go on from the newest checkpoint, and save; the weights after it."""
-    with Accelerator(cpu=True, project_dir=folder, sections=sections, **options) as accelerator:
+    folder: Path, kind: type[Optimizer], steps: int, *, resume: bool = False, backend: str = "auto"
+) -> dict[str, Tensor]:
+    """Train some steps, or go on from the newest checkpoint, and save; return the weights after it."""
+    with accelerator_of(backend, project_dir=folder) as accelerator:
         net = model()
         net, optimizer = accelerator.prepare(net, kind(net.parameters()))
         start = accelerator.load_state() if resume else 0
-        for step in range(start, start + steps):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-            accelerator.backward(net(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def loss_of(step: int) -> Tensor:
+            return net(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean()
+
+        take_steps(accelerator, net, optimizer, loss_of, range(start, start + steps))
         accelerator.save_state()
-        state = accelerator.get_state_dict(net, everywhere=True)
-        return torch.cat([value.flatten() for value in state.values()]).tolist()
+        return weights_of(accelerator, net)
 
 
-def assert_goes_on(folder: Path, kind: type[Optimizer], **options: object) -> list[float]:
-    whole = run(folder / "whole", kind, 4, resume=False, **options)
-    run(folder / "parts", kind, 3, resume=False, **options)
-    assert run(folder / "parts", kind, 1, resume=True, **options) == whole, kind.__name__
-    return whole
+def check_goes_on(folder: Path, kind: type[Optimizer], backend: str = "auto") -> None:
+    whole = run(folder / "whole", kind, 4, backend=backend)
+    run(folder / "parts", kind, 3, backend=backend)
+    assert_equal_weights(run(folder / "parts", kind, 1, resume=True, backend=backend), whole)
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.default_cases("Keyed")
 def test_an_optimizers_own_state_goes_on_in_one_process(tmp_path: Path, kind: type[Optimizer]) -> None:
-    assert_goes_on(tmp_path, kind)
-
-
-def go_on_replicated_and_sharded(folder: str) -> None:
-    for kind in ALL:
-        assert_goes_on(Path(folder, kind.__name__), kind, backend="ddp")
-    for kind in (Hooked, Own, Keyed):  # numbers alone, the same on every rank
-        place = Path(folder, f"{kind.__name__}-sharded")
-        assert_goes_on(place, kind, backend="fsdp")
-        there = run(place / "parts", kind, 1, resume=True, backend="ddp")  # and from backend to backend
-        assert there == pytest.approx(run(place / "whole", kind, 1, resume=True, backend="fsdp"), abs=1e-6)
-    for kind, what in ((Lookahead, "all of it"), (Chained, "all of it")):
-        with Accelerator(cpu=True, backend="fsdp", sections=QUIET) as accelerator:
-            net = model()
-            with pytest.raises(
-                OptimizerStateError, match=rf"{kind.__name__}: .*'{what}'.* FSDP cannot divide"
-            ):
-                accelerator.prepare(net, kind(net.parameters()))
+    check_goes_on(tmp_path, kind)
 
 
 @pytest.mark.slow
-def test_an_optimizers_own_state_goes_on_under_ddp_and_as_numbers_under_fsdp(run_ranks, tmp_path) -> None:
-    run_ranks(go_on_replicated_and_sharded, str(tmp_path))
-
-
-def refuse_under_zero(folder: str) -> None:
-    for stage in (1, 2, 3):
-        sections = {**QUIET, "deepspeed": {"stage": stage}}
-        for kind in (Hooked, Own, Lookahead):
-            with Accelerator(cpu=True, backend="deepspeed", sections=sections) as accelerator:
-                net = model()
-                with pytest.raises(
-                    OptimizerStateError, match=rf"{kind.__name__}: .* ZeRO cannot divide that"
-                ):
-                    accelerator.prepare(net, kind(net.parameters()))
-        with pytest.raises(OptimizerStateError, match=r"Keyed: its state_dict\(\) holds \['k'\]"):
-            run(Path(folder, str(stage)), Keyed, 1, resume=False, backend="deepspeed", sections=sections)
-    zero = {"sections": {**QUIET, "deepspeed": {"stage": 0}}}
-    for kind in (Hooked, Lookahead):
-        assert_goes_on(Path(folder, kind.__name__), kind, backend="deepspeed", **zero)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL)
+def test_an_optimizers_own_state_goes_on_under_ddp(tmp_path: Path, kind: type[Optimizer]) -> None:
+    check_goes_on(tmp_path, kind, "ddp")
 
 
 @pytest.mark.slow
-def test_zero_refuses_state_that_it_cannot_divide_before_it_is_lost(
-    run_ranks, tmp_path, deepspeed_operators
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Hooked, Own, Keyed])
+def test_numbers_alone_go_on_under_fsdp_and_from_backend_to_backend(
+    tmp_path: Path, kind: type[Optimizer]
 ) -> None:
-    run_ranks(refuse_under_zero, str(tmp_path), timeout_seconds=150)
+    check_goes_on(tmp_path, kind, "fsdp")
+    there = run(tmp_path / "parts", kind, 1, resume=True, backend="ddp")
+    here = run(tmp_path / "whole", kind, 1, resume=True, backend="fsdp")
+    torch.testing.assert_close(there, here, rtol=0, atol=1e-6)
+
+
+def be_refused(backend: str, kind: type[Optimizer], said: str) -> None:
+    with accelerator_of(backend) as accelerator:
+        net = model()
+        with pytest.raises(OptimizerStateError, match=said):
+            accelerator.prepare(net, kind(net.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Lookahead, Chained])
+def test_fsdp_refuses_state_that_it_cannot_divide(kind: type[Optimizer]) -> None:
+    be_refused("fsdp", kind, rf"{kind.__name__}: .*'all of it'.* FSDP cannot divide")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_refuses_state_that_it_cannot_divide_before_it_is_lost(tmp_path: Path, stage: int) -> None:
+    for kind in (Hooked, Own, Lookahead):
+        be_refused(f"deepspeed-{stage}", kind, rf"{kind.__name__}: .* ZeRO cannot divide that")
+    with pytest.raises(OptimizerStateError, match=r"Keyed: its state_dict\(\) holds \['k'\]"):
+        run(tmp_path, Keyed, 1, backend=f"deepspeed-{stage}")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("kind", [Hooked, Lookahead])
+def test_an_optimizers_own_state_goes_on_in_stage_0(tmp_path: Path, kind: type[Optimizer]) -> None:
+    check_goes_on(tmp_path, kind, "deepspeed-0")
 
 
 @pytest.mark.slow
 def test_a_state_of_another_kind_of_optimizer_is_refused(tmp_path) -> None:
-    run(tmp_path / "hooked", Hooked, 1, resume=False)
-    run(tmp_path / "plain", PlainSGD, 1, resume=False)
-    run(tmp_path / "lookahead", Lookahead, 1, resume=False)
+    run(tmp_path / "hooked", Hooked, 1)
+    run(tmp_path / "plain", PlainSGD, 1)
+    run(tmp_path / "lookahead", Lookahead, 1)
     with pytest.raises(ValueError, match=r"state_dict\(\) of PlainSGD has not \['seen'\] of the checkpoint"):
         run(tmp_path / "hooked", PlainSGD, 1, resume=True)
     with pytest.raises(
@@ -153,19 +150,17 @@ def test_what_steps_parameters_and_is_no_optimizer_of_torch_is_no_scheduler() ->
     with pytest.raises(
         TypeError, match=r"argument 1 \(Wrapper\) steps parameters and is no torch.optim.Optimizer"
     ):
-        Accelerator(cpu=True).prepare(net, Wrapper(Adam(net.parameters())))
+        accelerator_of().prepare(net, Wrapper(Adam(net.parameters())))
 
 
-def refuse_copies_of_shards() -> None:
-    for name in ("fsdp", "deepspeed"):
-        with Accelerator(cpu=True, backend=name, sections=QUIET) as accelerator:
-            net = model()
-            optimizer = SGD(net.parameters(), lr=1.0)
-            for value in accelerator.prepare(net, optimizer, StepLR(optimizer, 1))[1:]:
-                for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-                    with pytest.raises(TypeError, match=r"SGD cannot be copied or pickled: .* divided among"):
-                        duplicate(value)
-
-
-def test_an_optimizer_or_scheduler_over_shards_is_not_copied(run_ranks, deepspeed_operators) -> None:
-    run_ranks(refuse_copies_of_shards, timeout_seconds=120)
+@pytest.mark.ranks(2, timeout_seconds=120)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_an_optimizer_or_scheduler_over_shards_is_not_copied(backend: str) -> None:
+    with accelerator_of(backend) as accelerator:
+        net = model()
+        optimizer = SGD(net.parameters(), lr=1.0)
+        for value in accelerator.prepare(net, optimizer, StepLR(optimizer, 1))[1:]:
+            for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=r"SGD cannot be copied or pickled: .* divided among"):
+                    duplicate(value)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator
 from drivetrain_backends import UnshardedParameterError
 from drivetrain_precision import (
     LayerFilter,
@@ -18,8 +17,8 @@ from drivetrain_precision import (
     prepare_qat,
     undo_qat,
 )
+from plain_loop.accelerated import DDP, FSDP, SINGLE, accelerator_of, take_steps, weights_of
 
-QUIET = {"run": {"show_plan": False}}
 SCHEMES = (
     QuantizedScheme(),
     QuantizedScheme(weight_bits=8, group_size=None),
@@ -56,38 +55,37 @@ def net() -> Net:
     return Net()
 
 
-def steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, count: int = 2) -> list[float]:
+def steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int = 2) -> list[float]:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(accelerator.process_index))
-    losses: list[float] = []
-    for _ in range(count):
-        loss = (model(x) - 1).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(accelerator, model, optimizer, lambda _: (model(x) - 1).square().mean(), range(count))
+
+
+def check_resumes(accelerator: Any, model: nn.Module, optimizer: Any, **save: Any) -> Path:
+    """Train, save, train on; and go on from the checkpoint as before."""
+    first = steps(accelerator, model, optimizer)
+    place = accelerator.save_state(**save)
+    then = steps(accelerator, model, optimizer)
+    assert then[-1] < first[0]
+    accelerator.load_state()
+    assert steps(accelerator, model, optimizer) == then
+    return place
 
 
 def train_resume_export(
-    folder: str, backend: str, scheme: QuantizedScheme, precision: str = "no", stage: int | None = None
+    folder: Path, backend: str, scheme: QuantizedScheme, precision: str = "no", stage: int | None = None
 ) -> float:
     """Train, go on from a checkpoint, export; return the greatest difference between export and training."""
-    place = Path(folder, "export")
+    place = folder / "export"
     # By default stage 3 keeps weights as small as these whole.
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    sections = QUIET if stage is None else {**QUIET, "deepspeed": {"config": config}}
-    with Accelerator(
-        cpu=True, backend=backend, mixed_precision=precision, project_dir=folder, sections=sections
+    sections = None if stage is None else {"deepspeed": {"config": config}}
+    with accelerator_of(
+        backend, mixed_precision=precision, project_dir=folder, sections=sections
     ) as accelerator:
         plain = net()
         assert len(prepare_qat(plain, scheme).prepared) == 4
         model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
-        first = steps(accelerator, model, optimizer)
-        accelerator.save_state()
-        then = steps(accelerator, model, optimizer)
-        assert then[-1] < first[0]
-        accelerator.load_state()
-        assert steps(accelerator, model, optimizer) == then
+        check_resumes(accelerator, model, optimizer)
         if backend == "fsdp" or stage == 3:
             refused = PrecisionError if backend == "fsdp" else UnshardedParameterError
             with pytest.raises(refused, match=r"among ranks.* inside .*accelerator\.gathered\(model"):
@@ -100,7 +98,7 @@ def train_resume_export(
         model.eval()
         with torch.no_grad():
             expected = model(x).float()
-        weights = accelerator.get_state_dict(model, everywhere=True)
+        weights = weights_of(accelerator, model)
     found = net()  # outside: until it is closed, DeepSpeed's stage 3 has a product of its own for all models
     load_quantized(found, place)
     # Ordinary weights of the same run, into a plain model: what rounding is left out.
@@ -111,39 +109,36 @@ def train_resume_export(
     return float((found(x) - expected).abs().max() / expected.abs().max())
 
 
-def test_a_trained_model_is_resumed_and_exported_under_ddp(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(train_resume_export, str(tmp_path), "ddp", SCHEMES[0]) == [0.0, 0.0]
+@pytest.mark.ranks(2)
+def test_a_trained_model_is_resumed_and_exported_under_ddp(tmp_path: Path) -> None:
+    assert train_resume_export(tmp_path, "ddp", SCHEMES[0]) == 0.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
 @pytest.mark.parametrize("place", range(4))
-def test_each_scheme_trains_and_exports_under_each_backend(
-    run_ranks: Any, tmp_path: Path, backend: str, place: int
-) -> None:
-    if backend == "single":
-        assert train_resume_export(str(tmp_path), backend, SCHEMES[place]) == 0.0
-    else:
-        assert run_ranks(train_resume_export, str(tmp_path), backend, SCHEMES[place]) == [0.0, 0.0]
+def test_each_scheme_trains_and_exports_under_each_backend(tmp_path: Path, backend: str, place: int) -> None:
+    assert train_resume_export(tmp_path, backend, SCHEMES[place]) == 0.0
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[3]], ids=["4 bits", "8 bits"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_scheme_trains_and_exports_in_each_stage_of_deepspeed(
-    run_ranks: Any, tmp_path: Path, stage: int
+    tmp_path: Path, stage: int, scheme: QuantizedScheme
 ) -> None:
-    for scheme in (SCHEMES[0], SCHEMES[3]):
-        folder = str(tmp_path / str(scheme.weight_bits))
-        assert run_ranks(train_resume_export, folder, "deepspeed", scheme, "no", stage) == [0.0, 0.0]
+    assert train_resume_export(tmp_path, "deepspeed", scheme, "no", stage) == 0.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_in_bf16_the_export_computes_nearly_the_same(run_ranks: Any, tmp_path: Path, backend: str) -> None:
-    for scheme in (SCHEMES[0], SCHEMES[3]):
-        folder = tmp_path / str(scheme.weight_bits)
-        assert max(run_ranks(train_resume_export, str(folder), backend, scheme, "bf16")) < 0.05
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[3]], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("backend", [DDP, FSDP])
+def test_in_bf16_the_export_computes_nearly_the_same(
+    tmp_path: Path, backend: str, scheme: QuantizedScheme
+) -> None:
+    assert train_resume_export(tmp_path, backend, scheme, "bf16") < 0.05
 
 
 def packed(kind: str, storage: torch.dtype = torch.uint8) -> Net:
@@ -174,71 +169,58 @@ def adapted(kind: str, storage: torch.dtype = torch.uint8) -> nn.Module:
     return get_peft_model(base, LoraConfig(r=4, target_modules=["up", "down"]))
 
 
-def train_adapters(folder: str, backend: str, kind: str, stage: int | None = None) -> None:
+def train_adapters(folder: Path, backend: str, kind: str) -> None:
     from peft import PeftModel
 
-    sections = QUIET if stage is None else {**QUIET, "deepspeed": {"stage": stage}}
-    with Accelerator(cpu=True, backend=backend, project_dir=folder, sections=sections) as accelerator:
+    with accelerator_of(backend, project_dir=folder) as accelerator:
         plain = adapted(kind)
         optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
         model, optimizer = accelerator.prepare(plain, optimizer)
-        first = steps(accelerator, model, optimizer)
         with pytest.raises(
             ValueError, match=r"packed by bitsandbytes.*save_state\(trained_only=True\) leaves"
         ):
             accelerator.save_state()
-        place = accelerator.save_state(trained_only=True)
+        place = check_resumes(accelerator, model, optimizer, trained_only=True)
         stored = (place / "weights-model.json").read_text()
         assert "lora_A" in stored
         assert not any(word in stored for word in ("base_layer", "absmax", "SCB"))
-        then = steps(accelerator, model, optimizer)
-        assert then[-1] < first[0]
-        accelerator.load_state()
-        assert steps(accelerator, model, optimizer) == then
-        accelerator.save_model(model, Path(folder, "adapters"), trained_only=True)
+        accelerator.save_model(model, folder / "adapters", trained_only=True)
         accelerator.wait_for_everyone()
         x = torch.randn(16, 64)
         with torch.no_grad():  # in training mode: in evaluation on CPUs, bitsandbytes computes in bf16
             expected = model(x)
-        found = PeftModel.from_pretrained(packed(kind), str(Path(folder, "adapters"))).train()
+        found = PeftModel.from_pretrained(packed(kind), str(folder / "adapters")).train()
         torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-4)
         # Merged into the weights that were not packed: no further rounding than that of the packed base.
-        merged = PeftModel.from_pretrained(net(), str(Path(folder, "adapters"))).merge_and_unload()
+        merged = PeftModel.from_pretrained(net(), str(folder / "adapters")).merge_and_unload()
         assert (merged(x) - expected).abs().max() / expected.abs().max() < 0.25
         assert type(merged.blocks[0].up) is nn.Linear
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_adapters_over_a_packed_base_train_and_resume(
-    run_ranks: Any, tmp_path: Path, backend: str, kind: str
-) -> None:
-    if backend == "single":
-        train_adapters(str(tmp_path), backend, kind)
-    else:
-        run_ranks(train_adapters, str(tmp_path), backend, kind)
+def test_adapters_over_a_packed_base_train_and_resume(tmp_path: Path, backend: str, kind: str) -> None:
+    train_adapters(tmp_path, backend, kind)
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adapters_over_a_packed_base_train_and_resume_in_each_stage_of_deepspeed(
-    run_ranks: Any, tmp_path: Path, stage: int, kind: str
+    tmp_path: Path, stage: int, kind: str
 ) -> None:
-    run_ranks(train_adapters, str(tmp_path), "deepspeed", kind, stage)
-
-
-def refuse_divided_4bit() -> None:
-    with Accelerator(cpu=True, backend="fsdp", sections=QUIET) as accelerator:
-        with pytest.raises(ValueError, match=r"Params4bit of bitsandbytes held in bfloat16.*torch\.uint8"):
-            accelerator.prepare(packed("4bit", torch.bfloat16))
+    train_adapters(tmp_path, f"deepspeed-{stage}", kind)
 
 
 @pytest.mark.slow
-def test_a_packed_weight_that_fsdp_would_divide_is_refused(run_ranks: Any) -> None:
-    run_ranks(refuse_divided_4bit)
+@pytest.mark.ranks(2)
+def test_a_packed_weight_that_fsdp_would_divide_is_refused() -> None:
+    with accelerator_of("fsdp") as accelerator:
+        with pytest.raises(ValueError, match=r"Params4bit of bitsandbytes held in bfloat16.*torch\.uint8"):
+            accelerator.prepare(packed("4bit", torch.bfloat16))
 
 
 def test_weights_that_are_trained_in_int8_are_refused() -> None:
@@ -251,34 +233,26 @@ def test_weights_that_are_trained_in_int8_are_refused() -> None:
     for config in (int8_weight_only_quantized_training(), int8_mixed_precision_training(module_swap=False)):
         model = net()
         quantize_(model, config)
-        with Accelerator(cpu=True, sections=QUIET) as accelerator:
+        with accelerator_of() as accelerator:
             with pytest.raises(
                 PrecisionError, match=r"blocks\.0\.up\.weight is trained as a Int8.*prepare_qat"
             ):
                 accelerator.prepare(model)
 
 
-def train_in_int8_products(backend: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
+def test_products_in_int8_train_plain_weights(backend: str) -> None:
     from torchao.prototype.quantized_training import int8_mixed_precision_training
     from torchao.quantization import quantize_
 
-    with Accelerator(cpu=True, backend=backend, sections=QUIET) as accelerator:
+    with accelerator_of(backend) as accelerator:
         plain = net()
         quantize_(plain.blocks, int8_mixed_precision_training(module_swap=True))
         model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
         losses = steps(accelerator, model, optimizer, 4)
         assert losses[-1] < losses[0]
-        state = accelerator.get_state_dict(model, everywhere=True)
-        net().load_state_dict(state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
-def test_products_in_int8_train_plain_weights(run_ranks: Any, backend: str) -> None:
-    if backend == "single":
-        train_in_int8_products(backend)
-    else:
-        run_ranks(train_in_int8_products, backend)
+        net().load_state_dict(weights_of(accelerator, model))
 
 
 @pytest.mark.slow

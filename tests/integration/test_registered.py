@@ -1,6 +1,6 @@
 """Registered objects on several ranks: one state for all, or one for each."""
 
-import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,10 +10,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
-from drivetrain import Accelerator
+from plain_loop.accelerated import accelerator_of, messages_of
 from registered import Kept
-
-QUIET = {"run": {"show_plan": False}}
 
 
 class Merged(Kept):
@@ -24,7 +22,7 @@ class Merged(Kept):
 
 
 def save(folder: str) -> None:
-    with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
+    with accelerator_of(project_dir=folder) as accelerator:
         accelerator.prepare(nn.Linear(1, 1))
         rank = accelerator.process_index
         accelerator.register_for_checkpointing(Kept(10 + rank), per_rank=True)
@@ -34,7 +32,7 @@ def save(folder: str) -> None:
 
 
 def load(folder: str) -> tuple[int, int, int]:
-    with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
+    with accelerator_of(project_dir=folder) as accelerator:
         accelerator.prepare(nn.Linear(1, 1))
         own, merged, shared = Kept(), Merged(), Kept()
         accelerator.register_for_checkpointing(own, merged, per_rank=True)
@@ -50,7 +48,7 @@ def test_each_rank_gets_its_own_state_back(run_ranks, tmp_path: Path) -> None:
         ValueError, match=r"objects \['object_0'\] have a state .* each of the 2 ranks .* 1 now"
     ):
         load(str(tmp_path))
-    with Accelerator(cpu=True, project_dir=tmp_path, sections=QUIET) as accelerator:
+    with accelerator_of(project_dir=tmp_path) as accelerator:
         accelerator.prepare(nn.Linear(1, 1))
         accelerator.register_for_checkpointing(Merged(), Merged(), shared=Kept())
         with pytest.raises(ValueError, match="the checkpoint holds registered objects"):
@@ -58,7 +56,7 @@ def test_each_rank_gets_its_own_state_back(run_ranks, tmp_path: Path) -> None:
 
 
 def save_merged(folder: str) -> None:
-    with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
+    with accelerator_of(project_dir=folder) as accelerator:
         accelerator.prepare(nn.Linear(1, 1))
         accelerator.register_for_checkpointing(sum=Merged(1 + accelerator.process_index), per_rank=True)
         accelerator.save_state()
@@ -66,7 +64,7 @@ def save_merged(folder: str) -> None:
 
 def test_an_object_that_merges_is_taken_up_at_another_number_of_ranks(run_ranks, tmp_path: Path) -> None:
     run_ranks(save_merged, str(tmp_path))
-    with Accelerator(cpu=True, project_dir=tmp_path, sections=QUIET) as accelerator:
+    with accelerator_of(project_dir=tmp_path) as accelerator:
         accelerator.prepare(nn.Linear(1, 1))
         found = Merged()
         accelerator.register_for_checkpointing(sum=found, per_rank=True)
@@ -74,12 +72,12 @@ def test_an_object_that_merges_is_taken_up_at_another_number_of_ranks(run_ranks,
         assert found.value == 3
 
 
-def differ(folder: str) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.saving.registered").addHandler(handler)
-    with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
+@pytest.mark.ranks(2)
+def test_a_state_that_differs_between_ranks_is_told_once_by_the_first(tmp_path: Path) -> None:
+    with (
+        messages_of("drivetrain.saving.registered") as told,
+        accelerator_of(project_dir=tmp_path) as accelerator,
+    ):
         model = nn.Linear(40, 40)
         model, _ = accelerator.prepare(model, SGD(model.parameters()))
         rank = accelerator.process_index
@@ -91,38 +89,33 @@ def differ(folder: str) -> list[str]:
         with torch.no_grad():
             average.module.weight.add_(rank)
         accelerator.save_state()
-    logging.getLogger("drivetrain.saving.registered").removeHandler(handler)
-    return told
-
-
-def test_a_state_that_differs_between_ranks_is_told_once(run_ranks, tmp_path: Path) -> None:
-    first, second = run_ranks(differ, str(tmp_path))
-    assert second == []
-    assert len(first) == 2
-    assert "'seen' (Kept) differs on ranks [1] from that of rank 0" in first[0]
-    assert "per_rank=True" in first[0]
-    assert "'average' (AveragedModel) differs on ranks [1]" in first[1]
+    assert len(told) == (0 if rank else 2)
+    if not rank:
+        assert "'seen' (Kept) differs on ranks [1] from that of rank 0" in told[0]
+        assert "per_rank=True" in told[0]
+        assert "'average' (AveragedModel) differs on ranks [1]" in told[1]
 
 
 def test_per_rank_is_no_name() -> None:
     with pytest.raises(TypeError, match=r"per_rank=.*: must be True or False"):
-        Accelerator(cpu=True).register_for_checkpointing(per_rank=Kept())
+        accelerator_of().register_for_checkpointing(per_rank=Kept())
 
 
-def save_registered_on_one_rank(folder: str) -> list[str]:
-    said: list[str] = []
-    for per_rank in (False, True):
-        with Accelerator(cpu=True, project_dir=folder, sections=QUIET) as accelerator:
-            accelerator.prepare(nn.Linear(1, 1))
-            if accelerator.is_main_process:
-                accelerator.register_for_checkpointing(Kept(1), per_rank=per_rank)
-            with pytest.raises(RuntimeError, match="call it on all ranks") as caught:
-                accelerator.save_state()
-            said.append(str(caught.value))
-    return said
-
-
-def test_what_is_registered_on_one_rank_alone_is_refused_on_all(run_ranks, tmp_path: Path) -> None:
-    for shared, per_rank in run_ranks(save_registered_on_one_rank, str(tmp_path)):
-        assert "(rank 0: object_0; rank 1: none)" in shared
-        assert "(rank 0: object_0 (per_rank); rank 1: none)" in per_rank
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("per_rank", "said"),
+    [
+        (False, r"\(rank 0: object_0; rank 1: none\)"),
+        (True, r"\(rank 0: object_0 \(per_rank\); rank 1: none\)"),
+    ],
+)
+def test_what_is_registered_on_one_rank_alone_is_refused_on_all(
+    tmp_path: Path, per_rank: bool, said: str
+) -> None:
+    with accelerator_of(project_dir=tmp_path) as accelerator:
+        accelerator.prepare(nn.Linear(1, 1))
+        if accelerator.is_main_process:
+            accelerator.register_for_checkpointing(Kept(1), per_rank=per_rank)
+        with pytest.raises(RuntimeError, match="call it on all ranks") as caught:
+            accelerator.save_state()
+        assert re.search(said, str(caught.value))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_state import Context, Topology
+from plain_loop.accelerated import accelerator_of, take_steps
 
 ROUTES = [
     [(1, "single"), (2, "ddp"), (4, "fsdp"), (3, "deepspeed-3"), (1, "single")],
@@ -41,22 +41,16 @@ class Model(nn.Module):
 
 def load_and_save(project_dir: str, backend: str, step: int) -> int:
     """Take up the newest checkpoint, if there is one; else train; and save under another step."""
-    name, _, stage = backend.partition("-")
-    sections: dict[str, Any] = {"run": {"show_plan": False}}
-    if stage:
-        sections["deepspeed"] = {"stage": int(stage)}
-    with Accelerator(
-        backend=name, cpu=True, seed=0, project_dir=project_dir, sections=sections
-    ) as accelerator:
+    with accelerator_of(backend, seed=0, project_dir=project_dir) as accelerator:
         torch.manual_seed(step)  # what is loaded must not be what was built
         model = Model()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model, optimizer = accelerator.prepare(model, AdamW(trained, lr=0.05))
         loaded = accelerator.load_state() if step else 0
-        for _ in range(0 if step else 3):
-            accelerator.backward(model(torch.ones(2, 5)).square().sum())
-            optimizer.step()
-            optimizer.zero_grad()
+        if not step:
+            take_steps(
+                accelerator, model, optimizer, lambda _: model(torch.ones(2, 5)).square().sum(), range(3)
+            )
         accelerator.save_state(f"{project_dir}/saved-{step}")
         accelerator.save_state()
     return loaded
@@ -117,9 +111,9 @@ class Counter:
         self.seen = state["seen"]
 
 
-def save_everything(project_dir: str) -> None:
-    """A run with all that a checkpoint can hold."""
-    with Accelerator(backend="ddp", cpu=True, seed=0, project_dir=project_dir) as accelerator:
+@pytest.mark.ranks(2)
+def test_every_file_of_a_run_with_all_that_a_checkpoint_holds_is_json_or_safetensors(tmp_path: Path) -> None:
+    with accelerator_of("ddp", seed=0, project_dir=tmp_path) as accelerator:
         model = Model()
         optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -132,10 +126,7 @@ def save_everything(project_dir: str) -> None:
             scheduler.step()
             optimizer.zero_grad()
             accelerator.save_state()
-
-
-def test_every_file_is_json_or_safetensors(run_ranks, tmp_path: Path) -> None:
-    run_ranks(save_everything, str(tmp_path), num_processes=2)
+        accelerator.wait_for_everyone()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len([file for file in files if file.suffix == ".safetensors"]) >= 2 * 3
     for file in files:

@@ -1,6 +1,5 @@
 """Schedules whose scheduler was not prepared, or that count something else than optimizer steps."""
 
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,52 +21,47 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator
 from drivetrain_backends import SchedulerError
+from plain_loop.accelerated import ON_TWO, accelerator_of, messages_of
 
-QUIET = {"run": {"show_plan": False}}
 
-
-def refuse_lone_schedulers(backend: str) -> None:
+@pytest.mark.parametrize("over_prepared", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize(
+    "backend", ["single", *(pytest.param(b, marks=[pytest.mark.slow, ON_TWO]) for b in ("ddp", "fsdp"))]
+)
+def test_a_scheduler_left_out_is_refused_before_a_wrong_step(
+    backend: str, guarded: bool, over_prepared: bool
+) -> None:
     """Made before or after prepare(), over either optimizer; the step with or without a guard."""
-    for over_prepared, guarded in ((False, False), (True, False), (False, True)):
-        with Accelerator(
-            cpu=True, backend=backend, gradient_accumulation_steps=2, sections=QUIET
-        ) as accelerator:
-            model = nn.Linear(4, 1)
-            own = SGD(model.parameters(), lr=0.1)
-            scheduler = None if over_prepared else StepLR(own, 1, 0.5)
-            model, optimizer = accelerator.prepare(model, own)
-            scheduler = scheduler or StepLR(optimizer, 1, 0.5)
+    with accelerator_of(backend, gradient_accumulation_steps=2) as accelerator:
+        model = nn.Linear(4, 1)
+        own = SGD(model.parameters(), lr=0.1)
+        scheduler = None if over_prepared else StepLR(own, 1, 0.5)
+        model, optimizer = accelerator.prepare(model, own)
+        scheduler = scheduler or StepLR(optimizer, 1, 0.5)
 
-            def micro_batch(
-                accelerator=accelerator,
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                guarded=guarded,
-            ) -> None:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.ones(2, 4)).mean())
-                    if not guarded or accelerator.sync_gradients:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    with warnings.catch_warnings(action="ignore"):  # torch sees that none was stepped before
-                        scheduler.step()
+        def micro_batch() -> None:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                if not guarded or accelerator.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with warnings.catch_warnings(action="ignore"):  # torch sees that none was stepped before
+                    scheduler.step()
 
+        micro_batch()
+        said = r"changed inside an accumulation window, from 0\.1 to 0\.05"
+        with pytest.raises(SchedulerError, match=said):
             micro_batch()
-            with pytest.raises(
-                SchedulerError, match=r"changed inside an accumulation window, from 0\.1 to 0\.05"
-            ):
-                micro_batch()
-            assert optimizer.num_steps == 0
+        assert optimizer.num_steps == 0
 
 
 @pytest.mark.parametrize("make", [partial(StepLR, step_size=4), ReduceLROnPlateau])
 @pytest.mark.parametrize("over_prepared", [False, True])
 def test_a_scheduler_left_out_is_refused_though_its_rate_stays(make: Callable, over_prepared: bool) -> None:
     # Rates that change where windows begin, or never, tell nothing.
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, sections=QUIET)
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
     model = nn.Linear(4, 1)
     own = SGD(model.parameters(), lr=0.1)
     scheduler = None if over_prepared else make(own)
@@ -90,18 +84,8 @@ def test_a_scheduler_left_out_is_refused_though_its_rate_stays(make: Callable, o
     assert optimizer.num_steps == 0
 
 
-def test_a_scheduler_left_out_is_refused_before_a_wrong_step() -> None:
-    refuse_lone_schedulers("single")
-
-
-@pytest.mark.slow
-def test_a_scheduler_left_out_is_refused_on_ranks(run_ranks) -> None:
-    for backend in ("ddp", "fsdp"):
-        run_ranks(refuse_lone_schedulers, backend)
-
-
 def test_a_scheduler_of_the_users_own_may_be_stepped_with_the_optimizer_or_once_an_epoch() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET)
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
     by_step, by_epoch = StepLR(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.1)
@@ -118,7 +102,7 @@ def test_a_scheduler_of_the_users_own_may_be_stepped_with_the_optimizer_or_once_
 
 
 def test_an_epochs_prepared_scheduler_may_step_while_a_window_is_open() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET)
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = nn.Linear(4, 1)
     own = SGD(model.parameters(), lr=1.0)
     model, optimizer, scheduler = accelerator.prepare(model, own, StepLR(own, 1, 0.5))
@@ -135,7 +119,7 @@ def test_an_epochs_prepared_scheduler_may_step_while_a_window_is_open() -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_schedule_is_wound_forward_before_training_as_in_torch(accumulation: int) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, sections=QUIET)
+    accelerator = accelerator_of(gradient_accumulation_steps=accumulation)
     model = nn.Linear(4, 1)
     own = SGD(model.parameters(), lr=1.0)
     model, optimizer, scheduler = accelerator.prepare(model, own, StepLR(own, 1, 0.5))
@@ -181,79 +165,72 @@ TOGETHER, SCHEDULER_FIRST, LOADER_FIRST, ALONE = "together", "scheduler first", 
 ORDERS = (TOGETHER, SCHEDULER_FIRST, LOADER_FIRST, ALONE)
 
 
-def lengths_told(order: str, makes: list[Callable[[SGD, int], LRScheduler]]) -> list[list[str]]:
-    """What is told of schedules of twice the loader's own length, and of the prepared loader's."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.prepare.schedule_length").addHandler(handler)
-    found: list[list[str]] = []
-    for make in makes:
-        told.clear()
-        with Accelerator(cpu=True, gradient_accumulation_steps=2, sections=QUIET) as accelerator:
-            model = nn.Linear(4, 1)
-            optimizer = SGD(model.parameters(), lr=1.0)
-            loader = DataLoader(torch.ones(64, 4), batch_size=4)
-            scheduler = make(optimizer, 2 * len(loader))
-            if order == TOGETHER:
-                model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-            elif order == SCHEDULER_FIRST:
-                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-                loader = accelerator.prepare(loader)
-            elif order == LOADER_FIRST:
-                model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-                scheduler = accelerator.prepare(scheduler)
-            else:
-                loader = accelerator.prepare(loader)
-                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-            told.append("prepared")
-            for x in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(x).square().mean())
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-        found.append(list(told))
-    logging.getLogger("drivetrain.prepare.schedule_length").removeHandler(handler)
-    return found
-
-
-def right_lengths_told() -> list[str]:
-    """What is told of schedules made for the prepared loader, as many steps as two epochs of the unprepared one."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.prepare.schedule_length").addHandler(handler)
-    for by_length in (True, False):
-        with Accelerator(cpu=True, sections=QUIET) as accelerator:
-            loader = accelerator.prepare(DataLoader(torch.ones(64, 4), batch_size=4))
-            steps = 4 * len(loader) if by_length else accelerator.num_steps(loader, epochs=4)
-            model = nn.Linear(4, 1)
-            own = SGD(model.parameters(), lr=1.0)
-            accelerator.prepare(model, own, CosineAnnealingLR(own, steps))
-            accelerator.prepare(DataLoader(torch.ones(32, 4), batch_size=4))
-            assert steps == 32
-    logging.getLogger("drivetrain.prepare.schedule_length").removeHandler(handler)
-    return told
+LOGGER = "drivetrain.prepare.schedule_length"
 
 
 @pytest.mark.slow
-def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0_at_prepare(run_ranks) -> None:
-    for order in ORDERS:
-        first, second = run_ranks(lengths_told, order, TOTALS if order == LOADER_FIRST else TOTALS[:1])
-        assert not any(len(told) > 1 for told in second)
-        for told in first:
-            assert "is made for 32 steps, which fits the loader's 16 batches before prepare()" in told[0]
-            assert "each rank has 8 batches and an epoch has 4 optimizer steps" in told[0]
-            assert "the schedule spans 8 epochs. Unless this is intended, prepare the loader first" in told[0]
-            assert told[1] == "prepared"
-            assert "of a schedule of 32" in told[2]
-            assert len(told) == 3
-    assert run_ranks(right_lengths_told) == [[], []]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("order", "make"),
+    [*((order, decayed) for order in ORDERS), *((LOADER_FIRST, make) for make in TOTALS[1:])],
+)
+def test_a_schedule_of_the_unprepared_loaders_length_is_told_on_rank_0_at_prepare(
+    order: str, make: Callable[[SGD, int], LRScheduler]
+) -> None:
+    """Schedules of twice the loader's own length."""
+    with messages_of(LOGGER) as told, accelerator_of(gradient_accumulation_steps=2) as accelerator:
+        model = nn.Linear(4, 1)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(torch.ones(64, 4), batch_size=4)
+        scheduler = make(optimizer, 2 * len(loader))
+        if order == TOGETHER:
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        elif order == SCHEDULER_FIRST:
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            loader = accelerator.prepare(loader)
+        elif order == LOADER_FIRST:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            scheduler = accelerator.prepare(scheduler)
+        else:
+            loader = accelerator.prepare(loader)
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        told.append("prepared")
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        rank = accelerator.process_index
+    if rank:
+        assert told == ["prepared"]
+        return
+    at_prepare, prepared, at_end = told
+    assert "is made for 32 steps, which fits the loader's 16 batches before prepare()" in at_prepare
+    assert "each rank has 8 batches and an epoch has 4 optimizer steps" in at_prepare
+    assert "the schedule spans 8 epochs. Unless this is intended, prepare the loader first" in at_prepare
+    assert prepared == "prepared"
+    assert "of a schedule of 32" in at_end
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_length", [True, False])
+def test_a_schedule_made_for_the_prepared_loader_is_not_told_of(by_length: bool) -> None:
+    """Of as many steps as two epochs of the unprepared one."""
+    with messages_of(LOGGER) as told, accelerator_of() as accelerator:
+        loader = accelerator.prepare(DataLoader(torch.ones(64, 4), batch_size=4))
+        steps = 4 * len(loader) if by_length else accelerator.num_steps(loader, epochs=4)
+        model = nn.Linear(4, 1)
+        own = SGD(model.parameters(), lr=1.0)
+        accelerator.prepare(model, own, CosineAnnealingLR(own, steps))
+        accelerator.prepare(DataLoader(torch.ones(32, 4), batch_size=4))
+        assert steps == 32
+    assert told == []
 
 
 def test_steps_are_counted_with_an_accumulation_that_was_just_set() -> None:
-    with Accelerator(cpu=True, sections=QUIET) as accelerator:
+    with accelerator_of() as accelerator:
         loader = accelerator.prepare(DataLoader(torch.arange(32.0), batch_size=2))
         assert accelerator.num_steps(loader, epochs=3) == 48
         accelerator.gradient_accumulation_steps = 4
@@ -263,7 +240,7 @@ def test_steps_are_counted_with_an_accumulation_that_was_just_set() -> None:
 def test_a_schedule_that_an_error_cuts_short_is_not_told(caplog) -> None:
     for error in (None, KeyError):
         with pytest.raises(KeyError) if error else nullcontext():
-            with Accelerator(cpu=True, sections=QUIET) as accelerator:
+            with accelerator_of() as accelerator:
                 model = nn.Linear(4, 1)
                 own = SGD(model.parameters(), lr=1.0)
                 model, optimizer, scheduler = accelerator.prepare(model, own, LinearLR(own, total_iters=9))
@@ -277,7 +254,7 @@ def test_a_schedule_that_an_error_cuts_short_is_not_told(caplog) -> None:
 
 
 def test_steps_are_counted_in_epochs_and_samples() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, sections=QUIET)
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
     plain = DataLoader(torch.randn(100, 4), batch_size=10)
     loader = accelerator.prepare(plain)
     assert accelerator.num_steps(loader, epochs=1) == 3

@@ -61,15 +61,15 @@ def test_each_sample_comes_once_though_two_ranks_read_it(
     assert len({str(batches) for batches, *_ in by_rank}) == num_processes // 2
 
 
-def gradients(with_count: bool) -> tuple[list[float], list[float]]:
-    """How far each step goes, and the samples' mean, which is the gradient."""
+@pytest.mark.parametrize("with_count", [False, True])
+@pytest.mark.parametrize("num_processes", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+@pytest.mark.default_cases("4-True")
+def test_a_tails_gradient_is_the_mean_over_its_samples(num_processes: int, with_count: bool) -> None:
     accelerator = Accelerator(cpu=True, parallelism=ParallelDims(tensor=2))
     weight = nn.Linear(1, 1, bias=False)
     model, optimizer, loader = accelerator.prepare(
         weight, torch.optim.SGD(weight.parameters(), lr=1.0), data_of("map")
     )
-    found: list[float] = []
-    expected: list[float] = []
     for batch in loader:
         before = weight.weight.item()
         losses = model(batch[:, None].float())
@@ -79,19 +79,8 @@ def gradients(with_count: bool) -> tuple[list[float], list[float]]:
             accelerator.backward(losses.mean())
         optimizer.step()
         optimizer.zero_grad()
-        found.append(before - weight.weight.item())
-        expected.append(accelerator.gather_for_metrics(batch).float().mean().item())
-    return found, expected
-
-
-@pytest.mark.parametrize("with_count", [False, True])
-@pytest.mark.parametrize("num_processes", [2, 4])
-@pytest.mark.default_cases("4-True")
-def test_a_tails_gradient_is_the_mean_over_its_samples(
-    run_ranks, num_processes: int, with_count: bool
-) -> None:
-    for found, expected in run_ranks(gradients, with_count, num_processes=num_processes):
-        assert found == pytest.approx(expected, rel=1e-5)
+        gradient = accelerator.gather_for_metrics(batch).float().mean().item()
+        assert before - weight.weight.item() == pytest.approx(gradient, rel=1e-5)
 
 
 def epoch(folder: Path, shared: bool, *, stop_at: int | None = None, resume: bool = False) -> list[int]:

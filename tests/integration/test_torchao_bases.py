@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import Accelerator
+from plain_loop.accelerated import DDP, FSDP, SINGLE, accelerator_of, take_steps
+from plain_loop.case import Case, own_rank, run_plain
 
 pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")  # none is merged
 
-QUIET = {"run": {"show_plan": False}}
 KINDS = ("int8", "int4", "float8", "nf4")
 
 
@@ -53,63 +53,31 @@ def batch(rank: int) -> Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    return sgd(model.parameters())
 
 
-def steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, count: int = 2) -> list[float]:
-    losses: list[float] = []
-    for _ in range(count):
-        loss = (model(batch(accelerator.process_index)).float() - 1).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def loss_of(model: nn.Module, rank: int, number: int = 0) -> Tensor:
+    return (model(batch(rank)).float() - 1).square().mean()
 
 
-def alone(kind: str, num_ranks: int) -> list[list[float]]:
-    """The losses of a plain loop over the batches of all ranks, by rank."""
-    model = adapted(kind)
-    optimizer = optimizer_of(model)
-    found: list[list[float]] = [[] for _ in range(num_ranks)]
-    for _ in range(4):
-        for rank, losses in enumerate(found):
-            loss = (model(batch(rank)) - 1).square().mean()
-            (loss / num_ranks).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def train_resume_export(folder: str, backend: str, kind: str) -> list[float]:
-    """Train adapters, go on from a checkpoint, export them; return the losses of four steps."""
-    from peft import PeftModel
-
-    with Accelerator(cpu=True, backend=backend, project_dir=folder, sections=QUIET) as accelerator:
-        plain = adapted(kind, seed=accelerator.process_index)  # rank 0's base is everybody's
-        model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
-        first = steps(accelerator, model, optimizer)
-        with pytest.raises(ValueError, match=r"packed by torchao.*save_state\(trained_only=True\) leaves"):
-            accelerator.save_state()
-        accelerator.save_state(trained_only=True)
-        then = steps(accelerator, model, optimizer)
-        accelerator.load_state()
-        assert steps(accelerator, model, optimizer) == then
-        accelerator.save_model(model, Path(folder, "adapters"), trained_only=True)
-        accelerator.wait_for_everyone()
-        found = PeftModel.from_pretrained(base(kind), str(Path(folder, "adapters")))
-        with torch.no_grad():
-            assert torch.equal(found(batch(9)), model(batch(9)))
-        return first + then
+def steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int = 2) -> list[float]:
+    return take_steps(accelerator, model, optimizer, lambda _: loss_of(model, own_rank()), range(count))
 
 
 def ways() -> list[Any]:
     quick = ("ddp", "int8"), ("fsdp", "nf4")
     return [
-        pytest.param(backend, kind, marks=() if (backend, kind) in quick else pytest.mark.slow)
-        for backend in ("single", "ddp", "fsdp")
+        pytest.param(
+            backend,
+            kind,
+            marks=[pytest.mark.ranks(num), *[pytest.mark.slow] * ((backend, kind) not in quick)],
+        )
+        for backend, num in (("single", 1), ("ddp", 2), ("fsdp", 2))
         for kind in KINDS
     ]
 
@@ -117,20 +85,36 @@ def ways() -> list[Any]:
 @pytest.mark.parametrize(("backend", "kind"), ways())
 @pytest.mark.default_cases("fsdp-nf4")
 def test_adapters_train_as_in_a_plain_loop_resume_and_are_exported(
-    run_ranks: Any, tmp_path: Path, backend: str, kind: str
+    tmp_path: Path, backend: str, kind: str
 ) -> None:
-    if backend == "single":
-        found = [train_resume_export(str(tmp_path), backend, kind)]
-    else:
-        found = run_ranks(train_resume_export, str(tmp_path), backend, kind)
-    expected = alone(kind, len(found))
-    assert expected[0][-1] < 0.9 * expected[0][0]
-    for losses, wanted in zip(found, expected, strict=True):
-        assert losses == pytest.approx(wanted, rel=1e-5)
+    from peft import PeftModel
+
+    with accelerator_of(backend, project_dir=tmp_path) as accelerator:
+        plain = adapted(kind, seed=own_rank())  # rank 0's base is everybody's
+        model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
+        losses = steps(accelerator, model, optimizer)
+        with pytest.raises(ValueError, match=r"packed by torchao.*save_state\(trained_only=True\) leaves"):
+            accelerator.save_state()
+        accelerator.save_state(trained_only=True)
+        losses += steps(accelerator, model, optimizer)
+        accelerator.load_state()
+        assert steps(accelerator, model, optimizer) == losses[2:]
+        accelerator.save_model(model, tmp_path / "adapters", trained_only=True)
+        accelerator.wait_for_everyone()
+        found = PeftModel.from_pretrained(base(kind), str(tmp_path / "adapters"))
+        with torch.no_grad():
+            assert torch.equal(found(batch(9)), model(batch(9)))
+        case = Case(build=lambda: adapted(kind), loss=loss_of, optimizer=sgd, steps=4)
+        expected = run_plain(case, accelerator.num_processes).losses
+        assert expected[-1] < 0.9 * expected[0] or own_rank()
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def train_in_bf16(backend: str, kind: str) -> None:
-    with Accelerator(cpu=True, backend=backend, mixed_precision="bf16", sections=QUIET) as accelerator:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [SINGLE, DDP, FSDP])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_that_was_built_in_bf16_computes_in_it(backend: str, kind: str) -> None:
+    with accelerator_of(backend, mixed_precision="bf16") as accelerator:
         plain = adapted(kind, dtype=torch.bfloat16)
         model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
         losses = steps(accelerator, model, optimizer, 4)
@@ -138,22 +122,14 @@ def train_in_bf16(backend: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_base_that_was_built_in_bf16_computes_in_it(run_ranks: Any, backend: str, kind: str) -> None:
-    if backend == "single":
-        train_in_bf16(backend, kind)
-    else:
-        run_ranks(train_in_bf16, backend, kind)
-
-
-def ranks_of_other_bases(folder: str) -> None:
-    with Accelerator(cpu=True, backend="ddp", project_dir=folder, sections=QUIET) as accelerator:
+@pytest.mark.ranks(2)
+def test_a_packed_base_that_differs_between_ranks_is_found(tmp_path: Path) -> None:
+    with accelerator_of("ddp", project_dir=tmp_path) as accelerator:
         plain = adapted("int8")
         weight: Any = plain.get_parameter("base_model.model.0.base_layer.weight")
         model, _ = accelerator.prepare(plain, optimizer_of(plain))
         accelerator.save_state(trained_only=True)
-        if accelerator.process_index == 1:
+        if own_rank() == 1:
             with torch.no_grad():
                 weight.scale.add_(1)
         with pytest.raises(RuntimeError, match=r"0\.base_layer\.weight"):
@@ -162,21 +138,12 @@ def ranks_of_other_bases(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_packed_base_that_differs_between_ranks_is_found(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(ranks_of_other_bases, str(tmp_path))
-
-
-def refused_by_deepspeed(kind: str, stage: int) -> None:
-    sections = {**QUIET, "deepspeed": {"stage": stage}}
-    with Accelerator(cpu=True, backend="deepspeed", sections=sections) as accelerator:
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed_refuses_a_base_that_torchao_packed(stage: int, kind: str) -> None:
+    with accelerator_of(f"deepspeed-{stage}") as accelerator:
         plain = adapted(kind)
         with pytest.raises(ValueError, match=r"packed by torchao.*or choose backend='ddp' or 'fsdp'"):
             accelerator.prepare(plain, optimizer_of(plain))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("deepspeed_operators")
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_deepspeed_refuses_a_base_that_torchao_packed(run_ranks: Any, stage: int) -> None:
-    for kind in KINDS:
-        run_ranks(refused_by_deepspeed, kind, stage)

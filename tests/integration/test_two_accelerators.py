@@ -1,10 +1,12 @@
 """Two Accelerators of one program share its processes and nothing else."""
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator
+from plain_loop.case import assert_same_on_all_ranks
 
 
 def prepared(mode: str, accumulation: int):
@@ -23,29 +25,20 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: SGD, micro_batc
         optimizer.zero_grad()
 
 
-def weights_of(together: bool) -> list[list[float]]:
+@pytest.mark.ranks(2)
+def test_each_trains_as_if_it_were_alone() -> None:
     kinds = [("no", 1), ("bf16", 2)]
-    found = []
-    if together:
-        runs = [prepared(*kind) for kind in kinds]
+    together, alone = ([prepared(*kind) for kind in kinds] for _ in range(2))
+    for micro_batch in range(4):
+        for run in together:
+            train(*run, micro_batch)
+    for run in alone:
         for micro_batch in range(4):
-            for run in runs:
-                train(*run, micro_batch)
-        found = [next(model.parameters()).flatten().tolist() for _, model, _ in runs]
-    else:
-        for kind in kinds:
-            run = prepared(*kind)
-            for micro_batch in range(4):
-                train(*run, micro_batch)
-            found.append(next(run[1].parameters()).flatten().tolist())
-    return found
-
-
-def test_each_trains_as_if_it_were_alone(run_ranks) -> None:
-    together = run_ranks(weights_of, True)
-    assert together == run_ranks(weights_of, False)
-    assert together[0] == together[1]
-    assert together[0][0] != together[0][1]
+            train(*run, micro_batch)
+    found, expected = ([next(run[1].parameters()).detach() for run in runs] for runs in (together, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_same_on_all_ranks(found)
+    assert not torch.equal(*found)
 
 
 def test_the_one_that_made_the_group_is_ended_last(run_ranks_script) -> None:

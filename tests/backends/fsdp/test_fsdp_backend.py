@@ -150,37 +150,6 @@ def test_weights_tied_over_blocks_stay_tied_and_train_as_one(over_blocks: bool) 
     assert "embedding" in left_out
 
 
-class KnownBlocks(Stack):
-    """A stack that says itself what its blocks are, as Hugging Face's models do."""
-
-    _no_split_modules = ("Block",)
-
-
-def known_blocks() -> KnownBlocks:
-    torch.manual_seed(0)
-    return KnownBlocks()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("options", "blocks", "reason"),
-    [
-        ({}, ["blocks.0", "blocks.1"], "the model's _no_split_modules"),
-        ({"min_num_params": 35}, ["blocks.0.linear", "blocks.1.linear"], "min_num_params"),
-        ({"wrap": ("Block", "Embedding")}, ["blocks.0", "blocks.1", "embedding"], None),
-    ],
-    ids=str,
-)
-def test_a_model_trains_alike_in_blocks_found_in_any_way(
-    options: dict, blocks: list[str], reason: str
-) -> None:
-    case = replace(CASE, build=known_blocks)
-    backend, _, prepared = prepare_sgd(fsdp(**options), known_blocks())
-    assert_equal(train(case, backend, [prepared]), run_plain(case, 2))
-    assert sorted(prepared.sharded.plan.blocks) == blocks
-    assert getattr(backend.applied()["wrap"], "reason", None) == reason
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("reduce_dtype", "mean"), [("fp32", 0.5 + 2.0**-10), ("bf16", 0.5)])
 def test_gradients_are_averaged_in_the_dtype_that_is_said(reduce_dtype: str, mean: float) -> None:

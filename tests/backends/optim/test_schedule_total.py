@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from drivetrain_backends import PreparedOptimizer, PreparedScheduler
-from drivetrain_backends.optim.schedule_total import end_of, position_of, total_of
+from drivetrain_backends.optim.schedule_total import end_of, total_of
 from plain_loop.backends import linear
 from plain_loop.backends import single as backend
 
@@ -118,39 +118,6 @@ def test_a_schedule_past_its_end_is_told_once_at_the_step(
         train()
         assert ("is made for 4 steps, and training goes on after them" in caplog.text) == (step > 4)
     assert caplog.text.count("training goes on") == 1
-
-
-@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
-@pytest.mark.parametrize("warm_up", ["log", "linear"])
-def test_a_schedule_of_deepspeed_past_its_end_is_told_once_also_after_a_resume(
-    name: str, warm_up: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    kind = getattr(pytest.importorskip("deepspeed.runtime.lr_schedules"), name)
-    made: Callable[[SGD], Any] = lambda own: kind(own, 4, warmup_num_steps=2, warmup_type=warm_up)  # noqa: E731
-    _, scheduler, train = prepared(made)
-    assert total_of(scheduler.scheduler) == end_of(scheduler.scheduler) == 4
-    for step in range(1, 4):
-        train()
-        assert position_of(scheduler.scheduler) == step
-    _, resumed, train = prepared(made)
-    resumed.resume(scheduler.state_dict())
-    for step in range(4, 7):
-        train()
-        assert ("is made for 4 steps, and training goes on after them" in caplog.text) == (step > 4)
-    assert caplog.text.count("training goes on") == 1
-
-
-def test_schedules_of_deepspeed_without_an_end_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    for made in (
-        lambda own: schedules.WarmupLR(own, warmup_num_steps=2),
-        lambda own: schedules.OneCycle(own, 0.1, 1.0, cycle_first_step_size=2, cycle_momentum=False),
-    ):
-        _, scheduler, train = prepared(made)
-        for _ in range(5):
-            train()
-        assert (end_of(scheduler.scheduler), position_of(scheduler.scheduler)) == (None, 5)
-    assert "training goes on" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ENDLESS)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain_backends import DDPSettings, UnreducedGradientError
-from plain_loop.backends import ddp, plain_step, prepare_sgd, take_step
+from plain_loop.backends import ddp, prepare_sgd, take_step
 from plain_loop.case import Case, assert_equals_plain_loop, assert_same_on_all_ranks, run_on_ranks, run_plain
 
 pytestmark = pytest.mark.ranks(2)
@@ -147,33 +147,6 @@ def test_hooks_compress_counted_and_accumulated_gradients(hook: str, tolerance: 
     (found,), (plain,) = run_on_ranks(case, backend).weights, run_plain(case, 2).weights
     assert_same_on_all_ranks(found)
     assert 1e-6 < (found["weight"] - plain["weight"]).abs().max() < tolerance
-
-
-def test_a_replica_that_is_frozen_for_a_while_is_passed_through() -> None:
-    def models() -> tuple[list[nn.Linear], list[SGD]]:
-        torch.manual_seed(0)
-        made = [nn.Linear(2, 2), nn.Linear(2, 1)]
-        return made, [SGD(model.parameters(), lr=0.1) for model in made]
-
-    (generator, critic), optimizers = models()
-    inputs = [torch.full((1, 2), 1.0), torch.full((1, 2), 2.0)]
-    for _ in range(2):
-        plain_step(optimizers[0], torch.stack([critic(generator(x)).sum() for x in inputs]).mean())
-    optimizers[1].zero_grad()
-    losses = [critic(generator(x).detach()).square().sum() for x in inputs]
-    plain_step(optimizers[1], torch.stack(losses).mean())
-
-    given, optimizers = models()
-    g, c = ddp().prepare(given, optimizers, [])
-    x = inputs[dist.get_rank()]
-    given[1].requires_grad_(False)
-    for _ in range(2):  # the second forward comes with no backward of the critic in between
-        take_step(g, c.model(g.model(x)).sum())
-    assert all(parameter.grad is None for parameter in given[1].parameters())
-    given[1].requires_grad_(True)
-    take_step(c, c.model(g.model(x).detach()).square().sum())
-    torch.testing.assert_close(given[0].weight, generator.weight)
-    torch.testing.assert_close(given[1].weight, critic.weight)
 
 
 @pytest.mark.parametrize("kind", ["unused", "frozen_later"])

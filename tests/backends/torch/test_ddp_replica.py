@@ -173,7 +173,7 @@ WRITTEN = {
     "alike": None,
     "by batch": "the replicas have drifted apart: layer.weight of Written differs",
     "by batch, through data": "the replicas have drifted apart: layer.weight of Written differs",
-    "own hook": r"layer\.weight changed while backward\(\) ran: a hook steps there \(written",
+    "own hook": r"layer\.weight changed while backward\(\) ran: a hook steps there \(train_written",
     "prepared hook": r"a step or clip of Written while backward\(\) runs",
 }
 

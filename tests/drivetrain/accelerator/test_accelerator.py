@@ -15,6 +15,7 @@ from drivetrain_checkpoint import NoCheckpointError
 from drivetrain_checkpoint.format.checksummed_io import HashedWriter
 from drivetrain_checkpoint.saving.writer_lock import WriterLock
 from drivetrain_config import ConfigError
+from plain_loop.accelerated import take_steps
 
 
 def numbers(count: int) -> TensorDataset:
@@ -100,22 +101,6 @@ def test_a_state_dict_is_the_models_own_on_the_cpu_and_stays_as_it_was() -> None
         accelerator.get_state_dict(nn.Linear(1, 1))
 
 
-def test_an_optimizer_without_its_model_is_refused() -> None:
-    with pytest.raises(PairingError, match="belongs to no prepared model"):
-        Accelerator(cpu=True).prepare(SGD(nn.Linear(1, 1).parameters()))
-
-
-def test_backward_outside_accumulate_is_refused_where_it_matters() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, _, _ = parts(accelerator)
-    with pytest.raises(AccumulationError, match=r"backward\(\) outside accumulate\(\)"):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-    plain = Accelerator(cpu=True)
-    model, _, _ = parts(plain)
-    plain.backward(model(torch.ones(1, 1)).sum())
-    assert model.weight.grad is not None
-
-
 def test_accumulate_does_not_nest() -> None:
     accelerator = Accelerator(cpu=True)
     model, _, _ = parts(accelerator)
@@ -143,23 +128,6 @@ def test_a_bad_argument_is_named(arguments, error, message) -> None:
         Accelerator(cpu=True, **arguments)
 
 
-def test_two_accelerators_differ_in_precision_and_accumulation() -> None:
-    one = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    other = Accelerator(cpu=True)
-    (model, optimizer, loader), (plain, plain_optimizer, plain_loader) = parts(one), parts(other)
-    for (x,), (y,) in zip(loader, plain_loader, strict=True):
-        with one.accumulate(model):
-            output = model(x)
-            one.backward(output.float().sum())
-            optimizer.step()
-        with other.accumulate(plain):
-            plain_output = plain(y)
-            other.backward(plain_output.sum())
-            plain_optimizer.step()
-    assert (output.dtype, plain_output.dtype) == (torch.bfloat16, torch.float32)
-    assert (optimizer.num_steps, plain_optimizer.num_steps) == (2, 4)
-
-
 def test_breaking_out_of_a_loader_leaves_the_window_open_for_the_next_batch() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, optimizer, loader = parts(accelerator)  # 4 batches
@@ -175,23 +143,6 @@ def test_breaking_out_of_a_loader_leaves_the_window_open_for_the_next_batch() ->
                 break
     # three micro-batches, a break, then one more fills the window; the epoch's last batch closes the next early
     assert steps == [0, 0, 0, 1, 1, 1, 2]
-
-
-def test_an_evaluation_loader_inside_the_training_loop_does_not_close_its_window() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, optimizer, loader = parts(accelerator, samples=12)  # 6 batches
-    evaluation = accelerator.prepare(DataLoader(numbers(5), batch_size=2))
-    stepped_at = []
-    for i, (x,) in enumerate(loader):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        seen = torch.cat([accelerator.gather_for_metrics(x) for (x,) in evaluation])
-        assert seen.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-        if len(stepped_at) < optimizer.num_steps:
-            stepped_at.append(i)
-    assert stepped_at == [2, 5]
 
 
 def test_the_plan_says_what_was_asked_applied_and_where_it_came_from() -> None:
@@ -304,48 +255,43 @@ def test_trackers_are_objects_names_or_all_there_are(tmp_path) -> None:
         Accelerator(cpu=True, log_with=[nn.Linear(1, 1)])
 
 
-def steps_under(backend: str, lengths: tuple[int, int], micro_batches: torch.Tensor) -> list[float]:
-    """The weight after each step, with one number of micro-batches in a first window and another from then on."""
-    with Accelerator(cpu=True, backend=backend, gradient_accumulation_steps=lengths[0]) as accelerator:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
-        found: list[float] = []
-        for number, x in enumerate(micro_batches.chunk(accelerator.num_processes)[accelerator.process_index]):
-            if number == lengths[0]:
-                accelerator.gradient_accumulation_steps = lengths[1]
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x.reshape(1, 1)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                with accelerator.gathered(model):
-                    found.append(model.weight.item())
-        assert (
-            accelerator.plan.as_dict()["settings"]["run.gradient_accumulation_steps"]["applied"] == lengths[1]
-        )
-        return found
+class One(nn.Linear):
+    """One weight, which begins at 1."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        nn.init.ones_(self.weight)
 
 
-def plain_steps(lengths: tuple[int, int], micro_batches: torch.Tensor) -> list[float]:
-    """The same of one process that has all micro-batches."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 1)])
+def test_another_accumulation_holds_from_the_next_window_on(backend: str, lengths: tuple[int, int]) -> None:
+    """With one number of micro-batches in a first window and another from then on."""
+    micro_batches = torch.linspace(0.2, 1.2, 2 * (lengths[0] + 2 * lengths[1]))
     by_rank = micro_batches.chunk(2)
-    weight, found, first = 1.0, [], 0
-    while first < len(by_rank[0]):
+    expected, weight, first = list[float](), 1.0, 0
+    while first < len(by_rank[0]):  # by one process that has all micro-batches
         length = lengths[1] if first else lengths[0]
         window = torch.cat([part[first : first + length] for part in by_rank])
         weight -= 0.1 * (2 * weight * window.square()).mean().item()
-        found.append(weight)
+        expected.append(weight)
         first += length
-    return found
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.parametrize("lengths", [(2, 4), (3, 1)])
-def test_another_accumulation_holds_from_the_next_window_on(run_ranks, backend, lengths) -> None:
-    micro_batches = torch.linspace(0.2, 1.2, 2 * (lengths[0] + 2 * lengths[1]))
-    expected = plain_steps(lengths, micro_batches)
-    for found in run_ranks(steps_under, backend, lengths, micro_batches):
+    with Accelerator(cpu=True, backend=backend, gradient_accumulation_steps=lengths[0]) as accelerator:
+        model = One()
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        found: list[float] = []
+        for number, x in enumerate(by_rank[accelerator.process_index]):
+            if number == lengths[0]:
+                accelerator.gradient_accumulation_steps = lengths[1]
+            take_steps(
+                accelerator, model, optimizer, lambda _, x=x: model(x.reshape(1, 1)).square().mean(), [0]
+            )
+            if accelerator.sync_gradients:
+                with accelerator.gathered(model):
+                    found.append(model.weight.item())
+        applied = accelerator.plan.as_dict()["settings"]["run.gradient_accumulation_steps"]["applied"]
+        assert applied == lengths[1]
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -502,21 +448,6 @@ def test_a_save_whose_window_never_closes_is_told_of(tmp_path, caplog) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("lengths", [(6, 10), (10, 6)])
-def test_two_zipped_loaders_close_the_window_with_the_shorter_one(lengths: tuple[int, int]) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = nn.Linear(1, 1)
-    loaders = [DataLoader(numbers(length), batch_size=2) for length in lengths]
-    model, optimizer, one, other = accelerator.prepare(model, SGD(model.parameters(), lr=0.1), *loaders)
-    for (x,), _ in zip(one, other, strict=False):  # 3 steps: a window of 2 and one of 1
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert optimizer.num_steps == 2
-    assert accelerator.sync_gradients
-
-
 def test_unwrapping_without_autocast_leaves_the_model_in_training_as_it_is() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(1, 1))
@@ -539,38 +470,6 @@ def test_a_scheduler_takes_its_metric_by_name() -> None:
         optimizer.zero_grad()
         scheduler.step(metrics=1.0)
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_a_batch_cut_into_micro_batches_says_which_is_the_last() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.0))
-    loader = accelerator.prepare(DataLoader(torch.ones(8, 1), batch_size=4))
-    closed: list[bool] = []
-    for number, batch in enumerate(loader):
-        for part, rows in enumerate(batch.split(2)):
-            with accelerator.accumulate(model, last=number == 1 and part == 1):
-                accelerator.backward(model(rows).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-            closed.append(accelerator.sync_gradients)
-    assert closed == [False, False, True, True]
-
-
-def test_zipped_loaders_of_other_batch_sizes_train_without_naming_one() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer, one, other = accelerator.prepare(
-        model,
-        SGD(model.parameters(), lr=0.1),
-        DataLoader(torch.ones(8, 1), batch_size=2),
-        DataLoader(torch.ones(16, 1), batch_size=4),
-    )
-    for few, many in zip(one, other, strict=True):
-        accelerator.backward(model(few).mean() + model(many).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.num_steps == 4
 
 
 def gradient_steps(accelerator: Accelerator, *, fail_at: int | None = None) -> list[float]:
@@ -600,29 +499,14 @@ def test_a_micro_batch_that_failed_is_in_no_step_once_its_gradients_are_cleared(
     assert gradient_steps(failing, fail_at=1) == pytest.approx([0.0, 6.0])
 
 
-@pytest.mark.slow
-def test_freeing_memory_leaves_the_open_window() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    for _ in range(2):
-        assert gradient_steps(accelerator) == pytest.approx([7 / 3])  # and one micro-batch of the next window
-        accelerator.free_memory()
-
-
-def unwrap_a_sharded_model() -> str:
+@pytest.mark.ranks(2)
+def test_a_sharded_model_is_not_unwrapped_without_its_precision() -> None:
     with Accelerator(backend="fsdp", cpu=True) as accelerator:
         model = accelerator.prepare(nn.Linear(2, 2))
         assert accelerator.unwrap_model(model) is model
-        try:
+        with pytest.raises(TypeError, match=r"^Linear is sharded") as caught:
             accelerator.unwrap_model(model, keep_autocast=False)
-        except TypeError as error:
-            return str(error)
-    return "unwrapped"
-
-
-def test_a_sharded_model_is_not_unwrapped_without_its_precision(run_ranks) -> None:
-    for said in run_ranks(unwrap_a_sharded_model):
-        assert said.startswith("Linear is sharded")
-        assert "inside accelerator.gathered(model), load model.state_dict()" in said
+        assert "inside accelerator.gathered(model), load model.state_dict()" in str(caught.value)
 
 
 def test_a_state_of_another_kind_of_optimizer_is_refused(tmp_path) -> None:

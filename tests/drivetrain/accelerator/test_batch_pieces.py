@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
 from drivetrain_backends import AccumulationError
+from plain_loop.accelerated import ON_TWO, accelerator_of
 
-QUIET: dict[str, Any] = {"run": {"show_plan": False}}
 SAY = r"accelerator\.accumulate\(model, last=\.\.\.\)"
 ROWS = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
 
@@ -27,9 +26,7 @@ class Run:
     """A model in training, and the steps that it took."""
 
     def __init__(self, accumulation: int, *loaders: DataLoader[Any], backend: str = "auto") -> None:
-        self.accelerator = Accelerator(
-            cpu=True, backend=backend, gradient_accumulation_steps=accumulation, sections=QUIET
-        )
+        self.accelerator = accelerator_of(backend, gradient_accumulation_steps=accumulation)
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         self.start = copy.deepcopy(model)
@@ -95,13 +92,12 @@ def trained_as_a_plain_loop(backend: str) -> float:
         return apart
 
 
-def test_batches_in_pieces_train_as_whole_ones() -> None:
-    assert trained_as_a_plain_loop("single") < 1e-6
-
-
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_batches_in_pieces_train_as_whole_ones_on_ranks(run_ranks, backend: str) -> None:
-    assert max(run_ranks(trained_as_a_plain_loop, backend)) < 1e-6
+@pytest.mark.parametrize(
+    "backend",
+    ["single", pytest.param("ddp", marks=ON_TWO), pytest.param("fsdp", marks=[ON_TWO, pytest.mark.slow])],
+)
+def test_batches_in_pieces_train_as_whole_ones(backend: str) -> None:
+    assert trained_as_a_plain_loop(backend) < 1e-6
 
 
 def train_in_pieces(run: Run, sizes: dict[int, int]) -> None:

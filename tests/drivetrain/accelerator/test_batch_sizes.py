@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain_state import ConnectError, ParallelDims
+from plain_loop.accelerated import accelerator_of
 
 SCRIPT = """
 import json, sys, weakref
@@ -59,9 +60,16 @@ def trained_weights(num_steps: int) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
 
 
-def check_tries(run_ranks_script: Any, folder: Path, backend: str, sections: dict[str, Any]) -> None:
-    sections = {**sections, "checkpoint": {"save_every_steps": 1, "keep_last": 1}}
-    ranks = run_ranks_script(SCRIPT, backend, str(folder), json.dumps(sections), timeout_seconds=150)
+@pytest.mark.slow
+@pytest.mark.usefixtures("deepspeed_operators")
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", *(f"deepspeed-{stage}" for stage in range(4))])
+def test_one_rank_out_of_memory_ends_the_try_on_all(
+    run_ranks_script: Any, tmp_path: Path, backend: str
+) -> None:
+    name, _, stage = backend.partition("-")
+    sections: dict[str, Any] = {"checkpoint": {"save_every_steps": 1, "keep_last": 1}}
+    sections |= {"deepspeed": {"stage": int(stage)}} if stage else {}
+    ranks = run_ranks_script(SCRIPT, name, str(tmp_path), json.dumps(sections), timeout_seconds=150)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks
     tried, left, weights, batch_sizes = zip(
         *(json.loads(rank.stdout.splitlines()[-1]) for rank in ranks), strict=True
@@ -73,27 +81,8 @@ def check_tries(run_ranks_script: Any, folder: Path, backend: str, sections: dic
     assert weights[0].keys() == expected.keys()
     for name, value in expected.items():
         assert weights[0][name] == pytest.approx(value, abs=1e-6), name
-    plan = json.loads((folder / "checkpoints" / "step-2" / "manifest.json").read_text())["plan"]
+    plan = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())["plan"]
     assert plan["facts"]["executable batch size"] == "8"
-
-
-@pytest.mark.slow
-def test_one_rank_out_of_memory_ends_the_try_on_all_under_ddp(run_ranks_script, tmp_path) -> None:
-    check_tries(run_ranks_script, tmp_path, "ddp", {})
-
-
-@pytest.mark.slow
-def test_one_rank_out_of_memory_ends_the_try_on_all_under_fsdp(run_ranks_script, tmp_path) -> None:
-    check_tries(run_ranks_script, tmp_path, "fsdp", {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_out_of_memory_ends_the_try_on_all_under_deepspeed(
-    run_ranks_script, tmp_path, deepspeed_operators: None, stage: int
-) -> None:
-    del deepspeed_operators
-    check_tries(run_ranks_script, tmp_path, "deepspeed", {"deepspeed": {"stage": stage}})
 
 
 @pytest.mark.slow
@@ -147,19 +136,12 @@ def test_a_method_is_tried_with_its_object_and_keeps_the_global_batch() -> None:
     assert Trainer.tried == [(128, 1), (64, 2), (32, 4)]
 
 
-@pytest.mark.parametrize("given", ["parallelism", "group"])
-def test_a_group_that_cannot_be_formed_again_is_refused_before_the_first_try(run_ranks, given: str) -> None:
-    for error, tried in run_ranks(refused_search, given):
-        assert "cannot be formed again" in error
-        assert "let Accelerator() connect the ranks" in error
-        assert tried == 0
-
-
-def refused_search(given: str) -> tuple[str, int]:
-    """Search in a run with a mesh, or with the ranks' own process group; return the error and the tries."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"parallelism": ParallelDims(data=2)}, {}], ids=["parallelism", "group"])
+def test_a_group_that_cannot_be_formed_again_is_refused_before_the_first_try(options: dict[str, Any]) -> None:
+    """In a run with a mesh, or with the ranks' own process group."""
     tried: list[int] = []
-    options: dict[str, Any] = {"parallelism": ParallelDims(data=2)} if given == "parallelism" else {}
-    with Accelerator(cpu=True, sections={"run": {"show_plan": False}}, **options) as accelerator:
-        with pytest.raises(ConnectError) as caught:
-            accelerator.find_executable_batch_size(tried.append)()
-    return str(caught.value), len(tried)
+    said = r"cannot be formed again.*let Accelerator\(\) connect the ranks"
+    with accelerator_of(**options) as accelerator, pytest.raises(ConnectError, match=said):
+        accelerator.find_executable_batch_size(tried.append)()
+    assert tried == []

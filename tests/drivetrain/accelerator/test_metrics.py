@@ -115,7 +115,8 @@ def test_a_loop_over_an_unprepared_loader_is_refused_with_its_line(run_ranks) ->
             assert "gather() joins their rows as they are" in message
 
 
-def gathered_where_it_is_right() -> None:
+@pytest.mark.ranks(2)
+def test_what_is_gathered_rightly_stays() -> None:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     data = torch.arange(8)
@@ -146,10 +147,6 @@ def gathered_where_it_is_right() -> None:
     for _ in own_part:
         assert sorted(gather_all(accelerator, prepared)) == list(range(8))
     accelerator.end_training()
-
-
-def test_what_is_gathered_rightly_stays(run_ranks) -> None:
-    run_ranks(gathered_where_it_is_right)
 
 
 def test_one_process_gathers_over_any_loader() -> None:

@@ -1,6 +1,5 @@
 """Model FLOPs of a step: the same on any number of ranks, under every backend, however activations are kept."""
 
-import math
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
+from plain_loop.accelerated import accelerator_of
 
 PEAK = 1e9
 GLOBAL_BATCH, LENGTH, WIDTH, NUM_BLOCKS = 8, 6, 16, 3
@@ -28,21 +27,13 @@ class Block(nn.Module):
 
 
 def flops_of_a_step(
-    backend: str,
-    sections: dict[str, dict[str, Any]] | None = None,
-    accumulation: int = 1,
-    evaluates: bool = False,
+    backend: str, sections: dict[str, Any], accumulation: int = 1, evaluates: bool = False
 ) -> float:
-    """Train two steps of the same global batch at any number of ranks; the operations of a step of all ranks."""
+    """Train two steps of the same global batch at any number of ranks; return the operations of a step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-    tracking = {"throughput": True, "peak_flops": PEAK}
-    with Accelerator(
-        cpu=True,
-        backend=backend,
-        gradient_accumulation_steps=accumulation,
-        sections={"tracking": tracking, "run": {"show_plan": False}, **(sections or {})},
-    ) as accelerator:
+    sections = {"tracking": {"throughput": True, "peak_flops": PEAK}, **sections}
+    with accelerator_of(backend, gradient_accumulation_steps=accumulation, sections=sections) as accelerator:
         batch_size = GLOBAL_BATCH // accelerator.num_processes // accumulation
         data = TensorDataset(torch.randn(2 * GLOBAL_BATCH, LENGTH, WIDTH))
         model, optimizer, loader = accelerator.prepare(
@@ -74,31 +65,31 @@ def in_theory() -> float:
 
 
 def test_one_process_counts_what_the_formula_says() -> None:
-    assert flops_of_a_step("single") == pytest.approx(in_theory())
-    assert flops_of_a_step("single", None, 2, True) == pytest.approx(in_theory())
+    assert flops_of_a_step("single", {}) == pytest.approx(in_theory())
+    assert flops_of_a_step("single", {}, 2, True) == pytest.approx(in_theory())
 
 
+FULL, SELECTIVE = ({"activation_checkpointing": kind} for kind in ("full", "selective"))
 SHARDED = {
-    "ddp": ("ddp", None),
-    "fsdp": ("fsdp", {"fsdp": {}}),
-    "fsdp-full": ("fsdp", {"fsdp": {"activation_checkpointing": "full"}}),
-    "fsdp-selective": ("fsdp", {"fsdp": {"activation_checkpointing": "selective"}}),
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "fsdp-full": ("fsdp", {"fsdp": FULL}),
+    "fsdp-selective": ("fsdp", {"fsdp": SELECTIVE}),
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.default_cases("fsdp-selective-2")
-def test_ranks_count_together_what_one_does(run_ranks, kind: str, accumulation: int) -> None:
-    backend, sections = SHARDED[kind]
-    found = run_ranks(flops_of_a_step, backend, sections, accumulation)
-    assert all(math.isclose(flops, in_theory(), rel_tol=0.02) for flops in found), (found, in_theory())
+def test_ranks_count_together_what_one_does(kind: str, accumulation: int) -> None:
+    assert flops_of_a_step(*SHARDED[kind], accumulation) == pytest.approx(in_theory(), rel=0.02)
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2, timeout_seconds=150)
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_zero_counts_what_one_process_does(run_ranks, deepspeed_operators: None, stage: int) -> None:
-    del deepspeed_operators
-    sections = {"deepspeed": {"stage": stage, "activation_checkpointing": "full"}}
-    found = run_ranks(flops_of_a_step, "deepspeed", sections, 2, timeout_seconds=150)
-    assert all(math.isclose(flops, in_theory(), rel_tol=0.02) for flops in found), (found, in_theory())
+def test_zero_counts_what_one_process_does(stage: int) -> None:
+    sections = {"deepspeed": {"stage": stage, **FULL}}
+    assert flops_of_a_step("deepspeed", sections, 2) == pytest.approx(in_theory(), rel=0.02)

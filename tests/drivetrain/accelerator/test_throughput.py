@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_throughput import Throughput
+from plain_loop.accelerated import messages_of, take_steps
 
 NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
 
@@ -251,36 +252,26 @@ def test_a_forward_that_raises_leaves_the_stopwatch_usable() -> None:
         assert accelerator.total_throughput.mfu is not None
 
 
-def run_with_a_slow_rank(where: str, folder: str) -> tuple[list[str], Throughput]:
-    """Train on two ranks, of which rank 1 sleeps in its data, forward or backward; warnings and throughput."""
-    warnings: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain_throughput.rank_throughput").addHandler(keep)
-    try:
-        seconds = {where: 0.06}
-        model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
-        data = Texts(seconds=0.015 if where == "data" else 0.0, slow=1, num=48)
-        tracking = {"throughput_every_steps": 3}
-        with make(tracking, project_dir=folder, log_with="jsonl", backend="ddp") as accelerator:
-            accelerator.init_trackers("run")
-            train(accelerator, model, data)
-            return warnings, accelerator.total_throughput
-    finally:
-        logging.getLogger("drivetrain_throughput.rank_throughput").removeHandler(keep)
-
-
 @pytest.mark.undisturbed
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["data", "forward", "backward"])
 @pytest.mark.default_cases("forward")
-def test_the_rank_that_the_others_wait_for_is_named(run_ranks, where: str, tmp_path: Path) -> None:
-    (warnings, measured), (others, _) = run_ranks(run_with_a_slow_rank, where, str(tmp_path))
-    assert others == []
-    assert len(warnings) == 1, warnings
+def test_the_rank_that_the_others_wait_for_is_named(where: str, tmp_path: Path) -> None:
+    """Rank 1 sleeps in its data, forward or backward."""
+    seconds = {where: 0.06}
+    model = Slow(seconds.get("forward", 0.0), 1, backward_seconds=seconds.get("backward", 0.0))
+    data = Texts(seconds=0.015 if where == "data" else 0.0, slow=1, num=48)
+    options: dict[str, Any] = {"project_dir": tmp_path, "log_with": "jsonl", "backend": "ddp"}
+    with (
+        messages_of("drivetrain_throughput.rank_throughput") as warnings,
+        make({"throughput_every_steps": 3}, **options) as accelerator,
+    ):
+        accelerator.init_trackers("run")
+        train(accelerator, model, data)
+        measured, rank = accelerator.total_throughput, accelerator.process_index
+    assert len(warnings) == (0 if rank else 1), warnings
+    if rank:
+        return
     assert f"rank 1 (host {socket.gethostname()}) is slow: {where} takes it" in warnings[0]
     assert counted(measured) == (48, 240)
     lines = logged(tmp_path)
@@ -289,58 +280,43 @@ def test_the_rank_that_the_others_wait_for_is_named(run_ranks, where: str, tmp_p
     assert all(0.04 < line["throughput/straggler/slower_by_seconds"] < 2 for line in lines)
 
 
-def tokens_of_uneven_ranks(folder: str) -> None:
-    with make(
-        {"throughput_every_steps": 2}, project_dir=folder, log_with="jsonl", backend="ddp"
-    ) as accelerator:
+@pytest.mark.ranks(2)
+def test_logged_tokens_are_the_sum_over_ranks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"project_dir": tmp_path, "log_with": "jsonl", "backend": "ddp"}
+    with make({"throughput_every_steps": 2}, **options) as accelerator:
         rank = accelerator.process_index
         accelerator.count_tokens(lambda _: 10.0 if rank == 0 else 30.0)
         accelerator.init_trackers("run")
         train(accelerator, Slow(), Texts(num=16))
+    if rank == 0:
+        (line,) = logged(tmp_path)
+        ratio = line["throughput/tokens_per_second"] / line["throughput/steps_per_second"]
+        assert ratio == pytest.approx(40)
 
 
-def test_logged_tokens_are_the_sum_over_ranks(run_ranks, tmp_path: Path) -> None:
-    run_ranks(tokens_of_uneven_ranks, str(tmp_path))
-    (line,) = logged(tmp_path)
-    ratio = line["throughput/tokens_per_second"] / line["throughput/steps_per_second"]
-    assert ratio == pytest.approx(40)
-
-
-def gather_after_each_step() -> dict[str, float]:
+@pytest.mark.ranks(2)
+def test_collectives_count_as_communication() -> None:
     with make({"throughput": True}, backend="ddp") as accelerator:
-
-        def gather() -> None:
-            accelerator.gather(torch.ones(2))
-
-        train(accelerator, Slow(), Texts(), after_step=gather)
-        return dict(accelerator.total_throughput.phase_seconds)
+        train(accelerator, Slow(), Texts(), after_step=lambda: accelerator.gather(torch.ones(2)))
+        assert accelerator.total_throughput.phase_seconds["communication"] > 0
 
 
-def test_collectives_count_as_communication(run_ranks) -> None:
-    assert all(seconds["communication"] > 0 for seconds in run_ranks(gather_after_each_step))
-
-
-def uneven_ranks(folder: Path) -> None:
-    """Train for 20 steps, logged at each, on ranks that are slow in turn and gather values of their own between."""
-    sections = {"run": {"show_plan": False}, "tracking": {"throughput_every_steps": 1}}
-    with Accelerator(cpu=True, project_dir=folder, log_with="jsonl", sections=sections) as accelerator:
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_each_step_is_told_however_unevenly_ranks_go(tmp_path: Path) -> None:
+    """Ranks that are slow in turn and gather values of their own between the 20 steps, each of which is logged."""
+    with make({"throughput_every_steps": 1}, project_dir=tmp_path, log_with="jsonl") as accelerator:
         accelerator.init_trackers("uneven")
-        model = torch.nn.Linear(8, 1)
+        model, rank = torch.nn.Linear(8, 1), accelerator.process_index
         model, optimizer, loader = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(40, 8)))
         )
         for step, (x,) in enumerate(loader):
-            time.sleep(0.02 * (step % 2 == accelerator.process_index))
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            found = accelerator.gather(torch.tensor([10 * step + accelerator.process_index]))
+            time.sleep(0.02 * (step % 2 == rank))
+            take_steps(accelerator, model, optimizer, lambda _, x=x: model(x).sum(), [0])
+            found = accelerator.gather(torch.tensor([10 * step + rank]))
             assert found.tolist() == [10 * step, 10 * step + 1]
-
-
-@pytest.mark.slow
-def test_each_step_is_told_however_unevenly_ranks_go(run_ranks, tmp_path: Path) -> None:
-    run_ranks(uneven_ranks, tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    steps = [one["step"] for one in records if "throughput/seconds/forward" in one]
-    assert steps == list(range(1, 21))
+    if rank == 0:
+        records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        steps = [one["step"] for one in records if "throughput/seconds/forward" in one]
+        assert steps == list(range(1, 21))

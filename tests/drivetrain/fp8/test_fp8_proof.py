@@ -1,6 +1,5 @@
 """Whether a run in fp8 proves that it is one."""
 
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,36 +64,6 @@ def test_no_product_on_a_device_that_has_the_units_is_an_error() -> None:
             match=r"none of the 8 matrix products of the first step ran in torchao_mxfp8: the .* of Sequential",
         ):
             steps(accelerator, model, optimizer)
-
-
-def test_products_on_a_device_that_has_the_units_are_told_and_that_nothing_was_compiled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with make(Claimed(inner=TorchaoRecipe())) as accelerator:
-        model, optimizer = prepared(accelerator)
-        steps(accelerator, model, optimizer)
-        told = accelerator.plan.facts["fp8 products"]
-        assert told == "3 of 8 matrix products of the first step ran in torchao_tensorwise"
-    assert "torchao_tensorwise computes without torch.compile" in caplog.text
-
-
-def test_while_another_profiler_records_the_next_step_is_counted() -> None:
-    with make() as accelerator:
-        model, optimizer = prepared(accelerator)
-        with torch.profiler.profile():
-            steps(accelerator, model, optimizer)
-        assert "fp8 products" not in accelerator.plan.facts
-        steps(accelerator, model, optimizer)
-        assert accelerator.plan.facts["fp8 products"].startswith("3 of 8")
-
-
-def test_training_in_another_thread_is_counted() -> None:
-    with make() as accelerator:
-        model, optimizer = prepared(accelerator)
-        thread = threading.Thread(target=steps, args=(accelerator, model, optimizer))
-        thread.start()
-        thread.join()
-        assert accelerator.plan.facts["fp8 products"].startswith("3 of 8")
 
 
 def test_a_run_under_a_profiler_is_told_not_to_be_counted_and_counted_once_that_ends(
@@ -173,13 +142,6 @@ def test_emulation_that_can_be_counted_and_runs_no_product_is_an_error(scaling: 
             steps(accelerator, model, optimizer)
 
 
-def test_emulation_that_cannot_be_counted_is_told_as_it_is() -> None:
-    with make(TorchaoRecipe(scaling="mxfp8")) as accelerator:
-        model, optimizer = prepared(accelerator)
-        steps(accelerator, model, optimizer)
-        assert accelerator.plan.facts["fp8 products"].startswith("emulated, and not to be told")
-
-
 @pytest.mark.slow
 def test_of_several_converted_models_the_one_that_runs_no_product_is_named() -> None:
     with make() as accelerator:
@@ -192,14 +154,6 @@ def test_of_several_converted_models_the_one_that_runs_no_product_is_named() -> 
             match=r"in the forwards of Unused \(converted model 2 of 2\): the converted layers of Unused",
         ):
             first.step()
-
-
-def test_of_several_converted_models_those_that_the_first_step_called_are_told() -> None:
-    with make() as accelerator:
-        first, second = net(), net()
-        first, second, optimizer = accelerator.prepare(first, second, SGD(first.parameters(), lr=0.1))
-        steps(accelerator, first, optimizer)
-        assert "in which 1 of 2 converted models were called" in accelerator.plan.facts["fp8 products"]
 
 
 @pytest.mark.parametrize(

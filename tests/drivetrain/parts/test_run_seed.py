@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -70,35 +72,28 @@ def seeded(num_workers: int = 0) -> dict[str, Any]:
     return drawn(num_workers, seed=5)
 
 
-def resumed(folder: Path) -> list[list[float]]:
-    return drawn(folder=folder, seed=5)["masks"]
+@pytest.mark.ranks(2)
+def test_a_resume_goes_on_with_each_ranks_draws(tmp_path: Path) -> None:
+    masks: list[Any] = [None, None]
+    dist.all_gather_object(masks, drawn(folder=tmp_path, seed=5)["masks"])
+    assert masks[0][0] != masks[1][0]
 
 
-def test_a_resume_goes_on_with_each_ranks_draws(run_ranks, tmp_path: Path) -> None:
-    first, second = run_ranks(resumed, tmp_path)
-    assert first[0] != second[0]
+@pytest.mark.ranks(2)
+def test_ranks_of_one_shard_draw_the_same() -> None:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, drawn(seed=5, parallelism=ParallelDims(tensor=2)))
+    assert found[0] == found[1]
 
 
-def of_one_shard() -> dict[str, Any]:
-    return drawn(seed=5, parallelism=ParallelDims(tensor=2))
-
-
-def test_ranks_of_one_shard_draw_the_same(run_ranks) -> None:
-    first, second = run_ranks(of_one_shard)
-    assert first == second
-
-
-def seeded_by_hand() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_what_a_program_seeds_itself_is_left_alone() -> None:
     accelerator = Accelerator(cpu=True, seed=5)
     loader = accelerator.prepare(DataLoader(torch.arange(8), batch_size=2))
     torch.manual_seed(7)
     for _ in loader:
         pass
-    return [torch.initial_seed() == 7]
-
-
-def test_what_a_program_seeds_itself_is_left_alone(run_ranks) -> None:
-    assert run_ranks(seeded_by_hand) == [[True], [True]]
+    assert torch.initial_seed() == 7
 
 
 def saved_alone(folder: Path) -> None:

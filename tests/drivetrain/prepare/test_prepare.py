@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.prepare.prepare import sort_objects
+from plain_loop.accelerated import accelerator_of
 
 
 def test_objects_are_sorted_by_kind_in_their_order() -> None:
@@ -34,7 +35,7 @@ def test_a_model_that_was_not_prepared_is_named() -> None:
 
 
 def test_what_is_no_model_is_named() -> None:
-    accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+    accelerator = accelerator_of()
     model = nn.Linear(1, 1)
     model, _ = accelerator.prepare(model, SGD(model.parameters()))
     for given in (3, (model, "critic"), 1.5):
@@ -44,7 +45,7 @@ def test_what_is_no_model_is_named() -> None:
 
 
 def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, sections={"run": {"show_plan": False}})
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     model = torch.compile(model, backend="eager")
@@ -58,7 +59,7 @@ def test_an_accelerator_knows_a_model_that_was_compiled_after_prepare() -> None:
 
 
 def test_parameters_are_clipped_with_the_model_they_belong_to() -> None:
-    accelerator = Accelerator(cpu=True, sections={"run": {"show_plan": False}})
+    accelerator = accelerator_of()
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     models = accelerator.prepare(*models, *optimizers)[:2]
@@ -84,17 +85,12 @@ def test_unwrapping_takes_torchs_own_wrappers_off_whoever_put_them_on() -> None:
     assert accelerator.unwrap_model(nn.DataParallel(prepared)) is module
 
 
-def unwrap_replicas() -> list[bool]:
-    with Accelerator(cpu=True, backend="ddp", sections={"run": {"show_plan": False}}) as accelerator:
+@pytest.mark.ranks(2)
+def test_unwrapping_takes_a_users_replica_off() -> None:
+    with accelerator_of("ddp") as accelerator:
         module, other = nn.Linear(2, 1), nn.Linear(2, 1)
         by_hand = nn.parallel.DistributedDataParallel(other)
         prepared = accelerator.prepare(module)
-        return [
-            accelerator.unwrap_model(by_hand) is other,
-            accelerator.unwrap_model(torch.compile(by_hand, backend="eager")) is other,
-            accelerator.unwrap_model(prepared) is module,
-        ]
-
-
-def test_unwrapping_takes_a_users_replica_off(run_ranks) -> None:
-    assert run_ranks(unwrap_replicas) == [[True] * 3] * 2
+        assert accelerator.unwrap_model(by_hand) is other
+        assert accelerator.unwrap_model(torch.compile(by_hand, backend="eager")) is other
+        assert accelerator.unwrap_model(prepared) is module

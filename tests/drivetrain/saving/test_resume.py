@@ -7,6 +7,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, CheckpointHook, ConfigError
+from plain_loop.accelerated import accelerator_of, weights_of
 from registered import Kept
 
 
@@ -47,25 +48,21 @@ def test_kept_models_keep_the_weights_they_have_and_their_optimizers_are_loaded(
         accelerator.load_state(tmp_path, kept_models=[nn.Linear(1, 1)])
 
 
-def kept_on_each_rank(folder: str, backend: str) -> list[bool]:
-    accelerator = Accelerator(cpu=True, backend=backend)
-    given = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    models = [accelerator.prepare(one, SGD(one.parameters(), lr=0.1))[0] for one in given]
-    accelerator.save_state(folder)
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                parameter.fill_(7.0)
-    accelerator.load_state(folder, kept_models=[models[0]])
-    states = [accelerator.get_state_dict(model, everywhere=True) for model in models]
-    accelerator.end_training()
-    return [all((value == 7.0).all().item() for value in state.values()) for state in states]
-
-
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_kept_models_keep_their_weights_on_each_rank(tmp_path: Path, run_ranks, backend: str) -> None:
-    assert run_ranks(kept_on_each_rank, str(tmp_path), backend) == [[True, False]] * 2
+def test_kept_models_keep_their_weights_on_each_rank(tmp_path: Path, backend: str) -> None:
+    with accelerator_of(backend) as accelerator:
+        given = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        models = [accelerator.prepare(one, SGD(one.parameters(), lr=0.1))[0] for one in given]
+        accelerator.save_state(tmp_path)
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+        accelerator.load_state(tmp_path, kept_models=[models[0]])
+        states = [weights_of(accelerator, model) for model in models]
+    assert [all((value == 7.0).all() for value in state.values()) for state in states] == [True, False]
 
 
 def test_runs_are_kept_at_urls_and_their_options_in_no_plan() -> None:
