@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
+from plain_loop.case import own_rank
 
 BATCHES = [[0], [1, 2, 3], [4]]
 
@@ -29,25 +30,23 @@ def loader_of(kind: str) -> Any:
     return DataLoader(torch.arange(5), batch_size=2)  # pyright: ignore[reportArgumentType]
 
 
-def replays(kind: str, data: dict[str, Any]) -> tuple[list[bool], list[tuple[int, ...]], float]:
-    """Whether each step repeats; what counts in it; and the weight after NaN losses of all that is repeated."""
+def replays(kind: str, data: dict[str, Any]) -> tuple[list[bool], list[tuple[int, ...]]]:
+    """Whether each step repeats, and what counts in it; NaN losses of all that is repeated come into no weight."""
     accelerator = Accelerator(cpu=True, data=data)
     model = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(kind)
     )
-    found: list[bool] = []
-    counts: list[tuple[int, ...]] = []
+    plans = []
     for batch in loader:
-        plan = loader.current
-        found.append(plan.replayed)
-        counts.append(plan.real_counts)
-        own = plan.even or plan.real_counts[accelerator.process_index] > 0
+        plans.append(loader.current)
+        own = plans[-1].even or plans[-1].real_counts[accelerator.process_index] > 0
         loss = model(batch[:, None].float()).mean()
         accelerator.backward(loss if own else loss + float("nan"))
         optimizer.step()
         optimizer.zero_grad()
-    return found, counts, next(iter(accelerator.unwrap_model(model).parameters())).item()
+    assert all(value.isfinite().all() for value in accelerator.unwrap_model(model).parameters())
+    return [plan.replayed for plan in plans], [plan.real_counts for plan in plans]
 
 
 @pytest.mark.parametrize("even", ["uneven", "pad"])
@@ -56,11 +55,11 @@ def replays(kind: str, data: dict[str, Any]) -> tuple[list[bool], list[tuple[int
     [("batches", False), ("foreign", False), ("map", False), ("map", True)],
 )
 @pytest.mark.default_cases("map-True-pad", "foreign-False-uneven")
-def test_a_rank_that_repeats_says_so_whoever_reads(run_ranks, kind: str, split: bool, even: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_that_repeats_says_so_whoever_reads(kind: str, split: bool, even: str) -> None:
     data = {"even": even, "split_batches": split}
-    read, handed_out = (run_ranks(replays, kind, {**data, "dispatch": each}) for each in (False, True))
-    assert [rank[:2] for rank in read] == [rank[:2] for rank in handed_out]
-    assert all(weight == weight for _, _, weight in [*read, *handed_out])  # no NaN has come through
+    read, handed_out = (replays(kind, {**data, "dispatch": each}) for each in (False, True))
+    assert read == handed_out
     # Padded or not, the last step's batches are equal: [4], and with padding [0] beside it.
-    for index, (found, counts, _) in enumerate(read):
-        assert found == [of[index] == 0 and even != "pad" for of in counts]
+    found, counts = read
+    assert found == [of[own_rank()] == 0 and even != "pad" for of in counts]

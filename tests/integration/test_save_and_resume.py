@@ -1,4 +1,3 @@
-import logging
 from pathlib import Path
 
 import pytest
@@ -7,23 +6,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from plain_loop.accelerated import messages_of
+from registered import Kept
 
-SAMPLES, GLOBAL_BATCH = 52, 4
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
+SAMPLES, GLOBAL_BATCH, IN_SECOND_EPOCH = 52, 4, 17
 
 
 def run(
-    folder: Path, *, stop_at: int | None = None, resume: bool = False
+    folder: Path, stop_at: int | None = None, resume: bool = False
 ) -> tuple[list[list[int]], torch.Tensor, int]:
     """Train two epochs with dropout; save and stop at a step, or go on from there."""
     accelerator = Accelerator(cpu=True, seed=11, project_dir=folder)
@@ -38,7 +28,7 @@ def run(
     )
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // accelerator.num_processes, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    counter = Counter()
+    counter = Kept()
     accelerator.register_for_checkpointing(counter)
     if resume:
         accelerator.load_state()
@@ -63,9 +53,11 @@ def run(
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1), (4, 2), (2, 4)])
 @pytest.mark.default_cases("2-1", "1-2")
 def test_a_run_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path, before: int, after: int) -> None:
-    whole, weights, total = run_ranks(whole_run, tmp_path / "whole", num_processes=before)[0]
-    first, _, _ = run_ranks(first_part, tmp_path / "parts", num_processes=before)[0]
-    rest, resumed_weights, resumed_total = run_ranks(second_part, tmp_path / "parts", num_processes=after)[0]
+    whole, weights, total = run_ranks(run, tmp_path / "whole", num_processes=before)[0]
+    first, _, _ = run_ranks(run, tmp_path / "parts", IN_SECOND_EPOCH, num_processes=before)[0]
+    rest, resumed_weights, resumed_total = run_ranks(
+        run, tmp_path / "parts", None, True, num_processes=after
+    )[0]
     assert first + rest == whole
     assert len(whole) == total == 2 * SAMPLES // GLOBAL_BATCH
     assert sorted(sample for step in whole[: total // 2] for sample in step) == list(range(SAMPLES))
@@ -74,33 +66,16 @@ def test_a_run_goes_on_exactly_where_it_was_saved(run_ranks, tmp_path, before: i
         torch.testing.assert_close(resumed_weights, weights, rtol=1e-6, atol=1e-7)
 
 
-def whole_run(folder: Path):
-    return run(folder)
-
-
-def first_part(folder: Path):
-    return run(folder, stop_at=17)  # in the second epoch
-
-
-def second_part(folder: Path):
-    return run(folder, resume=True)
-
-
 @pytest.mark.slow
 def test_a_resume_at_another_world_size_says_what_became_of_the_generators(run_ranks, tmp_path) -> None:
-    run_ranks(first_part, tmp_path, num_processes=2)
+    run_ranks(run, tmp_path, IN_SECOND_EPOCH, num_processes=2)
     first, again = (run_ranks(resumed_draw, tmp_path, num_processes=1)[0] for _ in range(2))
     assert first == again
     assert "saved with world size 2, resumed with 1" in first[1]
 
 
 def resumed_draw(folder: Path) -> tuple[float, str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("drivetrain.saving.resume")
-    logger.addHandler(handler)
-    second_part(folder)
-    logger.removeHandler(handler)
+    with messages_of("drivetrain.saving.resume") as told:
+        run(folder, resume=True)
     assert "saved with world size 2, resumed with 1" in (folder / "plan.json").read_text()
-    return torch.rand(()).item(), "\n".join(records)
+    return torch.rand(()).item(), "\n".join(told)

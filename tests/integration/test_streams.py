@@ -136,23 +136,14 @@ def test_a_stream_that_divides_itself_is_refused_where_it_would_be_divided_again
     assert len(numbers(shard_loader(DataLoader(part, batch_size=4), Shard(0, 1)))) == 25
 
 
-def refused_parts() -> list[str]:
-    """What each loader of a part is refused with."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [StatefulDataLoader, DataLoader])
+def test_a_stream_that_divides_itself_is_not_dispatched(kind: type[DataLoader[Any]]) -> None:
     accelerator = Accelerator(cpu=True)
     stream = Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=4)
     part = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=2)
-    said: list[str] = []
-    for loader in (StatefulDataLoader(part, batch_size=4), DataLoader(part, batch_size=4)):
-        with pytest.raises(ValueError) as refused:  # noqa: PT011 the message is what is returned
-            accelerator.prepare(loader)
-        said.append(str(refused.value))
-    return said
-
-
-def test_a_stream_that_divides_itself_is_not_dispatched(run_ranks) -> None:
-    for said in run_ranks(refused_parts):
-        assert len(said) == 2
-        assert all("pass the undivided one, without split_dataset_by_node" in one for one in said)
+    with pytest.raises(ValueError, match="pass the undivided one, without split_dataset_by_node"):
+        accelerator.prepare(kind(part, batch_size=4))
 
 
 # torchdata 0.11 calls what torch 2.15 deprecates.
@@ -225,14 +216,12 @@ def test_a_loader_of_torchdata_over_a_shuffled_stream_goes_on(buffer_size: int) 
     assert numbers(again) == epochs[1]
 
 
-def prepared_nodes() -> list[int]:
+@pytest.mark.ranks(2)
+def test_nodes_are_read_by_one_rank_for_all() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(nodes())
-    return [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
-
-
-def test_nodes_are_read_by_one_rank_for_all(run_ranks) -> None:
-    assert run_ranks(prepared_nodes) == [list(range(20))] * 2
+    found = [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
+    assert found == list(range(20))
 
 
 class Shuffling(IterableDataset[torch.Tensor]):

@@ -2,19 +2,20 @@
 
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain import Accelerator
+from plain_loop.accelerated import accelerator_of, take_steps, weights_of
+from plain_loop.case import Case, run_plain
 from sweep.model_cases import ModelCase, loss_of, model_cases
 from sweep.optimizer_cases import Make, optimizer_cases
 
 NUM_STEPS, NUM_MICRO_BATCHES, MAX_NORM = 3, 2, 1.0
 LEAST_MOVED = 0.01  # of what moved furthest: below, a weight's way is too short for what rounding does to it
-SHOW_NOTHING: dict[str, Any] = {"run": {"show_plan": False}}
 
 # The ways to train, each by its backend and sections.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,49 +62,35 @@ def compare(kind: str, name: str, way: str) -> Outcome:
         build = _two_larger_layers if name.startswith("torchao") else _two_layers
         case, make = ModelCase(build=build, batch=_points), optimizer_cases()[name]
     backend, sections = WAYS[way]
-    expected = case.build()
-    before = {key: value.clone() for key, value in expected.state_dict().items()}
-    with Accelerator(
-        backend=backend,
-        cpu=True,
-        gradient_accumulation_steps=NUM_MICRO_BATCHES,
-        sections={**SHOW_NOTHING, **sections},
+    with accelerator_of(
+        backend, gradient_accumulation_steps=NUM_MICRO_BATCHES, sections=sections
     ) as accelerator:
-        _train_plainly(expected, case, make, accelerator.num_processes)
+        num_ranks, rank = accelerator.num_processes, accelerator.process_index
+
+        def loss(model: nn.Module, rank: int, number: int) -> Tensor:
+            index = number * num_ranks + rank
+            torch.manual_seed(index)  # some draw numbers in forward: masks, in the main
+            return loss_of(model(**case.batch(index)))
+
+        plain = Case(
+            build=case.build,
+            loss=loss,
+            optimizer=make,
+            steps=NUM_STEPS,
+            accumulation=NUM_MICRO_BATCHES,
+            clip={"norm": MAX_NORM},
+        )
+        (expected,) = run_plain(plain, num_ranks).weights
+        built = case.build()
+        before = {key: value.clone() for key, value in built.state_dict().items()}
         try:
-            trained = _train(accelerator, case, make)
+            model, optimizer = accelerator.prepare(built, make(built.parameters()))
+            numbers = range(NUM_STEPS * NUM_MICRO_BATCHES)
+            take_steps(accelerator, model, optimizer, partial(loss, model, rank), numbers, clip=MAX_NORM)
+            trained = weights_of(accelerator, model)
         except Exception as error:  # noqa: BLE001 the outcome tells it, and the test judges
             return Outcome(refusal=f"{type(error).__name__}: {error}", is_meant=_is_meant(error))
-    return _measure(trained, expected.state_dict(), before)
-
-
-def _train_plainly(model: nn.Module, case: ModelCase, make: Make, num_shards: int) -> None:
-    optimizer = make(model.parameters())
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        num_losses = num_shards * NUM_MICRO_BATCHES
-        for number in range(num_losses):
-            (_loss(model, case, step * num_losses + number) / num_losses).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-
-
-def _train(accelerator: Accelerator, case: ModelCase, make: Make) -> dict[str, Tensor]:
-    built = case.build()
-    model, optimizer = accelerator.prepare(built, make(built.parameters()))
-    for micro_batch in range(NUM_STEPS * NUM_MICRO_BATCHES):
-        index = micro_batch * accelerator.num_processes + accelerator.process_index
-        with accelerator.accumulate(model):
-            accelerator.backward(_loss(model, case, index))
-            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-    return accelerator.get_state_dict(model, everywhere=True)
-
-
-def _loss(model: nn.Module, case: ModelCase, index: int) -> Tensor:
-    torch.manual_seed(index)  # some draw numbers in forward: masks, in the main
-    return loss_of(model(**case.batch(index)))
+    return _measure(trained, expected, before)
 
 
 def _measure(trained: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> Outcome:
