@@ -13,9 +13,12 @@ from processes import Completed, RankPool, rank_environment, run_script
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Give a test that is marked `ranks` the fixture that its body is called by."""
-    if isinstance(item, pytest.Function) and item.get_closest_marker("ranks"):
-        if "run_ranks" not in item.fixturenames:
-            item.fixturenames.append("run_ranks")
+    if (
+        isinstance(item, pytest.Function)
+        and item.get_closest_marker("ranks")
+        and "run_ranks" not in item.fixturenames
+    ):
+        item.fixturenames.append("run_ranks")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,9 +32,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     (number,) = marker.args
     arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters]
-    pyfuncitem.funcargs["run_ranks"](
-        pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs
-    )
+    pyfuncitem.funcargs["run_ranks"](pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs)
     return True
 
 
