@@ -50,6 +50,18 @@ def drivetrain(tmp_path: Path) -> Launch:
 
 
 @pytest.fixture
+def drivetrain_here(capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Run `drivetrain ARGUMENTS...` in this process and its working folder; it starts none of its own."""
+    from drivetrain_launcher.cli.main import main
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = main(arguments)
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def drivetrain_with_torch(tmp_path: Path, python: str) -> Launch:
     """Run `drivetrain ARGUMENTS...` in `tmp_path` to its end, in processes that have imported torch."""
     return partial(_run, python, tmp_path)

@@ -42,10 +42,7 @@ def said(*tokens: str) -> dict[str, Any]:
             {"fsdp.wrap": ("Block", "Head")},
         ),
         ("--fsdp_auto_wrap_policy NO_WRAP", {"fsdp.wrap": ()}),
-        (
-            "--fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 2000",
-            {"fsdp.min_num_params": 2000},
-        ),
+        ("--fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 2000", {"fsdp.min_num_params": 2000}),
         ("--fsdp-min-num-params 2000", {"fsdp.min_num_params": 2000}),
         ("--fsdp_activation_checkpointing true", {"fsdp.activation_checkpointing": "full"}),
         ("--fsdp-activation-checkpointing selective", {"fsdp.activation_checkpointing": "selective"}),
@@ -147,10 +144,7 @@ def test_a_commands_own_flag_is_its_own() -> None:
             ("--use_fsdp", "--use_deepspeed"),
             "--use_deepspeed (--backend deepspeed): contradicts --use_fsdp (--backend fsdp)",
         ),
-        (
-            ("--backend", "ddp", "--use_fsdp"),
-            "--use_fsdp (--backend fsdp): contradicts --backend ddp",
-        ),
+        (("--backend", "ddp", "--use_fsdp"), "--use_fsdp (--backend fsdp): contradicts --backend ddp"),
         (("--use_fsdp=false",), "--use_fsdp=false: takes no value; --use_fsdp alone means --backend fsdp"),
     ],
 )

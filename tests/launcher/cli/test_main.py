@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain_config import sections
 from drivetrain_launcher.cli.main import main
+
+NEARLY = str(Path(__file__).with_name("test_mian.py"))
+needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
 
 
 def test_help_lists_the_installed_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +56,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["launch", "--num-processes", "x", "x.py"], "launch.num_processes='x'"),
         (["launch", "--num-processes", "0", "x.py"], r"launch.num_processes=0: must be at least 1"),
         (["launch", "--config", "nowhere.yaml", "x.py"], "nowhere.yaml"),
-        (["launch", "nowhere.py"], "nowhere.py: no such script"),
+        (
+            ["launch", "--state-timeout-seconds", "-3", "x.py"],
+            "state.timeout_seconds=-3.0: a finite number of seconds above 0 is allowed; from --state-",
+        ),
+        (["launch", NEARLY], f"{NEARLY}: no such script (looked for {NEARLY}); did you mean {__file__}"),
         (
             ["launch", "--program", "nosuchprogram"],
             "--program nosuchprogram: no such program, here or on PATH",
@@ -63,6 +71,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "say another folder with --log-dir",
         ),
         (["launch", "-m", "jsn.tool"], "-m jsn.tool: there is no module jsn in "),
+        (
+            ["submit", "--on", "slurm", "--cpu", "--dry-run", "-m", "jsn.tool"],
+            "-m jsn.tool: there is no module jsn in ",
+        ),
+        (
+            ["launch", "--through", "no_such_module", "-m", "json.tool"],
+            "--through no_such_module: the module no_such_module is not installed; pip install no-such-module",
+        ),
+        (["launch", "--through", "gate", "--program", "true"], "through='gate': program=True is set too"),
+        pytest.param(
+            ["launch", "--num-processes", "2", "--backend", "fspd", "-m", "json.tool"],
+            "run.backend='fspd': no installed package provides it; did you mean fsdp",
+            marks=needs_umbrella,
+        ),
+        pytest.param(
+            ["launch", "--log-with", "jsonl,wandbb", "--project-dir", "out", "-m", "json.tool"],
+            "run.log_with='wandbb': no installed package provides it; did you mean wandb",
+            marks=needs_umbrella,
+        ),
         (
             ["launch", "--num-nodes", "2", "--dry-run", "-m", "json.tool"],
             "--master-addr HOST (a name or address of the node with rank 0), and which it is, --node-rank 0 to 1",

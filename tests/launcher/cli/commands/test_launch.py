@@ -19,9 +19,7 @@ def test_one_process_runs_in_place_without_torch(drivetrain: Callable, script: C
     assert done.stderr.startswith(told)
     assert (done.stderr.count("\n"), done.returncode) == (1, 0)
     through = drivetrain("launch", "--through", "runpy", "script.py", "--num-processes", "3")
-    assert (
-        "stands after" not in through.stderr
-    )  # a script that another module runs takes what it is written for
+    assert "stands after" not in through.stderr  # what a script takes that another module runs is its affair
 
 
 def test_one_process_runs_a_script_that_reads_torchruns_variables(
@@ -55,12 +53,6 @@ def test_a_module_runs_in_place(drivetrain: Callable, script: Callable) -> None:
 def test_a_program_takes_the_launchers_place(drivetrain: Callable) -> None:
     done = drivetrain("launch", "--program", sys.executable, "-c", "print('a program')")
     assert (done.stdout, done.returncode) == ("a program\n", 0)
-
-
-def test_a_program_that_is_not_there(drivetrain: Callable) -> None:
-    done = drivetrain("launch", "--program", "./nowhere")
-    assert "drivetrain: error: --program ./nowhere: no such program, here or on PATH" in done.stderr
-    assert done.returncode == 2
 
 
 def test_exit_codes_and_tracebacks_pass_through(drivetrain: Callable, script: Callable) -> None:
@@ -102,27 +94,11 @@ def test_the_script_finds_its_settings_with_their_sources(drivetrain: Callable, 
     assert done.stdout == "7.0 --state-hang-timeout-seconds on the command line\n", done.stderr
 
 
-def test_a_script_that_is_not_there_names_the_closest(drivetrain: Callable, script: Callable) -> None:
-    script("", "train_bytes.py")
-    done = drivetrain("launch", "train_byte.py")
-    assert "train_byte.py: no such script" in done.stderr
-    assert "did you mean train_bytes.py" in done.stderr
-    assert done.returncode == 2
-
-
-def test_a_wrong_value_of_any_section_is_told_before_anything_starts(
-    drivetrain: Callable, script: Callable
+def test_a_dry_run_prints_the_plan_alone(
+    drivetrain_here: Callable, script: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script("print('started')")
-    done = drivetrain("launch", "--state-timeout-seconds", "-3", "script.py")
-    assert "state.timeout_seconds=-3.0" in done.stderr
-    assert "--state-timeout-seconds" in done.stderr
-    assert (done.stdout, done.returncode) == ("", 2)
-
-
-def test_a_dry_run_prints_the_plan_alone(drivetrain: Callable, script: Callable) -> None:
-    script("print('started')")
-    done = drivetrain("launch", "--dry-run", "--num-processes", "2", "script.py", "--lr", "1")
+    monkeypatch.chdir(script("print('started')").parent)
+    done = drivetrain_here("launch", "--dry-run", "--num-processes", "2", "script.py", "--lr", "1")
     assert "2 processes under torch's elastic agent" in done.stdout
     assert "started" not in done.stdout
 

@@ -164,40 +164,12 @@ settings = accelerator.plan.as_dict()["settings"]
 print(accelerator.gradient_accumulation_steps, settings["run.cpu"]["source"])
 print(accelerator.mixed_precision, settings["run.mixed_precision"]["source"], settings["run.seed"]["source"])
 """)
-    done = drivetrain_with_torch(
-        *(
-            "launch",
-            "--cpu",
-            "--gradient-accumulation-steps",
-            "4",
-            "--seed",
-            "5",
-            "script.py",
-            "--precision",
-            "bf16",
-        )
-    )
+    flags = ("--cpu", "--gradient-accumulation-steps", "4", "--seed", "5")
+    done = drivetrain_with_torch("launch", *flags, "script.py", "--precision", "bf16")
     assert "4 --cpu on the command line\nbf16 code code\n" in done.stdout, (done.stdout, done.stderr)
     told = "=4 from --gradient-accumulation-steps on the command line overrules 1 in code"
     assert done.stderr.count(told) == 1
     assert "run.seed=3 in code overrules --seed on the command line, which says 5" in done.stderr
-
-
-def test_a_misspelt_backend_is_refused_before_a_rank_starts(drivetrain: Callable, script: Callable) -> None:
-    script("print('started')")
-    done = drivetrain("launch", "--num-processes", "2", "--backend", "fspd", "script.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "run.backend='fspd': no installed package provides it; did you mean fsdp" in done.stderr
-    assert "from --backend on the command line" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_misspelt_tracker_is_refused_before_a_rank_starts(drivetrain: Callable, script: Callable) -> None:
-    script("print('started')")
-    done = drivetrain("launch", "--log-with", "jsonl,wandbb", "--project-dir", "out", "script.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "run.log_with='wandbb': no installed package provides it; did you mean wandb" in done.stderr
-    assert "from --log-with on the command line" in done.stderr
 
 
 @reads_accelerate

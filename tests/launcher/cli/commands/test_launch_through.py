@@ -19,12 +19,11 @@ run_as_main(*(sys.argv[2:3] if is_module else sys.argv[1:2]), sys.argv[2 + is_mo
 SHOW = "import os, sys; print('script', sys.argv[1:], __name__, os.environ['RANK'], sys.path[0])"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def gate(script: Callable) -> None:
     script(GATE, "gate.py")
 
 
-@pytest.mark.usefixtures("gate")
 def test_one_process_runs_the_script_through_the_module(
     drivetrain: Callable, script: Callable, tmp_path: object
 ) -> None:
@@ -36,14 +35,12 @@ def test_one_process_runs_the_script_through_the_module(
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-@pytest.mark.usefixtures("gate")
 def test_a_module_runs_through_it_too(drivetrain: Callable, script: Callable) -> None:
     script(SHOW, "pkg/train.py")
     done = drivetrain("launch", "--through=gate", "-m", "pkg.train", "-x")
     assert done.stdout.startswith("gate ['-m', 'pkg.train', '-x']\nscript ['-x'] __main__ 0 ")
 
 
-@pytest.mark.usefixtures("gate")
 def test_two_processes_do_and_the_traceback_of_a_failed_one_is_the_scripts(
     drivetrain_with_torch: Callable, script: Callable
 ) -> None:
@@ -57,35 +54,11 @@ def test_two_processes_do_and_the_traceback_of_a_failed_one_is_the_scripts(
     assert done.returncode == 1
 
 
-@pytest.mark.usefixtures("gate")
-def test_a_plan_shows_the_command(drivetrain: Callable, script: Callable) -> None:
-    script(SHOW)
-    done = drivetrain("launch", "--dry-run", "--through", "gate", "script.py", "--x")
-    assert " -m gate script.py --x" in done.stdout
-
-
-@pytest.mark.usefixtures("gate")
-def test_a_file_may_say_it(drivetrain: Callable, script: Callable) -> None:
+def test_a_file_may_say_it_and_a_plan_shows_the_command(drivetrain: Callable, script: Callable) -> None:
     script(SHOW)
     script("launch: {through: gate}", "drivetrain.yaml")
+    assert " -m gate script.py --x" in drivetrain("launch", "--dry-run", "script.py", "--x").stdout
     assert drivetrain("launch", "script.py").stdout.startswith("gate ['script.py']\n")
-
-
-def test_a_module_that_is_not_there_is_an_error_with_the_package(
-    drivetrain: Callable, script: Callable
-) -> None:
-    script(SHOW)
-    done = drivetrain("launch", "--through", "no_such_module", "script.py")
-    assert done.returncode == 2
-    assert (
-        "--through no_such_module: the module no_such_module is not installed; pip install no-such-module"
-        in (done.stderr)
-    )
-
-
-def test_a_program_has_no_module_to_run_through(drivetrain: Callable) -> None:
-    done = drivetrain("launch", "--through", "gate", "--program", "true")
-    assert "through='gate': program=True is set too" in done.stderr
 
 
 def test_as_accelerate_is_short_for_the_interface_of_accelerate() -> None:

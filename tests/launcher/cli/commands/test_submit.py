@@ -8,43 +8,48 @@ from pathlib import Path
 import pytest
 
 from drivetrain_config import environ, sections
-from drivetrain_launcher.cli.main import main
 
 needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
 
 ON = ("submit", "--on", "kubernetes", "--cpu", "--option", "image=x")
 
 
-def test_a_dry_run_shows_files_and_command_and_writes_nothing(
-    drivetrain: Callable, script: Callable, tmp_path: Path
-) -> None:
+@pytest.fixture(autouse=True)
+def folder(script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script alone."""
     script("print(1)", "train.py")
-    done = drivetrain(*ON, "--num-nodes", "2", "--env", "A=1", "--dry-run", "train.py", "--lr", "a b")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_dry_run_shows_files_and_command_and_writes_nothing(
+    drivetrain_here: Callable, folder: Path
+) -> None:
+    done = drivetrain_here(*ON, "--num-nodes", "2", "--env", "A=1", "--dry-run", "train.py", "--lr", "a b")
     assert done.returncode == 0, done.stderr
-    assert f"# {tmp_path}/logs/train.jobset.yaml\n" in done.stdout
+    assert f"# {folder}/logs/train.jobset.yaml\n" in done.stdout
     assert "parallelism: 2\n" in done.stdout
     assert '- "a b"\n' in done.stdout
-    assert f'workingDir: "{tmp_path}"' in done.stdout
-    assert done.stdout.endswith(f"$ kubectl create --filename={tmp_path}/logs/train.jobset.yaml\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert f'workingDir: "{folder}"' in done.stdout
+    assert done.stdout.endswith(f"$ kubectl create --filename={folder}/logs/train.jobset.yaml\n")
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+    elsewhere = drivetrain_here(*ON, "--folder", "/workspace", "--dry-run", "no_script_here.py")
+    assert 'workingDir: "/workspace"' in elsewhere.stdout, elsewhere.stderr  # the nodes alone have it
 
 
 def test_a_found_file_is_told_and_its_settings_reach_the_job_which_looks_for_none(
-    drivetrain: Callable, script: Callable, tmp_path: Path
+    drivetrain_here: Callable, folder: Path
 ) -> None:
-    script("print(1)", "train.py")
-    (tmp_path / "drivetrain.yaml").write_text("launch: {num_processes: 1}\nstate: {debug: true}\n")
+    (folder / "drivetrain.yaml").write_text("launch: {num_processes: 1}\nstate: {debug: true}\n")
     line = ("submit", "--on", "slurm", "--cpu", "--dry-run")
-    done = drivetrain(*line, "--processes-per-node", "2", "train.py")
+    done = drivetrain_here(*line, "--processes-per-node", "2", "train.py")
     assert done.returncode == 0, done.stderr
-    assert (
-        "settings from drivetrain.yaml, found in the working folder; --config none leaves them out"
-        in done.stderr
-    )
+    found = "settings from drivetrain.yaml, found in the working folder; --config none leaves them out"
+    assert found in done.stderr
     assert "export DRIVETRAIN_STATE__DEBUG=true\n" in done.stdout
     assert "drivetrain_launcher launch --config=none " in done.stdout
     assert "--processes-per-node=2" in done.stdout  # the flag beats the file's other way to say a number
-    without = drivetrain(*line, "--config", "none", "train.py")
+    without = drivetrain_here(*line, "--config", "none", "train.py")
     assert "DEBUG" not in without.stdout + without.stderr
 
 
@@ -72,42 +77,29 @@ def test_a_found_file_is_told_and_its_settings_reach_the_job_which_looks_for_non
     ],
 )
 def test_bad_input_is_an_error_before_anything_is_written(
-    script: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    line: tuple[str, ...],
-    message: str,
+    drivetrain_here: Callable, folder: Path, line: tuple[str, ...], message: str
 ) -> None:
-    script("print(1)", "train.py")
-    monkeypatch.chdir(tmp_path)
-    assert main(line) == 2
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    done = drivetrain_here(*line)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-def test_a_folder_that_only_the_nodes_have_needs_no_script_here(drivetrain: Callable) -> None:
-    done = drivetrain(*ON, "--folder", "/workspace", "--dry-run", "train.py")
-    assert 'workingDir: "/workspace"' in done.stdout, done.stderr
-
-
-def test_flags_behind_the_script_are_reported(drivetrain: Callable, script: Callable) -> None:
-    script("print(1)", "train.py")
-    done = drivetrain(*ON, "--dry-run", "train.py", "--num-nodes", "2", "--time", "1h")
+def test_flags_behind_the_script_are_reported(drivetrain_here: Callable) -> None:
+    done = drivetrain_here(*ON, "--dry-run", "train.py", "--num-nodes", "2", "--time", "1h")
     assert "--num-nodes, --time after train.py is for the script" in done.stderr
 
 
-def test_help_and_submission_import_no_torch(script: Callable, tmp_path: Path, drivetrain: Callable) -> None:
-    script("print(1)", "train.py")
-    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+def test_help_and_submission_import_no_torch(folder: Path, drivetrain: Callable) -> None:
+    (folder / "torch.py").write_text("raise ImportError('torch was imported')")
     for line in (("submit", "--help"), (*ON, "--dry-run", "train.py")):
-        done = drivetrain(*line, environment={"PYTHONPATH": str(tmp_path)})
+        done = drivetrain(*line, environment={"PYTHONPATH": str(folder)})
         assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path: Path) -> None:
+def test_ctrl_c_stops_following_and_says_how_to_go_on(folder: Path) -> None:
     """A third party's cluster, whose job never ends, registered by an entry point of its own."""
-    package = tmp_path / "endless"
+    package = folder / "endless"
     (package / "endless-1.dist-info").mkdir(parents=True)
     (package / "endless-1.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: endless\nVersion: 1\n"
@@ -116,11 +108,22 @@ def test_ctrl_c_stops_following_and_says_how_to_go_on(script: Callable, tmp_path
         "[drivetrain.clusters]\nendless = endless:Endless\n"
     )
     (package / "endless.py").write_text(ENDLESS)
-    script("print(1)", "train.py")
-    process = _interrupted(tmp_path, package)
+    # What a shell starts in the background ignores SIGINT, and so would the command.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "drivetrain_launcher", "submit", "--on", "endless", "--cpu", "train.py"],
+            env=environ.child_environment(PYTHONPATH=str(package)),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.returncode == 130
     assert process.stdout == "working\n"
-    where = f"7 --log-dir {tmp_path}/logs"
+    where = f"7 --log-dir {folder}/logs"
     assert f"stopped following; job 7 goes on\n  drivetrain job follow {where}\n" in process.stderr
     assert f"  drivetrain job cancel {where}\n" in process.stderr
 
@@ -136,23 +139,6 @@ class Endless:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 """
-
-
-def _interrupted(folder: Path, package: Path) -> "subprocess.CompletedProcess[str]":
-    # What a shell starts in the background ignores SIGINT, and so would the command.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.run(
-            [sys.executable, "-m", "drivetrain_launcher", "submit", "--on", "endless", "--cpu", "train.py"],
-            cwd=folder,
-            env=environ.child_environment(PYTHONPATH=str(package)),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 SAVES = """
@@ -171,7 +157,6 @@ sys.exit(7)
 def test_a_job_on_this_machine_is_submitted_followed_and_cancelled_from_other_folders(
     drivetrain: Callable, script: Callable, tmp_path: Path
 ) -> None:
-    (tmp_path / "run").mkdir()
     script(SAVES, "run/train.py")
     # As from a shell in which no environment is active.
     bare = {"PATH": "/usr/bin:/bin"}
@@ -193,9 +178,3 @@ def test_a_job_on_this_machine_is_submitted_followed_and_cancelled_from_other_fo
     assert followed.stdout.startswith(f"start 0 {folder} ['waits']\nstart 1 ")
     assert "it has ended" in drivetrain("job", "cancel", job, environment=bare).stderr
     assert not list(tmp_path.rglob("owned"))
-
-
-def test_a_module_that_is_not_in_the_jobs_folder_is_refused(drivetrain: Callable) -> None:
-    done = drivetrain("submit", "--on", "slurm", "--cpu", "--dry-run", "-m", "jsn.tool")
-    assert done.returncode == 2
-    assert "-m jsn.tool: there is no module jsn in " in done.stderr

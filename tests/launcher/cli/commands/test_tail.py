@@ -8,28 +8,37 @@ import pytest
 from drivetrain_launcher.cli.commands.tail import last_lines
 
 
-def write(folder: Path, run: str, attempt: int, rank: int, text: str, name: str = "stdout.log") -> None:
-    place = folder / run / f"attempt_{attempt}" / str(rank)
-    place.mkdir(parents=True, exist_ok=True)
-    (place / name).write_text(text)
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder with the output of two runs, and that of a submitted job."""
+    monkeypatch.chdir(tmp_path)
+    write("logs/none_a/attempt_0/0/stdout.log", "old\n")
+    write("logs/none_b/attempt_0/0/stdout.log", "one\ntwo\nthree\n")
+    write("logs/none_b/attempt_0/1/stdout.log", "1%\r50%\r99%")
+    write("logs/none_b/attempt_0/1/stderr.log", "a warning\n")
+    write("of_jobs/train-7.out", "")
 
 
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ("--lines", "2", "logs"),
+            "==> rank 0, stdout <==\ntwo\nthree\n==> rank 1, stdout <==\n99%\n==> rank 1, stderr <==\na warning\n",
+        ),
+        (("--ranks", "0", "--lines", "1", "logs"), "==> rank 0, stdout <==\nthree\n"),
+    ],
+)
 def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(
-    drivetrain: Callable, tmp_path: Path
+    drivetrain_here: Callable, words: tuple[str, ...], shown: str
 ) -> None:
-    logs = tmp_path / "logs"
-    write(logs, "none_a", 0, 0, "old\n")
-    write(logs, "none_b", 0, 0, "one\ntwo\nthree\n")
-    write(logs, "none_b", 0, 1, "1%\r50%\r99%")
-    write(logs, "none_b", 0, 1, "a warning\n", "stderr.log")
-    done = drivetrain("tail", "--lines", "2", "logs")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (
-        "==> rank 0, stdout <==\ntwo\nthree\n==> rank 1, stdout <==\n99%\n==> rank 1, stderr <==\na warning\n"
-    )
-    assert (
-        drivetrain("tail", "--ranks", "0", "--lines", "1", "logs").stdout == "==> rank 0, stdout <==\nthree\n"
-    )
+    done = drivetrain_here("tail", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
 @pytest.mark.parametrize(
@@ -41,11 +50,8 @@ def test_the_last_lines_of_each_rank_of_the_newest_attempt_are_shown(
         (("--ranks", "7", "logs"), "there is no 7"),
     ],
 )
-def test_bad_input_is_told(drivetrain: Callable, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    write(tmp_path / "logs", "none_a", 0, 0, "text\n")
-    (tmp_path / "of_jobs").mkdir()
-    (tmp_path / "of_jobs" / "train-7.out").touch()
-    done = drivetrain("tail", *words)
+def test_bad_input_is_told(drivetrain_here: Callable, words: tuple[str, ...], said: str) -> None:
+    done = drivetrain_here("tail", *words)
     assert done.returncode == 2
     assert said in done.stderr
 

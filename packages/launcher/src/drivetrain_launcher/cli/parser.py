@@ -152,11 +152,7 @@ class CommandParser:
         return given, words, waiting
 
     def _take(
-        self,
-        token: str,
-        waiting: list[str],
-        given: GivenFlags,
-        foreign: dict[ForeignFlags, dict[str, str]],
+        self, token: str, waiting: list[str], given: GivenFlags, foreign: dict[ForeignFlags, dict[str, str]]
     ) -> None:
         """Add a flag, with its value from the waiting tokens, to those given, or to another program's."""
         written, equals, text = token.partition("=")

@@ -41,8 +41,7 @@ class ConfigArguments:
     )
     yes: bool = field(default=False, metadata={"help": "Take every recommended answer, and ask nothing."})
     from_: Path | None = field(
-        default=None,
-        metadata={"help": "Settings file to convert, such as Accelerate's YAML; asks nothing."},
+        default=None, metadata={"help": "Settings file to convert, such as Accelerate's YAML; asks nothing."}
     )
     force: bool = field(
         default=False, metadata={"help": "Replace a file that is there without asking; a copy is kept."}
