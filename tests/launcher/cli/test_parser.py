@@ -97,23 +97,38 @@ def test_the_scripts_own_arguments_are_not_touched(rest: list[str]) -> None:
 def test_flags_behind_the_script_are_the_scripts() -> None:
     arguments = launch("train.py", "--num-processes", "8", "--help", "--", "-m")
     assert arguments.arguments == ("--num-processes", "8", "--help", "--", "-m")
-    assert settings(arguments).num_processes is None
+    assert arguments.layers.entries.keys() == Layers.read().entries.keys()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "setting", "source"),
+    ("tokens", "setting", "value"),
     [
-        (("--multi_gpu",), ("state", "device"), "--multi_gpu on the command line"),
-        (("--num_machines=2",), ("launch", "num_nodes"), "--num_machines on the command line"),
-        (("--nnodes", "1:4"), ("launch", "min_nodes"), "--nnodes on the command line"),
-        (("--num-nodes", "2"), ("launch", "num_nodes"), "--num-nodes on the command line"),
-        (("-m",), ("launch", "module"), "-m on the command line"),
+        (("--multi_gpu",), ("state", "device"), "cuda"),
+        (("--gpu_ids", "all"), ("launch", "devices"), ""),
+        (("--num_machines=2",), ("launch", "num_nodes"), "2"),
+        (("--nnodes", "1:4"), ("launch", "min_nodes"), "1"),
+        (("--num-nodes", "1:4"), ("launch", "num_nodes"), "4"),
+        (("-m",), ("launch", "module"), True),
     ],
 )
 def test_the_source_of_a_setting_is_the_flag_as_it_was_written(
-    tokens: tuple[str, ...], setting: tuple[str, str], source: str
+    tokens: tuple[str, ...], setting: tuple[str, str], value: object
 ) -> None:
-    assert str(launch(*tokens, "train.py").layers.entries[setting][0].source) == source
+    (entry,) = launch(*tokens, "train.py").layers.entries[setting]
+    written = tokens[0].partition("=")[0]
+    assert (entry.value, str(entry.source)) == (value, f"{written} on the command line")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("--rdzv-backend", "zeus"), "--rdzv-backend zeus: no such choice; say one of static, c10d"),
+        (("--nnodes", "few:4"), "min_nodes='few': must be an integer"),
+    ],
+)
+def test_a_wrong_value_of_a_setting_is_refused(tokens: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(*tokens, "train.py")
 
 
 def test_accelerates_spellings_mean_what_they_mean_there() -> None:
@@ -133,28 +148,6 @@ def test_accelerates_spellings_mean_what_they_mean_there() -> None:
         module=True,
     )
     assert (arguments.script, arguments.arguments) == ("pkg.train", ("--x",))
-
-
-def test_all_devices_is_no_choice_of_devices() -> None:
-    assert settings(launch("--gpu_ids", "all", "train.py")).devices == ()
-
-
-def test_a_switch_with_a_value_that_a_spelling_implies() -> None:
-    arguments = launch("--multi_gpu", "--same_network", "train.py")
-    entries = arguments.layers.of_section("state")
-    assert entries["device"][0].value == "cuda"
-
-
-def test_a_flag_of_accelerates_that_cannot_be_honoured_is_an_error() -> None:
-    with pytest.raises(
-        UsageError, match=r"--use_megatron_lm: there is no Megatron backend here yet; --backend"
-    ):
-        launch("--use_megatron_lm", "train.py")
-
-
-def test_choices_are_checked_where_they_are_said() -> None:
-    with pytest.raises(UsageError, match="--rdzv-backend zeus: no such choice; say one of static, c10d"):
-        launch("--rdzv-backend", "zeus", "train.py")
 
 
 def test_a_file_of_settings_stands_under_the_command_line(tmp_path: Path) -> None:
@@ -186,15 +179,8 @@ def test_a_commands_own_flag_stands_before_a_sections() -> None:
     assert arguments.num_processes == 3
     assert "launch" not in {section for section, _ in arguments.layers.entries}
     assert parser.help_text().count("--num-processes") == 1
-
-
-def test_a_value_that_the_command_refuses_is_told() -> None:
     with pytest.raises(UsageError, match="num_processes=10: at most 9"):
-        build_parser("check", Shadowing, "Check it.").parse(["--num-processes", "10"])
-
-
-def test_no_section_is_said_of_when_nothing_is() -> None:
-    assert launch("train.py").layers.entries.keys() == Layers.read().entries.keys()
+        parser.parse(["--num-processes", "10"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,19 +196,3 @@ def test_a_repeated_flag_keeps_each_value_as_it_is() -> None:
     assert found.option == ("a=b,c", "--x=1")
     assert found.rest == ("--option", "theirs")
     assert parser.parse(["s.py"]).option == ()
-
-
-@pytest.mark.parametrize("written", ["--nnodes", "--num-nodes", "--num_machines"])
-def test_a_range_of_nodes_sets_the_fewest_and_the_most(written: str) -> None:
-    for tokens in ((written, "1:4"), (f"{written}=1:4",)):
-        found = settings(launch(*tokens, "x.py"))
-        assert (found.min_nodes, found.num_nodes) == (1, 4)
-    fixed = settings(launch(written, "2", "x.py"))
-    assert (fixed.min_nodes, fixed.num_nodes) == (None, 2)
-
-
-def test_a_range_of_nodes_that_is_none_is_refused_with_its_part() -> None:
-    with pytest.raises(ValueError, match="min_nodes"):
-        settings(launch("--nnodes", "few:4", "x.py"))
-    with pytest.raises(ValueError, match="min_nodes=4: num_nodes=1 is the most"):
-        settings(launch("--nnodes", "4:1", "x.py"))
