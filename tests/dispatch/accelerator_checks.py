@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dispatch.models import WIDTH, Coder, Converts, Gate, Recurrent, Stack, Tree, same_values, trees
+from dispatch.models import WIDTH, Coder, Gate, Recurrent, Tree, same_values, trees
 from drivetrain_dispatch import (
     Bandwidths,
     DeviceMapError,
     LoadError,
-    cpu_offload_with_hook,
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
@@ -73,17 +72,6 @@ def test_every_placement_computes_the_same(tree: Tree, data: st.DataObject) -> N
     assert same_values({name: tensor.cpu() for name, tensor in tree.state_dict().items()}, stored)
     remove_hooks(tree)
     assert {type(parameter) for parameter in tree.parameters()} == {nn.Parameter}
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_layer_may_be_converted_in_a_forward_to_what_it_is(context: Callable[[], Any]) -> None:
-    plain = Converts(torch.float32)
-    model, x = copy.deepcopy(plain), torch.randn(2, WIDTH)
-    dispatch_model(model, {"": "cpu"}, main_device=0)
-    plain = on_device(plain)
-    with context():
-        for _ in range(2):
-            assert torch.equal(model(x), plain(x.to(FIRST)).cpu())
 
 
 class Large(nn.Module):
@@ -239,20 +227,6 @@ def test_a_model_is_freed_at_once(device_map: dict[str, Any] | None, goes_back: 
         while goes_back and any(part() is not None for part in parts) and time.monotonic() < end:
             time.sleep(0.01)
         assert [part() for part in parts if part() is not None] == []
-    finally:
-        gc.enable()
-
-
-def test_a_whole_model_with_a_hook_is_freed_at_once() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        model, hook = cpu_offload_with_hook(Stack(), FIRST)
-        model(torch.ones(2, WIDTH))
-        parts = [weakref.ref(part) for part in [*model.modules(), *model.parameters()]]
-        del model
-        assert [part() for part in parts if part() is not None] == []
-        hook.offload()
     finally:
         gc.enable()
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain_dispatch.offload.dispatch import dispatch_model
 
 WIDTH = 8
+Pair: TypeAlias = tuple[nn.Module, nn.Module]  # a dispatched model, and the same that is not
+RunRanks: TypeAlias = Callable[..., list[Any]]  # the fixture that calls a function on every rank
 
 
 class Gate(nn.Module):

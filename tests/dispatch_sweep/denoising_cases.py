@@ -57,6 +57,9 @@ def _ltx(index: int) -> dict[str, Any]:
 
 
 _MODELS: Mapping[str, tuple[Mapping[str, Any], Batch]] = {
+    "UNet1DModel": (
+        {"block_out_channels": (32, 32, 64), "extra_in_channels": 64, "sample_size": 64}, _inputs(sample=(2, 2, 64)),
+    ),
     "UNet2DConditionModel": ({
         **_UNET, "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "sample_size": 8,
     }, _unet),

@@ -27,11 +27,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def difference(given: Any, expected: Any) -> str | None:
-    """Return how two outputs differ, bit by bit; None where they do not.
-
-    Raises:
-        ValueError: There is nothing to compare.
-    """
+    """Return how two outputs differ, bit by bit; None where they do not."""
     ours, theirs = dict(tensors_of(given)), dict(tensors_of(expected))
     if not theirs:
         raise ValueError(f"the output has no tensors: {type(expected).__name__}")

@@ -9,12 +9,7 @@ EXACT = "exact"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inexact:
-    """A line of the list.
-
-    Attributes:
-        outcome: How the outcome begins.
-        reason: Why it is not exact.
-    """
+    """A line of the list: how the outcome begins, and why it is not exact."""
 
     outcome: str
     reason: str
@@ -24,9 +19,6 @@ def read_inexact(file: Path) -> dict[tuple[str, str], Inexact]:
     """Return the list by case and way.
 
     Its lines read `case | way | outcome | reason`; empty ones and those that begin with # say nothing.
-
-    Raises:
-        ValueError: A line is not of this form, or names a case and way again.
     """
     found: dict[tuple[str, str], Inexact] = {}
     for line in file.read_text().splitlines():
@@ -42,11 +34,7 @@ def read_inexact(file: Path) -> dict[tuple[str, str], Inexact]:
 
 
 class Table:
-    """Outcomes by case and way.
-
-    Args:
-        ways: The columns.
-    """
+    """Outcomes by case and way; the ways are the columns."""
 
     def __init__(self, ways: Sequence[str]) -> None:
         self._ways = tuple(ways)

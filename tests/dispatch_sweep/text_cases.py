@@ -1,6 +1,7 @@
 """Small language models of transformers that the sweep of training does not have: decoders, encoders, and both."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,15 +152,10 @@ _SEQUENCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def text_cases() -> dict[str, ModelCase]:
     """Return the cases by the kind of their configuration."""
     cases: dict[str, ModelCase] = {}
-    for name, (kind, options) in {**_DECODERS, **_ENCODERS}.items():
+    for name, (kind, options) in {**_DECODERS, **_ENCODERS, **_SEQUENCES}.items():
         batch = tokens if name in _WITHOUT_LABELS else labelled_tokens
-        cases[name] = transformers_case(
-            kind, lambda name=name, options=options: configured(name, options), batch
-        )
-    for name, (kind, options) in _SEQUENCES.items():
-        cases[name] = transformers_case(
-            kind, lambda name=name, options=options: configured(name, options), labelled_tokens
-        )
+        build = partial(configured, name, options)
+        cases[name] = transformers_case(kind, build, batch)
     return cases
 
 

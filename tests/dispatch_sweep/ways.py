@@ -13,10 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dispatch_sweep.loading import loaded, loaded_by_its_library
 from dispatch_sweep.results import at_the_addresses_of, difference, gradients_of
 from dispatch_sweep.table import EXACT
-from drivetrain_dispatch import WeightsMismatchError, compute_module_sizes, dispatch_model, remove_hooks
+from drivetrain_dispatch import (
+    WeightsMismatchError,
+    compute_module_sizes,
+    dispatch_model,
+    load_pretrained,
+    remove_hooks,
+)
 from sweep.model_cases import ModelCase, loss_of
 
 ADDRESSES = "exact at the same addresses"
@@ -33,14 +38,7 @@ class NotInMemoryError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A case, the model in memory, and what `save_pretrained` wrote of it.
-
-    Attributes:
-        name: The case's.
-        case: It.
-        plain: The model in memory.
-        folder: What was saved, and room beside it.
-    """
+    """A case, the model in memory, and a folder with what `save_pretrained` wrote of it, and room beside it."""
 
     name: str
     case: ModelCase
@@ -55,7 +53,10 @@ class Subject:
 
     def load(self, device_map: Mapping[str, str] | str, **options: Any) -> nn.Module:
         """Return the model as it is loaded from the folder."""
-        return loaded(self.plain, self.saved, device_map, offload_folder=self.folder / "offloaded", **options)
+        folder = self.folder / "offloaded"
+        return load_pretrained(
+            type(self.plain), self.saved, device_map=device_map, offload_folder=folder, **options
+        )
 
     @property
     def saved(self) -> Path:
@@ -163,7 +164,9 @@ def backward(subject: Subject) -> str:
 def in_bfloat16(subject: Subject) -> str:
     """Load it in another dtype than its files have, which stays on the disk, as its library loads it into memory."""
     batches = [_converted(subject.case.batch(index)) for index in range(2)]
-    plain = loaded_by_its_library(subject.plain, subject.saved, torch.bfloat16)
+    kind: Any = type(subject.plain)
+    named = "torch_dtype" if hasattr(kind, "load_config") else "dtype"
+    plain = kind.from_pretrained(subject.saved, **{named: torch.bfloat16}).eval()
     try:
         with torch.no_grad():
             expected = [run(plain, batch) for batch in batches]

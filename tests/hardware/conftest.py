@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def device_pools(device: str) -> Iterator[dict[int, RankPool]]:
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The test's own folder, as its body in another process calls it."""
+    return tmp_path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test that `runs_on_device` there, with the values of its fixtures and parameters."""
+    body, given = pyfuncitem.function, pyfuncitem.funcargs
+    for number in getattr(body, "num_processes", ()):
+        arguments = [given[name] for name in signature(body).parameters]
+        given["on_device"](body, *arguments, num_processes=number, timeout_seconds=body.timeout_seconds)
+    return True if hasattr(body, "num_processes") else None
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The device that the bodies of these tests compute on: the simulated one on any machine, CUDA where there is a card.
 
-A body is a module-level function that a pool of processes calls (`on_device`). `here()` is the device of its process.
+A body is a module-level function that a pool of processes calls: a test that `runs_on_device`, or what a test gives
+`on_device`. `here()` is the device of its process.
 """
 
 import os
@@ -8,7 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import pytest
 
 VARIABLE = "TEST_DEVICE"  # which device a pool's process has, by its name in DEVICES
 
@@ -89,6 +92,20 @@ DEVICES: dict[str, Callable[[], Device]] = {"simulated": _simulated, "cuda": _cu
 def here() -> Device:
     """The device of this process, which its pool has chosen."""
     return DEVICES[os.environ[VARIABLE]]()
+
+
+OnDevice: TypeAlias = Callable[..., list[Any]]  # the fixture `on_device`
+Body = TypeVar("Body", bound=Callable[..., None])
+
+
+def runs_on_device(*num_processes: int, timeout_seconds: float = 120) -> Callable[[Body], Body]:
+    """Have a test's body run in processes with the device: one, or each of these numbers in turn."""
+
+    def mark(body: Body) -> Body:
+        vars(body).update(num_processes=num_processes or (1,), timeout_seconds=timeout_seconds)
+        return pytest.mark.usefixtures("on_device")(body)
+
+    return mark
 
 
 def first() -> str:

@@ -1,6 +1,5 @@
 """Batches on their way to the device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from hardware.devices import here
+from hardware.devices import OnDevice, here, runs_on_device
 
 
-def reads_every_batch(pin_memory: bool, copy_ahead: int) -> None:
+@pytest.mark.parametrize("copy_ahead", [0, 1, 3])
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.default_cases("True-1", "False-3")
+@runs_on_device(1, 2)
+def test_a_batch_is_there_when_the_loop_has_it_and_the_host_waits_for_none(
+    pin_memory: bool, copy_ahead: int
+) -> None:
     accelerator = Accelerator(data={"copy_ahead": copy_ahead})
     data = TensorDataset(torch.arange(24.0)[:, None], torch.arange(24))
     loader = accelerator.prepare(DataLoader(data, batch_size=4, pin_memory=pin_memory))
@@ -30,25 +35,10 @@ def reads_every_batch(pin_memory: bool, copy_ahead: int) -> None:
     accelerator.end_training()
 
 
-def reads_in_every_way() -> None:
-    for pin_memory in (True, False):
-        for copy_ahead in (0, 1, 3):
-            reads_every_batch(pin_memory, copy_ahead)
-
-
-def test_a_batch_is_there_when_the_loop_has_it_and_the_host_waits_for_none(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(reads_in_every_way)
-
-
-def test_each_rank_has_its_own_batches_on_its_own_device(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(reads_every_batch, True, 1, num_processes=2)
-
-
-def reads_nested_batches(num_workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.default_cases
+@runs_on_device(1, 2)
+def test_nested_batches_are_copied_ahead_leaf_by_leaf(num_workers: int) -> None:
     """Read two epochs of nested batches, with workers that stay, if any."""
     accelerator = Accelerator(data={"copy_ahead": 2}, sections={"run": {"show_plan": False}})
     samples: Any = [
@@ -73,15 +63,6 @@ def reads_nested_batches(num_workers: int) -> None:
         assert torch.equal(torch.stack(columns[1:]), torch.stack([mine, mine, -mine]))
         assert (copies.beside, copies.kept) == (4 * len(got), 4 * len(got))
     accelerator.end_training()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.default_cases
-def test_nested_batches_are_copied_ahead_leaf_by_leaf(
-    on_device: Callable[..., list[object]], num_workers: int
-) -> None:
-    for num_processes in (1, 2):
-        on_device(reads_nested_batches, num_workers, num_processes=num_processes)
 
 
 def copies_while_it_computes() -> int:
@@ -115,6 +96,6 @@ def copies_while_it_computes() -> int:
 
 
 @pytest.mark.only_on("cuda", why="the simulated device computes in the host's own time")
-def test_copies_run_while_the_device_computes(on_device: Callable[..., list[Any]]) -> None:
+def test_copies_run_while_the_device_computes(on_device: OnDevice) -> None:
     (num_beside,) = on_device(copies_while_it_computes)
     assert num_beside >= 2

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from drivetrain_dispatch.planning.infer_device_map import map_of, rooms_of
 from drivetrain_dispatch.planning.solver import plan_places
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from drivetrain_memory import record_peak
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 
 VOCABULARY = 128
 
@@ -86,7 +85,8 @@ def saved(model: nn.Module, folder: Path) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def generates(folder: Path) -> None:
+@runs_on_device()
+def test_a_model_of_twice_its_budget_generates_the_same_tokens(folder: Path) -> None:
     """Generate with half of the weights on the device, and with none: the rest on the host and on the disk."""
     model, tokens = Decoder().eval(), torch.randint(0, VOCABULARY, (2, 9))
     size, largest = saved(model, folder), 4 * (64 * here().scale) ** 2 * 4
@@ -94,6 +94,7 @@ def generates(folder: Path) -> None:
     gc.collect()
     with record_peak() as whole:
         expected = generated(model, tokens.to(first()))
+    measure_rates(first())  # a plan would measure them, in memory that is no model's
     own = whole.devices[0].peak_bytes - whole.devices[0].before_bytes  # of activations
     del model
     for budget in (size // 2, largest + largest // 8):
@@ -146,7 +147,9 @@ def loads_packed(kind: str, folder: Path) -> None:
     torch.testing.assert_close(results[0][1], results[1][1])
 
 
-def keeps_fp8(place: Any, folder: Path) -> None:
+@pytest.mark.parametrize("place", ["cpu", "disk", 0])
+@runs_on_device()
+def test_weights_that_are_kept_in_fp8_come_as_they_are(place: Any, folder: Path) -> None:
     """Weights that a checkpoint has in fp8, with a scale for each block, come as they are."""
 
     def kept() -> nn.Module:
@@ -184,7 +187,10 @@ class Wide(nn.Module):
         return x
 
 
-def overlaps(place: str, folder: Path) -> None:
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.only_on("cuda", why="the simulated device computes nothing beside its copies")
+@runs_on_device()
+def test_copies_run_while_kernels_do(place: str, folder: Path) -> None:
     from hardware.cuda_device import kineto_events
 
     model, x = Wide(), torch.randn(4096, 4096, device=first())
@@ -229,49 +235,22 @@ def takes_as_long_as_planned(folder: Path) -> str:
     return told
 
 
-def test_a_model_of_twice_its_budget_generates_the_same_tokens(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
-    on_device(generates, tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["torchao-int8", "torchao-fp8"])
 @pytest.mark.default_cases
-def test_weights_that_torchao_packs_come_packed(
-    on_device: Callable[..., list[object]], kind: str, tmp_path: Path
-) -> None:
+def test_weights_that_torchao_packs_come_packed(on_device: OnDevice, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-dispatch brings")
     on_device(loads_packed, kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["bnb-8bit", "bnb-nf4"])
 @pytest.mark.only_on("cuda", why="bitsandbytes has no kernels for the simulated device")
-def test_weights_that_bitsandbytes_packs_come_packed(
-    on_device: Callable[..., list[object]], kind: str, tmp_path: Path
-) -> None:
+def test_weights_that_bitsandbytes_packs_come_packed(on_device: OnDevice, kind: str, tmp_path: Path) -> None:
     pytest.importorskip(
         "bitsandbytes", reason="wants bitsandbytes, which an extra of drivetrain-dispatch brings"
     )
     on_device(loads_packed, kind, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", 0])
-def test_weights_that_are_kept_in_fp8_come_as_they_are(
-    on_device: Callable[..., list[object]], place: Any, tmp_path: Path
-) -> None:
-    on_device(keeps_fp8, place, tmp_path)
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk"])  # pinned whole, and through pinned chunks; never pageable
-@pytest.mark.only_on("cuda", why="the simulated device computes nothing beside its copies")
-def test_copies_run_while_kernels_do(
-    on_device: Callable[..., list[object]], place: str, tmp_path: Path
-) -> None:
-    on_device(overlaps, place, tmp_path)
-
-
 @pytest.mark.only_on("cuda", why="the rates of the simulated device are those of the host's memory")
-def test_a_forward_takes_as_long_as_its_plan_says(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_a_forward_takes_as_long_as_its_plan_says(on_device: OnDevice, tmp_path: Path) -> None:
     print(*on_device(takes_as_long_as_planned, tmp_path))

@@ -2,7 +2,6 @@
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain_memory import record_peak
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 from processes import run_script
 
 
@@ -94,7 +93,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     return [each.detach() for each in (*parameters, *moments)]
 
 
-def saves_much(folder: Path, staging: str) -> None:
+@pytest.mark.parametrize("staging", ["copy", "overlap"])
+@pytest.mark.default_cases("overlap")
+@runs_on_device()
+def test_much_is_saved_as_it_was_and_loaded_straight_to_the_device(folder: Path, staging: str) -> None:
     """Change everything at once while a save is in the background; another run loads what was before."""
     accelerator, model, optimizer = prepared(folder, staging)
     x = torch.randn(2, 512 * here().scale, device=first())
@@ -195,35 +197,21 @@ def loads_the_newest(folder: Path) -> int:
 
 
 @pytest.mark.default_cases
-def test_what_is_written_has_arrived_from_the_device(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_what_is_written_has_arrived_from_the_device(on_device: OnDevice, tmp_path: Path) -> None:
     for staging in ("copy", "overlap"):
         on_device(saves, tmp_path / staging, "single", staging)
     on_device(stages_in_pinned_memory, tmp_path / "b")
 
 
 @pytest.mark.default_cases
-def test_ranks_save_what_each_has_on_its_device(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_ranks_save_what_each_has_on_its_device(on_device: OnDevice, tmp_path: Path) -> None:
     for backend, staging in (("ddp", "copy"), ("ddp", "overlap"), ("fsdp", "overlap")):
         on_device(saves, tmp_path / backend / staging, backend, staging, num_processes=2)
 
 
-@pytest.mark.parametrize("staging", ["copy", "overlap"])
-@pytest.mark.default_cases("overlap")
-def test_much_is_saved_as_it_was_and_loaded_straight_to_the_device(
-    on_device: Callable[..., list[object]], staging: str, tmp_path: Path
-) -> None:
-    on_device(saves_much, tmp_path, staging)
-
-
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.default_cases
-def test_a_run_goes_on_at_another_number_of_ranks(
-    on_device: Callable[..., list[object]], backend: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_at_another_number_of_ranks(on_device: OnDevice, backend: str, tmp_path: Path) -> None:
     for num_before, num_after in ((2, 1), (1, 2)):
         folder = tmp_path / str(num_before)
         results = [
@@ -241,7 +229,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(
 )  # of a save's time: in the first one after, or a later one
 @pytest.mark.default_cases
 def test_after_a_kill_in_a_save_the_newest_valid_checkpoint_loads(
-    on_device: Callable[..., list[object]],
+    on_device: OnDevice,
     device: str,
     pythons: tuple[str, ...],
     tmp_path: Path,

@@ -1,14 +1,14 @@
 """Collectives, metrics and control objects where tensors are on devices."""
 
-from collections.abc import Callable
-
 import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
+from hardware.devices import runs_on_device
 
 
-def talks() -> None:
+@runs_on_device(2)
+def test_ranks_talk_about_what_is_on_their_devices() -> None:
     accelerator = Accelerator()
     rank, place = accelerator.process_index, accelerator.device
     assert place.index == accelerator.local_process_index
@@ -42,7 +42,3 @@ def talks() -> None:
         found += len(gathered["x"])
     assert found == 11
     accelerator.end_training()
-
-
-def test_ranks_talk_about_what_is_on_their_devices(on_device: Callable[..., list[object]]) -> None:
-    on_device(talks, num_processes=2)

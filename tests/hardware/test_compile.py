@@ -1,6 +1,5 @@
 """Compiled models, whole or by block, and activations that are computed again: the losses are the eager model's."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 # What compiles on each kind; inductor has no code for the simulated device.
 COMPILERS = {"cuda": "inductor", "npu": "aot_eager"}
@@ -109,22 +108,18 @@ def compare_computed_again(backend: str) -> None:
         assert values == pytest.approx(expected, rel=1e-6), name
 
 
-def test_a_compiled_model_trains_as_the_eager_one(on_device: Callable[..., list[object]]) -> None:
+def test_a_compiled_model_trains_as_the_eager_one(on_device: OnDevice) -> None:
     on_device(compare_compiled, "single")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.default_cases
-def test_a_compiled_model_trains_on_ranks_as_the_eager_one(
-    on_device: Callable[..., list[object]], backend: str
-) -> None:
+def test_a_compiled_model_trains_on_ranks_as_the_eager_one(on_device: OnDevice, backend: str) -> None:
     on_device(compare_compiled, backend, num_processes=2, timeout_seconds=240)
 
 
 @pytest.mark.default_cases
-def test_dropout_is_drawn_alike_where_activations_are_computed_again(
-    on_device: Callable[..., list[object]],
-) -> None:
+def test_dropout_is_drawn_alike_where_activations_are_computed_again(on_device: OnDevice) -> None:
     on_device(compare_computed_again, "single")
     for backend in ("ddp", "fsdp"):
         on_device(compare_computed_again, backend, num_processes=2)

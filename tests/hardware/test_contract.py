@@ -1,7 +1,6 @@
 """Every backend passes its contract on the device: each step is that of a plain loop on the host."""
 
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from drivetrain_backends import (
     SingleBackend,
 )
 from drivetrain_state import StateSettings, connect
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 
 class SingleContract(BackendContract):
@@ -50,14 +49,14 @@ def check(name: str) -> list[str]:
         return contract().check_all(context)
 
 
-def test_single_passes_the_contract(on_device: Callable[..., list[object]]) -> None:
+def test_single_passes_the_contract(on_device: OnDevice) -> None:
     (ran,) = on_device(check, "SingleContract")
     assert set(BackendContract.cases) < set(ran)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.default_cases("1")
-def test_ddp_passes_the_contract(on_device: Callable[..., list[object]], num_processes: int) -> None:
+def test_ddp_passes_the_contract(on_device: OnDevice, num_processes: int) -> None:
     for ran in on_device(check, "DDPContract", num_processes=num_processes):
         assert set(BackendContract.cases) < set(ran)
 
@@ -66,7 +65,7 @@ def test_ddp_passes_the_contract(on_device: Callable[..., list[object]], num_pro
 @pytest.mark.parametrize("contract", FSDP.values(), ids=FSDP)
 @pytest.mark.default_cases("by block-1")
 def test_fsdp_passes_the_contract(
-    on_device: Callable[..., list[object]], contract: type[BackendContract], num_processes: int
+    on_device: OnDevice, contract: type[BackendContract], num_processes: int
 ) -> None:
     for ran in on_device(check, contract.__name__, num_processes=num_processes):
         assert set(BackendContract.cases) < set(ran)
@@ -93,9 +92,7 @@ def check_deepspeed(stage: int) -> list[str]:
 @pytest.mark.only_on("cuda", why="DeepSpeed has no accelerator for the simulated device")
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_passes_the_contract(
-    on_device: Callable[..., list[object]], stage: int, num_processes: int
-) -> None:
+def test_deepspeed_passes_the_contract(on_device: OnDevice, stage: int, num_processes: int) -> None:
     pytest.importorskip("deepspeed", reason="wants deepspeed, which an extra of drivetrain-backends brings")
     for ran in on_device(check_deepspeed, stage, num_processes=num_processes):
         assert {"tied weights", "frozen layer", "check_resume", "check_gan"} < set(ran)

@@ -1,7 +1,6 @@
 """The device itself: it shows the mistakes that other tests look for, is detected, and is connected."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,10 +8,14 @@ import torch.distributed as dist
 
 from drivetrain_config import environ
 from drivetrain_state import DeviceError, connect, detect_devices
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 
 
-def shows_mistakes() -> None:
+@pytest.mark.only_on(
+    "simulated", why="a card computes with what memory held before, which may be right by chance"
+)
+@runs_on_device()
+def test_it_shows_whoever_does_not_wait_and_whoever_does() -> None:
     place = torch.device(first())
     pinned = torch.ones(4).pin_memory()
     with torch.Stream(place) as stream:
@@ -37,16 +40,7 @@ def shows_mistakes() -> None:
         early[early > 0]
     whats = [each.partition(" < ")[0] for each in found]
     assert whats == ["aten::_local_scalar_dense", "a copy from the host", "aten::nonzero", "aten::index"]
-    assert "shows_mistakes" in found[0]
-
-
-@pytest.mark.only_on(
-    "simulated", why="a card computes with what memory held before, which may be right by chance"
-)
-def test_it_shows_whoever_does_not_wait_and_whoever_does(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(shows_mistakes)
+    assert "test_it_shows_whoever_does_not_wait" in found[0]
 
 
 def adopts_gloo() -> str:
@@ -65,14 +59,13 @@ def adopts_gloo() -> str:
     return line
 
 
-def test_a_group_that_copies_through_the_host_is_adopted_with_a_warning(
-    on_device: Callable[..., list[object]],
-) -> None:
+def test_a_group_that_copies_through_the_host_is_adopted_with_a_warning(on_device: OnDevice) -> None:
     (line,) = on_device(adopts_gloo)
     assert "tensors through gloo, which copies them through host memory: for " in str(line)
 
 
-def detects() -> None:
+@runs_on_device()
+def test_a_device_tells_its_name_and_memory() -> None:
     found = detect_devices()[0]
     assert len(found.names) == found.count == here().num_devices()
     assert found.ability.fp16
@@ -81,11 +74,8 @@ def detects() -> None:
         assert len(found.memory_bytes) == found.count
 
 
-def test_a_device_tells_its_name_and_memory(on_device: Callable[..., list[object]]) -> None:
-    on_device(detects)
-
-
-def counts_processes() -> None:
+@runs_on_device()
+def test_more_processes_than_devices_is_an_error_with_the_count() -> None:
     count = here().num_devices()
     variables = {
         **{name: str(count) for name in ("RANK", "LOCAL_RANK")},
@@ -96,9 +86,3 @@ def counts_processes() -> None:
         pytest.raises(DeviceError, match=f"this process sees {count} {here().name} device"),
     ):
         connect(device=here().name)
-
-
-def test_more_processes_than_devices_is_an_error_with_the_count(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(counts_processes)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from drivetrain_dispatch import (
     remove_hooks,
 )
 from drivetrain_dispatch.planning.bandwidth import measure_rates
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 
 LAYER = 1024 * 1024 * 4
 
@@ -65,7 +64,8 @@ def on_the_device(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).to(first())
 
 
-def makes_weights() -> None:
+@runs_on_device()
+def test_weights_are_made_on_the_device() -> None:
     with init_on_device(first(), include_buffers=True):
         model = Coder()
     assert {tensor.device for tensor in model.state_dict().values()} == {torch.device(first())}
@@ -78,7 +78,10 @@ def measures_rates(folder: Path) -> float:
     return rates.to_device
 
 
-def computes(place: str, folder: Path) -> None:
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.default_cases
+@runs_on_device()
+def test_the_device_computes_with_what_is_elsewhere(place: str, folder: Path) -> None:
     """Weights come before their use, on a stream beside, from pinned memory, and few are there at a time."""
     model, x = Layers(), torch.randn(8, 1024)
     num_layers = len(model.layers)
@@ -106,7 +109,8 @@ def computes(place: str, folder: Path) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def follows_methods() -> None:
+@runs_on_device()
+def test_inputs_of_methods_go_to_the_device_and_outputs_come_back() -> None:
     model, x = Coder().eval(), torch.randn(2, 8)
     plain = on_the_device(model)
     before = model.__dict__.keys()
@@ -133,7 +137,10 @@ class Checkpointed(Layers):
         return x
 
 
-def trains(place: str, folder: Path) -> None:
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.default_cases
+@runs_on_device()
+def test_models_that_are_elsewhere_are_trained(place: str, folder: Path) -> None:
     """Train models that are elsewhere: losses, gradients and weights are those of one that is on the device."""
     for number, build in enumerate((Layers, Checkpointed)):
         model = build(3)
@@ -156,7 +163,8 @@ def trains(place: str, folder: Path) -> None:
                 optimizer.zero_grad()
 
 
-def shares_between_threads() -> None:
+@runs_on_device()
+def test_threads_share_a_model() -> None:
     model = Layers(6)
     plain = on_the_device(model)
     dispatch_model(model, {"": "cpu"}, main_device=first())
@@ -172,7 +180,8 @@ def shares_between_threads() -> None:
         assert list(threads.map(work, range(3))) == [True] * 3
 
 
-def casts_layerwise() -> None:
+@runs_on_device()
+def test_weights_are_stored_small_and_computed_large() -> None:
     """Weights are stored in fp8, and computed with in bf16."""
     model, x = Layers(3).to(first()), torch.randn(2, 1024, dtype=torch.bfloat16, device=first())
     rounded = copy.deepcopy(model).to(torch.float8_e4m3fn).to(torch.bfloat16)
@@ -182,7 +191,8 @@ def casts_layerwise() -> None:
         assert torch.equal(model(x).cpu(), rounded(x).cpu())
 
 
-def takes_turns() -> None:
+@runs_on_device()
+def test_whole_models_take_turns() -> None:
     """Whole models come when they are called, and send away the one before."""
     models, x = [Layers(2), Layers(2)], torch.randn(2, 1024)
     expected = [on_the_device(model)(x.to(first())).cpu() for model in models]
@@ -195,37 +205,6 @@ def takes_turns() -> None:
         assert places == [here().name if one is model else "cpu" for one in models]
 
 
-def test_weights_are_made_on_the_device(on_device: Callable[..., list[object]]) -> None:
-    on_device(makes_weights)
-
-
-def test_the_link_is_measured(on_device: Callable[..., list[Any]], device: str, tmp_path: Path) -> None:
+def test_the_link_is_measured(on_device: OnDevice, device: str, tmp_path: Path) -> None:
     (bytes_a_second,) = on_device(measures_rates, tmp_path)
     assert bytes_a_second > (1e9 if device == "cuda" else 1e6)
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.default_cases
-def test_the_device_computes_with_what_is_elsewhere(
-    on_device: Callable[..., list[object]], place: str, tmp_path: Path
-) -> None:
-    on_device(computes, place, tmp_path)
-    on_device(trains, place, tmp_path / "trained")
-
-
-def test_inputs_of_methods_go_to_the_device_and_outputs_come_back(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(follows_methods)
-
-
-def test_threads_share_a_model(on_device: Callable[..., list[object]]) -> None:
-    on_device(shares_between_threads)
-
-
-def test_weights_are_stored_small_and_computed_large(on_device: Callable[..., list[object]]) -> None:
-    on_device(casts_layerwise)
-
-
-def test_whole_models_take_turns(on_device: Callable[..., list[object]]) -> None:
-    on_device(takes_turns)

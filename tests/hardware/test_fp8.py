@@ -1,7 +1,6 @@
 """Training in fp8: on a card that has the units, by emulation on the CPU beside a device that has none."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from drivetrain_precision import (
     convert_model,
 )
 from drivetrain_state import capabilities
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here
 
 QUIET: dict[str, Any] = {"run": {"show_plan": False}}
 ALL = LayerFilter(skip_first=False, skip_last=False)
@@ -168,9 +167,7 @@ def learns_by_transformer_engine(scaling: Any, folder: Path) -> str:
 
 @pytest.mark.only_on("simulated", why="a card has the units")
 @pytest.mark.default_cases
-def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
-    on_device: Callable[..., list[object]],
-) -> None:
+def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(on_device: OnDevice) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(refused)
     on_device(by_hand)
@@ -179,21 +176,21 @@ def test_what_has_no_units_is_refused_and_what_is_converted_by_hand_is_emulated(
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.default_cases("nvfp4")
 def test_a_recipe_of_torchao_learns_as_bf16_does_or_is_refused_by_name(
-    on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
+    on_device: OnDevice, scaling: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     print(*on_device(learns_or_is_refused, scaling, tmp_path))
 
 
 @pytest.mark.only_on("cuda", why="it asks the card for its generation")
-def test_recipes_of_small_blocks_want_blackwell(on_device: Callable[..., list[object]]) -> None:
+def test_recipes_of_small_blocks_want_blackwell(on_device: OnDevice) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(knows_its_generation)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.default_cases
-def test_weights_are_gathered_in_fp8(on_device: Callable[..., list[object]], num_processes: int) -> None:
+def test_weights_are_gathered_in_fp8(on_device: OnDevice, num_processes: int) -> None:
     pytest.importorskip("torchao", reason="wants torchao, which an extra of drivetrain-precision brings")
     on_device(gathers, "fsdp", num_processes=num_processes)
 
@@ -201,7 +198,7 @@ def test_weights_are_gathered_in_fp8(on_device: Callable[..., list[object]], num
 @pytest.mark.parametrize("scaling", ["delayed", "current", "block"])
 @pytest.mark.only_on("cuda", why="Transformer Engine is built for CUDA alone")
 def test_a_recipe_of_transformer_engine_learns_as_bf16_does(
-    on_device: Callable[..., list[object]], scaling: str, tmp_path: Path
+    on_device: OnDevice, scaling: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformer_engine", reason="wants Transformer Engine")
     print(*on_device(learns_by_transformer_engine, scaling, tmp_path))

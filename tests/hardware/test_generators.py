@@ -1,6 +1,5 @@
 """The device's random numbers: seeded, kept in checkpoints, the same on all ranks where they are to be."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_state import connect, load_rng_state, rng_state, set_seed, synchronize_rng_states
+from hardware.devices import OnDevice, runs_on_device
 
 
 def drawn(place: torch.device) -> list[float]:
@@ -18,7 +18,8 @@ def drawn(place: torch.device) -> list[float]:
     return [*torch.rand(2).tolist(), *torch.randn(3, device=place).tolist(), *dropped.tolist()]
 
 
-def seeds_and_restores() -> None:
+@runs_on_device()
+def test_the_devices_generator_is_seeded_and_restored(folder: Path) -> None:
     place = connect().device
     set_seed(7)
     first = drawn(place)
@@ -31,6 +32,7 @@ def seeds_and_restores() -> None:
     assert drawn(place) == first
     set_seed(8)
     assert drawn(place)[2:5] != first[2:5]
+    resumes(folder)
 
 
 def resumes(folder: Path) -> None:
@@ -46,7 +48,8 @@ def resumes(folder: Path) -> None:
     accelerator.end_training()
 
 
-def agrees(folder: Path) -> list[float]:
+@runs_on_device(2)
+def test_ranks_draw_apart_or_alike_and_resume_each_its_own(folder: Path) -> None:
     context = connect()
     set_seed(7, rank_offset=context.topology.rank)
     assert len(set(map(tuple, _by_rank(drawn(context.device))))) == 2
@@ -61,19 +64,6 @@ def _by_rank(numbers: list[float]) -> list[list[float]]:
     gathered: list[list[float]] = [[], []]
     torch.distributed.all_gather_object(gathered, numbers)
     return gathered
-
-
-def test_the_devices_generator_is_seeded_and_restored(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
-    on_device(seeds_and_restores)
-    on_device(resumes, tmp_path)
-
-
-def test_ranks_draw_apart_or_alike_and_resume_each_its_own(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
-    on_device(agrees, tmp_path, num_processes=2)
 
 
 def train_on(folder: Path, backend: str, stop_at: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -124,15 +114,13 @@ def goes_on(folder: Path, backend: str) -> None:
         assert torch.equal(resumed[name], value), name
 
 
-def test_a_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(on_device: OnDevice, tmp_path: Path) -> None:
     on_device(goes_on, tmp_path, "single")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.default_cases
 def test_ranks_go_on_bit_for_bit_in_the_middle_of_an_epoch(
-    on_device: Callable[..., list[object]], backend: str, tmp_path: Path
+    on_device: OnDevice, backend: str, tmp_path: Path
 ) -> None:
     on_device(goes_on, tmp_path, backend, num_processes=2)

@@ -1,12 +1,10 @@
 """A watch on the device: its counts stay there until they are reported, and name the layer that overflows first."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from drivetrain_precision import watch_gradients
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
@@ -31,7 +29,7 @@ def watched() -> tuple[list[str], str, str]:
     return found, str(report.first_nonfinite), report.table()
 
 
-def test_a_watched_step_does_not_wait_for_the_device(on_device: Callable[..., list[object]]) -> None:
+def test_a_watched_step_does_not_wait_for_the_device(on_device: OnDevice) -> None:
     ((waited, first, table),) = on_device(watched)
     assert waited == []
     assert first == "the output of 1 (Linear, float16), whose inputs were finite"

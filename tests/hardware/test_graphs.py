@@ -1,14 +1,12 @@
 """CUDA graphs of a user's own: training beside them and around them leaves them as they are."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from hardware.devices import first
+from hardware.devices import first, runs_on_device
 
 pytestmark = pytest.mark.only_on("cuda", why="only CUDA has graphs")
 QUIET = {"run": {"show_plan": False}}
@@ -27,7 +25,9 @@ def capture(module: nn.Module, given: Tensor) -> tuple[torch.cuda.CUDAGraph, Ten
     return graph, result
 
 
-def replays_between_steps(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@runs_on_device()
+def test_a_graph_is_captured_and_replayed_beside_training(mode: str) -> None:
     """Replay two graphs, captured before the first step and after the last epoch's, between steps of training."""
     accelerator = Accelerator(mixed_precision=mode, sections=QUIET | {"tracking": {"throughput": True}})
     served = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).to(first()).eval()
@@ -74,20 +74,8 @@ def losses(graphed: bool) -> list[float]:
     return [loss.item() for loss in found]
 
 
-def compare_graphed() -> None:
+@runs_on_device()
+def test_a_prepared_models_part_that_became_graphs_trains_as_before() -> None:
     expected = losses(graphed=False)
     assert expected[-1] < expected[0]
     assert losses(graphed=True) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
-def test_a_graph_is_captured_and_replayed_beside_training(
-    on_device: Callable[..., list[object]], mode: str
-) -> None:
-    on_device(replays_between_steps, mode)
-
-
-def test_a_prepared_models_part_that_became_graphs_trains_as_before(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(compare_graphed)

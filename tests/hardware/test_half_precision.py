@@ -1,7 +1,5 @@
 """Rules of autocast, checks of half precision and losses by chunks on a device."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +10,7 @@ from drivetrain_precision import (
     find_half_operations,
     fp32_operations,
 )
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here
 
 
 def rules() -> tuple[tuple[str, ...], dict[str, torch.dtype]]:
@@ -27,9 +25,7 @@ def rules() -> tuple[tuple[str, ...], dict[str, torch.dtype]]:
 SIMULATED = ("exp", "layer_norm", "log_softmax", "mse_loss", "nll_loss", "pow", "sum")  # as CUDA, of more
 
 
-def test_the_devices_own_rules_are_told_and_recorded(
-    on_device: Callable[..., list[object]], device: str
-) -> None:
+def test_the_devices_own_rules_are_told_and_recorded(on_device: OnDevice, device: str) -> None:
     ((names, ran),) = on_device(rules)
     assert (names == SIMULATED) if device == "simulated" else {*SIMULATED} < {*names}
     assert ran == {"linear": torch.bfloat16, "exp": torch.float32}
@@ -44,7 +40,7 @@ def found() -> list[tuple[str, str]]:
     return [(one.operation, one.kind) for one in result.operations]
 
 
-def test_a_loss_in_half_is_found_on_the_device(on_device: Callable[..., list[object]]) -> None:
+def test_a_loss_in_half_is_found_on_the_device(on_device: OnDevice) -> None:
     assert on_device(found) == [[("mse_loss", "loss")]]
 
 
@@ -64,6 +60,6 @@ def losses_on_device() -> list[torch.Tensor]:
     return losses(here().name)
 
 
-def test_losses_by_chunks_are_those_of_the_host(on_device: Callable[..., list[object]]) -> None:
+def test_losses_by_chunks_are_those_of_the_host(on_device: OnDevice) -> None:
     (found,) = on_device(losses_on_device)
     torch.testing.assert_close(found, losses("cpu"))

@@ -1,13 +1,12 @@
 """Logging of numbers that are on a device: nothing waits for it, and every number is right."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from drivetrain import Accelerator
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 
 def logs(folder: str) -> None:
@@ -39,9 +38,7 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [line for line in found if "event" not in line]
 
 
-def test_numbers_on_a_device_are_logged_without_a_wait(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_numbers_on_a_device_are_logged_without_a_wait(on_device: OnDevice, tmp_path: Path) -> None:
     on_device(logs, str(tmp_path))
     logged = lines(tmp_path)
     assert [line["step"] for line in logged] == list(range(40))
@@ -50,9 +47,7 @@ def test_numbers_on_a_device_are_logged_without_a_wait(
     assert [line["time"] for line in logged] == sorted(line["time"] for line in logged)
 
 
-def test_numbers_of_several_devices_are_reduced_without_a_wait(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_numbers_of_several_devices_are_reduced_without_a_wait(on_device: OnDevice, tmp_path: Path) -> None:
     on_device(logs, str(tmp_path), num_processes=2)
     mean, total, most, least, each, weighed = lines(tmp_path)[12:18]
     assert [one["loss"] for one in (mean, total, most, least, weighed)] == [4.5, 9.0, 5.0, 4.0, 1.0]

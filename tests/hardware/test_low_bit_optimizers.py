@@ -1,6 +1,6 @@
 """Optimizers with states in few bits, and steps in the host's memory, on a device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain_backends import OptimizerStateError
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 
 class AsCuda(str):
@@ -79,7 +79,7 @@ def refused(folder: Path) -> None:
 
 @pytest.mark.only_on("simulated", why="torchao's own check of the device's name is passed by for it")
 def test_steps_in_host_memory_are_refused_by_name_and_what_to_use_is_said(
-    on_device: Callable[..., list[object]], tmp_path: Path
+    on_device: OnDevice, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchao")
     on_device(refused, tmp_path, num_processes=1)
@@ -98,9 +98,7 @@ def offloaded_by_fsdp(folder: Path) -> None:
 
 
 @pytest.mark.default_cases
-def test_fsdp_keeps_states_in_8_bits_in_host_memory(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_fsdp_keeps_states_in_8_bits_in_host_memory(on_device: OnDevice, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     on_device(offloaded_by_fsdp, tmp_path, num_processes=2)
 
@@ -115,9 +113,7 @@ def eight_bits(folder: Path, backend: str) -> None:
 
 
 @pytest.mark.default_cases
-def test_states_in_8_bits_go_on_bit_for_bit_on_a_device(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_states_in_8_bits_go_on_bit_for_bit_on_a_device(on_device: OnDevice, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     on_device(eight_bits, tmp_path, "single")
     on_device(eight_bits, tmp_path / "fsdp", "fsdp", num_processes=2)

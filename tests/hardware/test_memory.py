@@ -4,7 +4,6 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,13 @@ from drivetrain_memory import (
 )
 from drivetrain_memory.cli.watch import WatchArguments, run
 from drivetrain_memory.usage.nvml import NVIDIA
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 
 MB = 2**20
 
 
-def measures() -> None:
+@runs_on_device()
+def test_peaks_are_those_of_the_device() -> None:
     place = torch.device(first())
     with record_peak() as memory:
         before = memory.device_before_bytes
@@ -53,7 +53,8 @@ def measures() -> None:
     assert of_device.reserved_bytes == torch.accelerator.max_memory_reserved(0)
 
 
-def tracks() -> None:
+@runs_on_device()
+def test_a_tracker_sees_the_device_without_waiting_for_it() -> None:
     place = torch.device(first())
     name = f"{here().name}:0"
     model = nn.Linear(512, 512, bias=False).to(place)
@@ -84,7 +85,8 @@ def train_once(batch_size: int) -> None:
     model(torch.ones(batch_size * 64 * here().scale, 1024, device=first())).sum().backward()
 
 
-def searches() -> None:
+@runs_on_device()
+def test_a_batch_size_that_fits_is_found_and_nothing_is_left_of_the_others() -> None:
     train_once(1)  # what libraries keep for good is there
     gc.collect()
     before = here().bytes_in_use()
@@ -104,7 +106,9 @@ def searches() -> None:
     assert here().bytes_in_use() == before
 
 
-def exceeds_the_card() -> None:
+@pytest.mark.only_on("cuda", why="the simulated device has the host's memory")
+@runs_on_device()
+def test_what_exceeds_the_card_is_tried_and_all_its_bytes_come_back() -> None:
     """Try what is larger than the whole card, of which half is free, with nothing limited."""
     part = torch.cuda.get_device_properties(0).total_memory // 16
     gc.collect()
@@ -125,7 +129,8 @@ def exceeds_the_card() -> None:
     assert torch.accelerator.memory_reserved() <= reserved
 
 
-def has_no_room() -> None:
+@runs_on_device()
+def test_an_error_of_the_devices_allocator_is_known() -> None:
     with (
         here().limited(4 * here().scale * MB),
         pytest.raises(torch.OutOfMemoryError, match=r"out of memory|no room") as caught,
@@ -134,7 +139,8 @@ def has_no_room() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def hands_back() -> None:
+@runs_on_device()
+def test_what_is_released_is_handed_back_to_the_device() -> None:
     block = torch.zeros(16 * here().scale * MB, dtype=torch.uint8, device=first())
     size, before = block.nbytes, torch.accelerator.memory_reserved()
     (block,) = release_memory(block)
@@ -165,7 +171,9 @@ def leaks_device_memory() -> list[tuple[str, str | None, str | None]]:
     return leaks(lambda: torch.randn(64, 256, device=first()))
 
 
-def counts_pinned_memory() -> None:
+@pytest.mark.only_on("cuda", why="torch records the allocations of CUDA alone")
+@runs_on_device()
+def test_allocations_have_stacks_and_pinned_memory_is_counted() -> None:
     held = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20).pin_memory()
     assert compat.host_allocator_bytes() >= 4 << 20
     assert len(held) == 2
@@ -183,7 +191,8 @@ def draws_a_page(folder: Path) -> tuple[str, dict[str, float]]:
     return page, {name: peak.value for name, peak in summary.peaks.items()}
 
 
-def is_drawn(folder: Path) -> None:
+@runs_on_device()
+def test_the_page_of_a_run_has_its_device(folder: Path) -> None:
     page, peaks = draws_a_page(folder)
     assert first() in page
     assert peaks[f"{first()}/allocated_bytes"] >= 3 * MB
@@ -225,68 +234,22 @@ def asks_the_driver() -> None:
     assert 0 < reading.utilization_percent <= 100
 
 
-def test_peaks_are_those_of_the_device(on_device: Callable[..., list[object]]) -> None:
-    on_device(measures)
-
-
-def test_a_batch_size_that_fits_is_found_and_nothing_is_left_of_the_others(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(searches)
-
-
-def test_a_tracker_sees_the_device_without_waiting_for_it(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(tracks)
-
-
-def test_an_error_of_the_devices_allocator_is_known(on_device: Callable[..., list[object]]) -> None:
-    on_device(has_no_room)
-
-
-@pytest.mark.only_on("cuda", why="the simulated device has the host's memory")
-def test_what_exceeds_the_card_is_tried_and_all_its_bytes_come_back(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(exceeds_the_card)
-
-
-def test_what_is_released_is_handed_back_to_the_device(on_device: Callable[..., list[object]]) -> None:
-    on_device(hands_back)
-
-
 @pytest.mark.parametrize("body", [leaks_pinned_memory, leaks_device_memory])
 @pytest.mark.default_cases
-def test_batches_that_are_kept_are_named(
-    on_device: Callable[..., list[Any]], body: Callable[[], object]
-) -> None:
+def test_batches_that_are_kept_are_named(on_device: OnDevice, body: Callable[[], object]) -> None:
     (found,) = on_device(body)
     ((kind, holder, line),) = found
     assert (kind, holder) == ("objects", "kept (local of leaks)")
     assert line.endswith(("batch = make()", "torch.randn(64, 256).pin_memory())", "device=first()))"))
 
 
-@pytest.mark.only_on("cuda", why="torch records the allocations of CUDA alone")
-def test_allocations_have_stacks_and_pinned_memory_is_counted(
-    on_device: Callable[..., list[object]],
-) -> None:
-    on_device(counts_pinned_memory)
-
-
 @pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
-def test_the_driver_tells_power_temperature_and_use(on_device: Callable[..., list[object]]) -> None:
+def test_the_driver_tells_power_temperature_and_use(on_device: OnDevice) -> None:
     pytest.importorskip("pynvml", reason="wants pynvml, which an extra of drivetrain-memory brings")
     on_device(asks_the_driver)
 
 
-def test_the_page_of_a_run_has_its_device(on_device: Callable[..., list[object]], tmp_path: Path) -> None:
-    on_device(is_drawn, tmp_path)
-
-
 @pytest.mark.only_on("cuda", why="it asks NVIDIA's driver")
-def test_the_page_of_a_run_has_what_the_driver_tells(
-    on_device: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_the_page_of_a_run_has_what_the_driver_tells(on_device: OnDevice, tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="wants pynvml, which an extra of drivetrain-memory brings")
     on_device(is_drawn_with_the_driver, tmp_path)

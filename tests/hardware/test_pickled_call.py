@@ -1,7 +1,6 @@
 """Tensors of a device in what a notebook sends to its ranks."""
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stderr
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from drivetrain_launcher import LaunchError, Workers, debug_launcher, notebook_launcher
 from drivetrain_launcher.run.notebook.pickled_call import pack, unpack
 from drivetrain_launcher.run.notebook.rank_channel import view_content
-from hardware.devices import first, here
+from hardware.devices import OnDevice, first, here, runs_on_device
 
 
-def ships_a_model_through_the_cpu() -> None:
+@runs_on_device()
+def test_a_model_on_a_device_arrives_on_the_cpu() -> None:
     layer = torch.nn.Linear(2, 2)
     weight = layer.weight.detach().clone()
     layer = layer.to(torch.accelerator.current_accelerator())
@@ -31,10 +31,6 @@ def ships_a_model_through_the_cpu() -> None:
     assert layer.weight.device.type != "cpu"  # the notebook keeps its own
 
 
-def test_a_model_on_a_device_arrives_on_the_cpu(on_device: Callable[..., list[object]]) -> None:
-    on_device(ships_a_model_through_the_cpu, num_processes=1)
-
-
 def launches_while_the_device_is_in_use() -> tuple[list[tuple[str, str]], str]:
     """Call a function that holds a tensor of the device on two ranks, which return tensors of their own device."""
     held = torch.ones(1, device=first())
@@ -49,9 +45,7 @@ def launches_while_the_device_is_in_use() -> tuple[list[tuple[str, str]], str]:
     return [(of_held, str(made.device)) for of_held, made in results], said.getvalue()
 
 
-def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(
-    on_device: Callable[..., list[object]],
-) -> None:
+def test_an_accelerator_may_be_in_use_and_its_tensors_arrive_on_the_cpu(on_device: OnDevice) -> None:
     ((places, said),) = on_device(launches_while_the_device_is_in_use)
     assert places == [("cpu", "cpu")] * 2
     assert "reaches the ranks on the CPU" in said
@@ -71,5 +65,5 @@ def launches_on_the_card() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.only_on("cuda", why="the launcher knows no simulated device")
-def test_a_notebook_launches_on_the_card_after_it_used_it(on_device: Callable[..., list[object]]) -> None:
+def test_a_notebook_launches_on_the_card_after_it_used_it(on_device: OnDevice) -> None:
     assert on_device(launches_on_the_card) == [([first()], [first()])]

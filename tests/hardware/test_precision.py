@@ -1,6 +1,5 @@
 """Steps in fp16 that really overflow, and optimizers in one kernel or in lists: the result is the plain one's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain import Accelerator
+from hardware.devices import OnDevice
 
 NUM_STEPS = 3
 RATE = 1 / 1024
@@ -113,15 +113,13 @@ def overflow_in_all_ways(backend: str) -> list[int]:
     return numbers
 
 
-def test_steps_that_overflow_are_skipped_and_halve_the_scale(on_device: Callable[..., list[object]]) -> None:
+def test_steps_that_overflow_are_skipped_and_halve_the_scale(on_device: OnDevice) -> None:
     on_device(overflow_in_all_ways, "single")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.default_cases
-def test_ranks_skip_together_where_one_overflows(
-    on_device: Callable[..., list[object]], backend: str
-) -> None:
+def test_ranks_skip_together_where_one_overflows(on_device: OnDevice, backend: str) -> None:
     first, second = on_device(overflow_in_all_ways, backend, num_processes=2)
     assert first == second
 
@@ -170,9 +168,7 @@ def compare_implementations(mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])
 @pytest.mark.default_cases
-def test_fused_and_foreach_optimizers_step_as_the_plain_one(
-    on_device: Callable[..., list[object]], mode: str
-) -> None:
+def test_fused_and_foreach_optimizers_step_as_the_plain_one(on_device: OnDevice, mode: str) -> None:
     on_device(compare_implementations, mode, "single")
     for backend in ("ddp", "fsdp"):
         on_device(compare_implementations, mode, backend, num_processes=2)

@@ -1,7 +1,5 @@
 """The stopwatch on the device: it never makes the host wait, and what it counts is the host's count."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_throughput.device_clock import DeviceClock, make_clock
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 NUM_WARM = 2
 
@@ -45,11 +43,11 @@ def train_and_measure(backend: str) -> tuple[list[str], float, int]:
     return waits, round(total.samples_per_second * total.seconds, 3), total.num_steps
 
 
-def test_one_process_measures_without_waiting(on_device: Callable[..., list[object]]) -> None:
+def test_one_process_measures_without_waiting(on_device: OnDevice) -> None:
     assert on_device(train_and_measure, "single") == [([], 64, 16)]
 
 
-def test_ranks_measure_without_waiting(on_device: Callable[..., list[object]]) -> None:
+def test_ranks_measure_without_waiting(on_device: OnDevice) -> None:
     assert on_device(train_and_measure, "ddp", num_processes=2) == [([], 64, 8)] * 2
 
 
@@ -82,7 +80,7 @@ def phases_of_ranks(num_micro_batches: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_the_device_tells_the_time_of_each_phase_and_of_the_wait_inside_backward(
-    on_device: Callable[..., list[object]], num_micro_batches: int
+    on_device: OnDevice, num_micro_batches: int
 ) -> None:
     for seconds in on_device(phases_of_ranks, num_micro_batches, num_processes=2):
         assert isinstance(seconds, dict)
@@ -107,9 +105,7 @@ def moments_of_left_work() -> tuple[bool, bool, float]:
     return known, clock.is_past(end), clock.seconds_between(start, end)
 
 
-def test_moments_of_the_device_are_known_once_it_has_come_so_far(
-    on_device: Callable[..., list[object]],
-) -> None:
+def test_moments_of_the_device_are_known_once_it_has_come_so_far(on_device: OnDevice) -> None:
     ((before, after, seconds),) = on_device(moments_of_left_work)
     assert (before, after) == (False, True)
     assert 0 < seconds < 60

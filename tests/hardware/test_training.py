@@ -1,6 +1,6 @@
 """Steps on the device: the host's result, and the host waits for nothing but fp16's look for an overflow."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from hardware.devices import here
+from hardware.devices import OnDevice, here
 
 NUM_WARM = 2  # steps in which optimizers and wrappers make what they keep
 NUM_STEPS = 6
@@ -150,13 +150,13 @@ MORE = [
 ]
 
 
-def test_one_process_waits_for_nothing_but_an_overflow(on_device: Callable[..., list[object]]) -> None:
+def test_one_process_waits_for_nothing_but_an_overflow(on_device: OnDevice) -> None:
     on_device(compare_all, CASES, "single")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.default_cases
-def test_ranks_wait_for_nothing_but_an_overflow(backend: str, on_device: Callable[..., list[object]]) -> None:
+def test_ranks_wait_for_nothing_but_an_overflow(backend: str, on_device: OnDevice) -> None:
     on_device(compare_all, CASES, backend, num_processes=2)
 
 
@@ -177,7 +177,7 @@ REPLICATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
-def test_no_way_to_train_waits(backend: str, on_device: Callable[..., list[object]]) -> None:
+def test_no_way_to_train_waits(backend: str, on_device: OnDevice) -> None:
     own = {"ddp": REPLICATED, "fsdp": DIVIDED}.get(backend, [])
     num_processes = 1 if backend == "single" else 2
     on_device(compare_all, [*MORE, *own], backend, num_processes=num_processes, timeout_seconds=500)
@@ -211,7 +211,7 @@ def train_in_bf16(update: str, cpu: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("update", ["kahan", "stochastic"])
 @pytest.mark.default_cases
 def test_weights_held_in_bf16_are_updated_on_the_device_as_on_the_host(
-    on_device: Callable[..., list[object]], update: str
+    on_device: OnDevice, update: str
 ) -> None:
     (found,) = on_device(train_in_bf16, update, False)
     (expected,) = on_device(train_in_bf16, update, True)

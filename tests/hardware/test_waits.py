@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from hardware.devices import here
+from hardware.devices import OnDevice, here, runs_on_device
 
 # Steps in which optimizers and wrappers make what they keep, and the first gather asks for hosts.
 NUM_WARM = 4
@@ -109,7 +109,7 @@ DOCUMENTED = {
 
 @pytest.mark.parametrize("mode", ["no", "bf16"])
 @pytest.mark.default_cases
-def test_a_step_waits_for_nothing(on_device: Callable[..., list[object]], mode: str, tmp_path: Path) -> None:
+def test_a_step_waits_for_nothing(on_device: OnDevice, mode: str, tmp_path: Path) -> None:
     for backend in ("single", "ddp", "fsdp"):
         way = Way(backend=backend, mode=mode)
         on_device(waits, way, tmp_path / backend / "1")
@@ -119,13 +119,12 @@ def test_a_step_waits_for_nothing(on_device: Callable[..., list[object]], mode: 
 
 @pytest.mark.parametrize("way", DOCUMENTED.values(), ids=DOCUMENTED)
 @pytest.mark.default_cases
-def test_a_step_waits_as_often_as_is_documented(
-    on_device: Callable[..., list[object]], way: Way, tmp_path: Path
-) -> None:
+def test_a_step_waits_as_often_as_is_documented(on_device: OnDevice, way: Way, tmp_path: Path) -> None:
     on_device(waits, way, tmp_path, num_processes=1 if way.backend == "single" else 2)
 
 
-def evaluate() -> None:
+@runs_on_device(1, 2)
+def test_gathering_for_metrics_waits_for_nothing() -> None:
     accelerator = Accelerator(sections={"run": {"show_plan": False}})
     loader = DataLoader(TensorDataset(torch.randn(46, 6)), batch_size=4, pin_memory=True)
     model, loader = accelerator.prepare(nn.Linear(6, 3), loader)
@@ -135,11 +134,6 @@ def evaluate() -> None:
             accelerator.gather_for_metrics({"x": x, "y": model(x)})
     assert not found, "\n".join(found)
     accelerator.end_training()
-
-
-def test_gathering_for_metrics_waits_for_nothing(on_device: Callable[..., list[object]]) -> None:
-    on_device(evaluate)
-    on_device(evaluate, num_processes=2)
 
 
 @contextmanager
@@ -161,7 +155,7 @@ def train_where_waits_are_refused(way: Way, folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["no", "bf16"])
 @pytest.mark.parametrize("backend", ["single", "ddp", "fsdp"])
 def test_a_step_runs_where_cuda_refuses_waits(
-    on_device: Callable[..., list[object]], backend: str, mode: str, tmp_path: Path
+    on_device: OnDevice, backend: str, mode: str, tmp_path: Path
 ) -> None:
     # One process, whose group is NCCL's: gloo waits for its copies in a thread, where this mode raises too.
     on_device(train_where_waits_are_refused, Way(backend=backend, mode=mode), tmp_path)

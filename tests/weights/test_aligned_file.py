@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -84,13 +83,3 @@ def test_what_no_file_holds_is_said(tmp_path: Path) -> None:
         with pytest.raises(WeightFilesError, match="reserved name"):
             write_aligned({name: torch.zeros(1)}, path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_header_is_one_that_others_read(tmp_path: Path) -> None:
-    write_aligned({"weight": torch.zeros(3, 5)}, tmp_path / "x")
-    content = (tmp_path / "x").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    assert (8 + length) % 64 == 0
-    assert json.loads(content[8 : 8 + length])["weight"] == {
-        "dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]
-    }  # fmt: skip

@@ -13,8 +13,10 @@ def write(path: Path, **tensors: torch.Tensor) -> Path:
     return path
 
 
-def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path) -> None:
-    path = write(tmp_path / "one.safetensors", w=torch.arange(1000.0))
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"one.{kind}"
+    {"safetensors": save_file, "pt": torch.save}[kind]({"w": torch.arange(1000.0)}, path)
     tensor = MappedFile(path).tensor("w")
     assert torch.equal(tensor, torch.arange(1000.0))
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]

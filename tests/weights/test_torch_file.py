@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain_weights import MappedFile, UnsafePickleError, WeightFilesError, open_weights, read_torch_file
+from drivetrain_weights import UnsafePickleError, WeightFilesError, open_weights, read_torch_file
 from drivetrain_weights.torch_file import map_tensors
 
 
@@ -59,13 +59,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes | str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-200])
     with pytest.raises(WeightFilesError, match=r"x\.bin is no whole file of torch\.save"):
         read_torch_file(path)
-
-
-def test_a_tensor_is_the_files_pages_and_the_file_is_never_written_to(tmp_path: Path) -> None:
-    torch.save({"w": torch.arange(1000.0)}, tmp_path / "one.pt")
-    tensor = MappedFile(tmp_path / "one.pt").tensor("w")
-    tensor.zero_()
-    assert torch.equal(MappedFile(tmp_path / "one.pt").tensor("w"), torch.arange(1000.0))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])

@@ -20,21 +20,9 @@ def test_what_fits_stays_and_both_forwards_take_what_they_compute() -> None:
     assert (found.prefill_seconds, found.token_seconds) == (60.0, 12.0)
     assert found.device_map.seconds == {"": 12.0}
     held = found.holdings[0]
-    assert (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes) == (
-        1200,
-        0,
-        108,
-        90,
-    )
-    assert held.peak_bytes == 1398
+    parts = (held.weight_bytes, held.moving_bytes, held.kept_bytes, held.activation_bytes)
+    assert (*parts, held.peak_bytes) == (1200, 0, 108, 90, 1398)
     assert found.holdings["cpu"].peak_bytes == 0
-
-
-def test_each_device_holds_its_own_part() -> None:
-    found = forecast(LAYERS, {0: 800, 1: 800, "cpu": 0}, RATES, prefill=PREFILL, token=TOKEN)
-    assert set(found.device_map.values()) == {0, 1}
-    assert sum(found.holdings[device].weight_bytes for device in (0, 1)) == 1200
-    assert sum(found.holdings[device].kept_bytes for device in (0, 1)) == 12 * 9
 
 
 def test_offloading_costs_a_token_more_than_a_prompt() -> None:

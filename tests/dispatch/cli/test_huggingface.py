@@ -15,18 +15,13 @@ from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 
 RATE = ComputeRate(flops_per_second=1.0, bytes_per_second=1e30, operation_seconds=0)  # seconds are FLOPs
 TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
 CONFIGS = {
-    "llama": {"model_type": "llama", **TINY},
-    "tied": {"model_type": "llama", "tie_word_embeddings": True, **TINY},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **TINY},
+    "llama": TINY,
+    "tied": {**TINY, "tie_word_embeddings": True},
+    "mixtral": {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 64,
              "bos_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
@@ -37,23 +32,22 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.fixture(params=list(CONFIGS))
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     pytest.importorskip("transformers")
-    return build_empty(folder_of(tmp_path, CONFIGS[request.param]))
+    return build_empty(folder_of(tmp_path_factory.mktemp(request.param), CONFIGS[request.param]))
 
 
 def test_a_model_is_built_without_memory_and_ready_to_run(model: nn.Module) -> None:
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert not model.training
     assert next(model.parameters()).dtype == torch.float32
-
-
-def test_its_layers_stay_whole(model: nn.Module) -> None:
     blocks = blocks_of(ModelLayout.of(model), no_split=whole_classes(model))
     layers = [block for block in blocks if block.name.rpartition(".")[2] in ("0", "1", "2")]
-    assert len(layers) == 3
+    assert len(layers) == 3  # whole
     assert len(blocks) < 10
+    with pytest.raises(ValueError, match=r"65 tokens: \w+ takes 64 at most"):
+        prompt_of(model, 1, 65)
 
 
 @pytest.mark.default_cases("tied-2", "mixtral-1")
@@ -91,11 +85,6 @@ def test_a_dtype_is_that_of_the_configuration_or_the_one_asked_for(tmp_path: Pat
     assert next(build_empty(folder, torch.float16).parameters()).dtype == torch.float16
 
 
-def test_a_prompt_that_is_too_long_is_told(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"65 tokens: \w+ takes 64 at most"):
-        prompt_of(model, 1, 65)
-
-
 class Unknown(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -106,12 +95,9 @@ class Unknown(nn.Module):
         return input_ids
 
 
-def test_a_model_that_does_not_say_keeps_its_repeated_layers_whole() -> None:
+def test_a_model_that_does_not_say_keeps_its_repeated_layers_whole_and_needs_a_cache() -> None:
     assert whole_classes(Unknown(4)) == ["Bilinear"]
     assert whole_classes(nn.Linear(2, 2)) == []
-
-
-def test_a_model_without_a_cache_is_told() -> None:
     with pytest.raises(CostError, match="Unknown gives none of past_key_values, cache_params"):
         token_after(Unknown(2), 1, 8)
 
@@ -123,17 +109,14 @@ def test_a_model_without_a_cache_is_told() -> None:
         ("{", r"config\.json is no JSON"),
         ('{"model_type": "xlnet", "d_model": 64, "n_head": 4, "d_head": 64}', "d_head.*should be equal"),
         ('{"model_type": "vit"}', "does not describe a language model"),
+        (None, r"has no config.json: name the folder of a Hugging Face model"),
     ],
 )
-def test_a_configuration_of_something_else_is_told(text: str, message: str, tmp_path: Path) -> None:
+def test_a_configuration_of_something_else_is_told(text: str | None, message: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(text)
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        build_empty(tmp_path)
-
-
-def test_a_folder_without_a_configuration_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config.json: name the folder of a Hugging Face model"):
         build_empty(tmp_path)
 
 

@@ -1,11 +1,12 @@
 """Checkpoints that transformers wrote under other names and in other shapes load as transformers loads them."""
 
+import copy
 import json
 import os
 import random
-import resource
+import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dispatch.models import full_disk, run_threads
 from drivetrain_dispatch import (
     TorchAO,
     WeightFilesError,
@@ -27,12 +29,8 @@ from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
 transformers = pytest.importorskip("transformers")
 
 TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+}  # fmt: skip
 GROUPED = TEXT | {"num_key_value_heads": 2}
 IMAGE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
@@ -78,9 +76,9 @@ def empty(name: str, folder: Path) -> nn.Module:
         return getattr(transformers, name)(config).eval()
 
 
-def load_on_disk(name: str, folder: Path, offload: Path | None = None, **options: Any) -> nn.Module:
+def load(name: str, folder: Path, offload: Path | None, place: str = "disk", **options: Any) -> nn.Module:
     return load_checkpoint_and_dispatch(
-        empty(name, folder), folder, {"": "disk"}, offload_folder=offload, **options
+        empty(name, folder), folder, {"": place}, offload_folder=offload, **options
     )
 
 
@@ -102,107 +100,97 @@ def saved(
     return request.param, model, folder
 
 
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A mixture of experts, whose experts the file holds one by one, and its folder, which no test writes into."""
+    model, folder = built("MixtralForCausalLM"), tmp_path_factory.mktemp("mixtral")
+    model.save_pretrained(folder)
+    return model, folder
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_what_save_pretrained_wrote_is_loaded(
     saved: tuple[str, nn.Module, Path], tmp_path: Path, place: str
 ) -> None:
     name, wanted, folder = saved
-    model = empty(name, folder)
-    load_checkpoint_and_dispatch(model, folder, {"": place}, offload_folder=tmp_path)
-    assert_equal(model, wanted)
+    # Marian's tables of positions are in no file: they are computed, kept in memory, and need no folder.
+    assert_equal(load(name, folder, None if name == "MarianMTModel" else tmp_path, place), wanted)
 
 
-def test_the_disk_holds_what_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, offload = tmp_path / "model", tmp_path / "offload"
-    wanted = built("MixtralForCausalLM")
-    wanted.save_pretrained(folder)
-
-    def load(dtype: torch.dtype | None = None) -> nn.Module:
-        return load_on_disk("MixtralForCausalLM", folder, offload, dtype=dtype)
-
-    first = load()
+def test_the_disk_holds_what_is_converted_once(
+    mixtral: tuple[nn.Module, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, folder = mixtral
+    first = load("MixtralForCausalLM", folder, tmp_path)
     assert "kB of converted weights" in caplog.text
-    (written,) = offload.iterdir()
+    (written,) = tmp_path.iterdir()
     when = written.stat().st_mtime_ns
     experts = sum(tensor.nbytes for name, tensor in wanted.state_dict().items() if "experts" in name)
     assert experts <= written.stat().st_size < experts + 4096  # nothing else: the rest stays where it is
 
-    second = load()
-    assert list(offload.iterdir()) == [written]
+    second = load("MixtralForCausalLM", folder, tmp_path)
+    assert list(tmp_path.iterdir()) == [written]
     assert written.stat().st_mtime_ns == when
     assert_equal(first, wanted)
     assert_equal(second, wanted)
 
-    half = load(torch.bfloat16)  # another file
-    assert len(list(offload.iterdir())) == 2
-    ids = torch.tensor([[1, 2, 3]])
-    for parameter in wanted.parameters():
+    half = load("MixtralForCausalLM", folder, tmp_path, dtype=torch.bfloat16)  # another file
+    assert len(list(tmp_path.iterdir())) == 2
+    ids, rounded = torch.tensor([[1, 2, 3]]), copy.deepcopy(wanted)
+    for parameter in rounded.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     with torch.no_grad():
-        assert torch.equal(half(ids).logits, wanted(ids).logits)
+        assert torch.equal(half(ids).logits, rounded(ids).logits)
 
 
-def test_without_a_folder_that_can_be_written_nothing_is_read(tmp_path: Path) -> None:
-    built("MixtralForCausalLM").save_pretrained(tmp_path / "model")
-    model = empty("MixtralForCausalLM", tmp_path / "model")
+def test_without_a_folder_that_can_be_written_nothing_is_read(
+    mixtral: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    _, folder = mixtral
+    model = empty("MixtralForCausalLM", folder)
     (tmp_path / "file").write_text("")
     told = r"and 3 more on the disk, and the checkpoint holds them in another form: name a folder"
     with pytest.raises(ValueError, match=told):
-        load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "disk"})
+        load_checkpoint_and_dispatch(model, folder, {"": "disk"})
     inside = tmp_path / "file" / "inside"
     with pytest.raises(WeightFilesError, match="converted weights could not be written"):
-        load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "disk"}, offload_folder=inside)
+        load_checkpoint_and_dispatch(model, folder, {"": "disk"}, offload_folder=inside)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("ends", ["the disk is full", "a file is cut"])
 def test_a_write_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    mixtral: tuple[nn.Module, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    folder, offload = tmp_path / "model", tmp_path / "offload"
-    built("MixtralForCausalLM").save_pretrained(folder)
-    model = empty("MixtralForCausalLM", folder)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if ends == "the disk is full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # no file may be larger
-    else:
-        read_into = LazyTensor.read_into
+    folder, offload = shutil.copytree(mixtral[1], tmp_path / "model"), tmp_path / "offload"
+    model, read_into = empty("MixtralForCausalLM", folder), LazyTensor.read_into
 
-        def cut(lazy: LazyTensor, target: torch.Tensor) -> None:
-            os.truncate(folder / "model.safetensors", 2000)
-            read_into(lazy, target)
+    def cut(lazy: LazyTensor, target: torch.Tensor) -> None:
+        os.truncate(folder / "model.safetensors", 2000)
+        read_into(lazy, target)
 
+    if ends == "a file is cut":
         monkeypatch.setattr(LazyTensor, "read_into", cut)
-    try:
+    with full_disk(10_000) if ends == "the disk is full" else nullcontext():
         with pytest.raises(WeightFilesError, match=r"could not be written|was cut"):
             load_checkpoint_and_dispatch(model, folder, {"": "disk"}, offload_folder=offload)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(offload.iterdir()) == []
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_a_model_computes_needs_no_folder(tmp_path: Path) -> None:
-    """Marian's tables of positions are in no file, and are kept in memory."""
-    wanted = built("MarianMTModel")
-    wanted.save_pretrained(tmp_path)
-    assert_equal(load_on_disk("MarianMTModel", tmp_path), wanted)
-
-
-def test_shards_may_hold_the_tensors_in_any_order(tmp_path: Path) -> None:
-    wanted = built("MixtralForCausalLM")
-    wanted.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_shards_may_hold_the_tensors_in_any_order(
+    mixtral: tuple[nn.Module, Path], tmp_path: Path, place: str
+) -> None:
+    wanted, folder = mixtral
+    tensors = load_file(folder / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
     names = random.Random(0).sample(sorted(tensors), len(tensors))
     files = {name: f"model-{index % 5}.safetensors" for index, name in enumerate(names)}
     for file in set(files.values()):
         save_file({name: tensors[name] for name in names if files[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    for place in ("cpu", "disk"):
-        model = empty("MixtralForCausalLM", tmp_path)
-        load_checkpoint_and_dispatch(model, tmp_path, {"": place}, offload_folder=tmp_path / "offload")
-        assert_equal(model, wanted)
+    assert_equal(load("MixtralForCausalLM", tmp_path, tmp_path / "offload", place), wanted)
 
 
 _PEAK = """
@@ -241,61 +229,55 @@ def test_the_peak_of_stacking_experts_is_the_model_and_a_buffer(python: str, tmp
     assert placed - 16 <= float(run.stdout.split()[-1]) <= placed + 16
 
 
-def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
-    built("MixtralForCausalLM").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    gone = next(name for name in tensors if name.endswith("experts.1.w1.weight"))
-    del tensors[gone]
-    save_file(tensors, file)
+def test_an_expert_that_is_missing_is_told(mixtral: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    tensors = load_file(mixtral[1] / "model.safetensors")
+    del tensors[next(name for name in tensors if name.endswith("experts.1.w1.weight"))]
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises((WeightFilesError, WeightsMismatchError), match="experts"):
-        load_checkpoint_in_model(empty("MixtralForCausalLM", tmp_path), tmp_path)
+        load_checkpoint_in_model(empty("MixtralForCausalLM", mixtral[1]), tmp_path)
 
 
-def test_a_rename_of_the_users_own_takes_the_place_of_the_tables(tmp_path: Path) -> None:
-    built("ViTForImageClassification").save_pretrained(tmp_path)
+def test_a_rename_of_the_users_own_takes_the_place_of_the_tables(mixtral: tuple[nn.Module, Path]) -> None:
+    _, folder = mixtral
     with pytest.raises(WeightsMismatchError, match="unexpected"):
-        load_checkpoint_in_model(
-            empty("ViTForImageClassification", tmp_path), tmp_path, rename=lambda name: name
-        )
+        load_checkpoint_in_model(empty("MixtralForCausalLM", folder), folder, rename=lambda name: name)
 
 
-def test_stacked_experts_are_packed_as_they_come(tmp_path: Path) -> None:
+def test_stacked_experts_are_packed_as_they_come(mixtral: tuple[nn.Module, Path]) -> None:
     """Quantising takes linear layers, which the attention of a mixture of experts has; experts stay as they are."""
     from torchao.quantization import Int8WeightOnlyConfig
 
-    wanted = built("MixtralForCausalLM")
-    wanted.save_pretrained(tmp_path)
-    model = empty("MixtralForCausalLM", tmp_path)
-    load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"}, quantization=TorchAO(Int8WeightOnlyConfig()))
+    wanted, folder = mixtral
+    model = load("MixtralForCausalLM", folder, None, "cpu", quantization=TorchAO(Int8WeightOnlyConfig()))
     experts = [name for name, _ in wanted.named_parameters() if "experts" in name]
     assert experts
     for name in experts:
         assert torch.equal(model.get_parameter(name), wanted.get_parameter(name))
 
 
-def test_several_loads_that_write_the_same_file_at_once_all_succeed(tmp_path: Path) -> None:
-    folder, offload = tmp_path / "model", tmp_path / "offload"
-    wanted = built("MixtralForCausalLM")
-    wanted.save_pretrained(folder)
+def test_several_loads_that_write_the_same_file_at_once_all_succeed(
+    mixtral: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    wanted, folder = mixtral
     models = [empty("MixtralForCausalLM", folder) for _ in range(6)]
 
-    def load(model: nn.Module) -> nn.Module:
-        return load_checkpoint_and_dispatch(model, folder, {"": "disk"}, offload_folder=offload)
+    def load(index: int) -> None:
+        load_checkpoint_and_dispatch(models[index], folder, {"": "disk"}, offload_folder=tmp_path)
 
-    with ThreadPoolExecutor(6) as pool:
-        loaded = list(pool.map(load, models))
-    assert len(list(offload.iterdir())) == 1
-    for model in loaded:
+    run_threads(load, 6)
+    assert len(list(tmp_path.iterdir())) == 1
+    for model in models:
         assert_equal(model, wanted)
 
 
-def test_a_file_in_the_models_own_folder_is_no_weights_of_it(tmp_path: Path) -> None:
-    wanted = built("MixtralForCausalLM")
-    wanted.save_pretrained(tmp_path)
+def test_a_file_in_the_models_own_folder_is_no_weights_of_it(
+    mixtral: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    wanted, folder = mixtral
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
     for _ in range(2):
-        assert_equal(load_on_disk("MixtralForCausalLM", tmp_path, tmp_path), wanted)
+        assert_equal(load("MixtralForCausalLM", tmp_path, tmp_path), wanted)
 
 
 @pytest.mark.parametrize("in_its_time", [True, False])
@@ -308,7 +290,7 @@ def test_a_checkpoint_that_was_written_anew_is_converted_anew(tmp_path: Path, in
         for file in (tmp_path / "new").glob("*"):
             os.utime(file, (1, 1))
             os.replace(file, folder / file.name)
-        assert_equal(load_on_disk("MixtralForCausalLM", folder, offload), model)
+        assert_equal(load("MixtralForCausalLM", folder, offload), model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)

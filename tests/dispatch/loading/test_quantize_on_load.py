@@ -1,7 +1,6 @@
 """Weights that are packed as they are read, by a way of packing that these tests bring themselves."""
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dispatch.models import RunRanks
 from drivetrain_dispatch.errors import LoadError
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
 from drivetrain_dispatch.model.quantized_tensor import (
-    is_quantized,
-    made_of,
     parts_of,
-    put_parts,
-    size_in_bytes,
 )
 
 WIDTH = 64
@@ -93,23 +89,6 @@ def assert_packed(model: nn.Module, values: dict[str, Tensor]) -> None:
             assert torch.equal(parameter.scales, ByRows().pack(values[name]).scales)
 
 
-def test_parts_of_any_wrapper() -> None:
-    weight = ByRows().pack(torch.randn(8, 4))
-    assert is_quantized(weight)
-    assert not is_quantized(nn.Parameter(torch.rand(2)))
-    assert parts_of(weight) == [weight.values, weight.scales]
-    assert size_in_bytes(weight) == 8 * 4 + 8 * 4
-    other = made_of(weight, [part.clone() for part in parts_of(weight)])
-    assert type(other) is Rows
-    assert other.values is not weight.values
-    layer = nn.Linear(4, 8, bias=False)
-    layer.weight = weight
-    put_parts(weight, parts_of(made_of(weight, [part.to("meta") for part in parts_of(weight)])))
-    assert layer.weight is weight
-    assert weight.is_meta
-    assert isinstance(weight, nn.Parameter)
-
-
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_each_weight_is_packed_when_it_comes(tmp_path: Path, values: dict[str, Tensor], place: str) -> None:
     model, told = build(), []
@@ -174,9 +153,7 @@ def load_by_rank_0(folder: str, fails: bool) -> Any:
     return [part for parameter in model.parameters() for part in parts_of(parameter.detach())]
 
 
-def test_rank_0_reads_for_all(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, values: dict[str, Tensor]
-) -> None:
+def test_rank_0_reads_for_all(run_ranks: RunRanks, tmp_path: Path, values: dict[str, Tensor]) -> None:
     alone = build()
     load_checkpoint_in_model(alone, tmp_path, quantization=ByRows())
     expected = [part for parameter in alone.parameters() for part in parts_of(parameter.detach())]

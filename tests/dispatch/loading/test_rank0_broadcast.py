@@ -1,7 +1,8 @@
 import json
 import os
-from collections.abc import Callable
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dispatch.models import RunRanks
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
 
@@ -57,9 +59,7 @@ def load(
 CPU = {"": "cpu"}
 
 
-def test_all_ranks_get_what_rank_0_reads(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values
-) -> None:
+def test_all_ranks_get_what_rank_0_reads(run_ranks: RunRanks, tmp_path: Path, values) -> None:
     """Rank 1 has no files, and nothing on disk."""
     both = run_ranks(load, [str(tmp_path), "/nowhere"], [{"": "cpu", "2": "disk"}, CPU], [ROWS, ROWS], None)
     for found, mapped in zip(both, (["2.bias", "2.weight"], []), strict=True):
@@ -75,35 +75,63 @@ def test_all_ranks_get_what_rank_0_reads(
     assert both[0]["told"][-1] == (all_bytes, all_bytes)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+FAILURES = {
+    # What rank 0, then rank 1 says.
+    "rank 0 has another model": (
+        {"rows": [7, ROWS]},
+        "WeightsMismatchError: .*'0.weight' is \\(3000, 2048\\) float32, in the model \\(7, 2048\\)",
+        "LoadError: rank 0 could not load, and so no rank did; the model is as it was. WeightsMismatchError: ",
+    ),
+    "rank 1 has another model": (
+        {"rows": [ROWS, 7]},
+        "LoadError: rank 1 could not load, and so no rank did; the model is as it was. WeightsMismatchError: ",
+        "WeightsMismatchError: .*'0.weight' is \\(3000, 2048\\) float32, in the model \\(7, 2048\\)",
+    ),
+    "rank 1 has other files": (
+        {"other": True, "maps": [{"": "cpu"}, {"": "cpu", "0": "disk"}]},
+        "LoadError: rank 1 could not load",
+        ".*is not on this rank what it is on rank 0: copy it here again",
+    ),
+    "a file is cut meanwhile": (
+        {"cut_at": 1},
+        ".*was cut while it was read",
+        "LoadError: rank 0 could not read on",
+    ),
+    "the progress of rank 1 fails": (
+        {"cut_at": -1},
+        "LoadError: rank 1 could not load, and so no rank did",
+        "LoadError: progress failed; the model is as it was$",
+    ),
+    "files are missing": (
+        {"gone": True},
+        "NoWeightsError: ",
+        "LoadError: rank 0 could not load, and so no rank did",
+    ),
+}
+
+
+@pytest.mark.parametrize(("how", "first", "second"), FAILURES.values(), ids=FAILURES)
 def test_what_one_rank_cannot_load_none_does(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values, failing: int
+    run_ranks: RunRanks, tmp_path: Path, values, how: dict[str, Any], first: str, second: str
 ) -> None:
-    rows = [ROWS, ROWS]
-    rows[failing] = 7
-    both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], rows, None)
-    assert "'0.weight' is (3000, 2048) float32, in the model (7, 2048)" in both[failing]["error"]
-    other = both[1 - failing]["error"]
-    assert other.startswith(
-        f"LoadError: rank {failing} could not load, and so no rank did; the model is as it was."
-    )
-    assert "WeightsMismatchError: " in other
-
-
-def test_a_rank_whose_files_are_others_is_told(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values
-) -> None:
+    folders = [tmp_path, tmp_path / "other" if "other" in how else tmp_path]
     (tmp_path / "other").mkdir()
     save_file({"0.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
+    if "gone" in how:
+        (tmp_path / "model.safetensors").unlink()
     both = run_ranks(
-        load, [str(tmp_path), str(tmp_path / "other")], [CPU, {"": "cpu", "0": "disk"}], [ROWS, ROWS], None
+        load,
+        list(map(str, folders)),
+        how.get("maps", [CPU, CPU]),
+        how.get("rows", [ROWS, ROWS]),
+        how.get("cut_at"),
     )
-    assert "is not on this rank what it is on rank 0: copy it here again" in both[1]["error"]
-    assert both[0]["error"].startswith("LoadError: rank 1 could not load")
+    for found, told in zip(both, (first, second), strict=True):
+        assert re.match(told, found["error"], re.S), found["error"]
 
 
 def test_a_rank_that_has_the_same_in_other_files_gets_each_tensor_under_its_name(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values
+    run_ranks: RunRanks, tmp_path: Path, values
 ) -> None:
     """Rank 1 opens its own files for the disk, where tensors of one size stand in another order."""
     other = tmp_path / "other"
@@ -121,30 +149,6 @@ def test_a_rank_that_has_the_same_in_other_files_gets_each_tensor_under_its_name
             assert torch.equal(found["values"][name], wanted), name
 
 
-def test_a_file_that_is_cut_meanwhile_ends_it_on_all_ranks(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values
-) -> None:
-    both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], 1)
-    assert "was cut while it was read" in both[0]["error"]
-    assert both[1]["error"].startswith("LoadError: rank 0 could not read on")
-
-
-def test_a_progress_that_fails_on_one_rank_ends_it_on_all(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, values
-) -> None:
-    both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], -1)
-    assert both[1]["error"] == "LoadError: progress failed; the model is as it was"
-    assert both[0]["error"].startswith("LoadError: rank 1 could not load, and so no rank did")
-
-
-def test_files_that_are_missing_are_told_on_all_ranks(
-    run_ranks: Callable[..., list[object]], tmp_path: Path
-) -> None:
-    both = run_ranks(load, [str(tmp_path)] * 2, [CPU, CPU], [ROWS, ROWS], None)
-    assert both[0]["error"].startswith("NoWeightsError: ")
-    assert both[1]["error"].startswith("LoadError: rank 0 could not load, and so no rank did")
-
-
 def load_mixture(folder: str, maps: list[dict[str, str]], offload: str) -> dict[str, Tensor]:
     """Load a mixture of experts that the file holds expert by expert; what this rank has of it."""
     import transformers
@@ -159,7 +163,7 @@ def load_mixture(folder: str, maps: list[dict[str, str]], offload: str) -> dict[
 
 @pytest.mark.slow
 def test_what_one_rank_writes_for_the_disk_another_reads_into_memory(
-    run_ranks: Callable[..., list[dict[str, Tensor]]], tmp_path: Path
+    run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from dispatch.models import RunRanks
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
 from drivetrain_weights import box_of_dtensor
@@ -47,7 +47,7 @@ def load_divided(folder: str, real: bool, dtype: torch.dtype | None) -> list[obj
 
 @pytest.mark.parametrize(("real", "dtype"), [(False, None), (True, None), (False, torch.float64)])
 def test_each_rank_reads_its_part_of_what_fully_shard_divided(
-    run_ranks: Callable[..., list[object]], tmp_path: Path, real: bool, dtype: torch.dtype | None
+    run_ranks: RunRanks, tmp_path: Path, real: bool, dtype: torch.dtype | None
 ) -> None:
     model = build()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -88,7 +88,7 @@ def load_boxes(folder: str, values: dict[str, Tensor], pickled: bool) -> list[bo
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_parts_of_every_kind(run_ranks: Callable[..., list[object]], tmp_path: Path, pickled: bool) -> None:
+def test_parts_of_every_kind(run_ranks: RunRanks, tmp_path: Path, pickled: bool) -> None:
     names = ("rows", "columns", "deep", "whole", "both", "mixed")
     values = {name: torch.rand(5, 4, 3).transpose(0, 1) for name in names} | {"one": torch.rand(())}
     if pickled:
@@ -118,7 +118,7 @@ def refuse(folder: str) -> list[str]:
     return said
 
 
-def test_what_divided_tensors_cannot_is_told(run_ranks: Callable[..., list[object]], tmp_path: Path) -> None:
+def test_what_divided_tensors_cannot_is_told(run_ranks: RunRanks, tmp_path: Path) -> None:
     save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
     for map_given, read_given, partial in run_ranks(refuse, str(tmp_path)):
         assert map_given == read_given

@@ -1,9 +1,11 @@
-from threading import Barrier, Thread
+from contextlib import nullcontext
+from threading import Barrier
 
 import pytest
 import torch
 from torch import nn
 
+from dispatch.models import run_threads
 from drivetrain_dispatch import find_tied_parameters, init_empty_weights, init_on_device
 
 
@@ -16,53 +18,35 @@ class WithBuffer(nn.Module):
         self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
 
 
-def test_parameters_are_empty_and_buffers_and_numbers_are_not() -> None:
-    with init_empty_weights():
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_parameters_are_empty_and_buffers_if_asked_and_numbers_never(include_buffers: bool) -> None:
+    with init_empty_weights(include_buffers=include_buffers):
         model = WithBuffer()
     assert model.linear.weight.is_meta
     assert model.linear.bias.is_meta
-    assert torch.equal(model.frequencies, torch.arange(4.0))
+    assert model.frequencies.is_meta is include_buffers
+    assert include_buffers or torch.equal(model.frequencies, torch.arange(4.0))
     assert model.rates == [0.0, 0.5, 1.0]
-
-
-def test_buffers_are_empty_if_asked() -> None:
-    with init_empty_weights(include_buffers=True):
-        model = WithBuffer()
-    assert model.frequencies.is_meta
-    assert model.rates == [0.0, 0.5, 1.0]
+    real, x = WithBuffer(), torch.randn(2, 4)
+    model.load_state_dict(real.state_dict(), assign=True)
+    assert torch.equal(model.linear(x), real.linear(x))
 
 
 def test_shapes_dtypes_and_what_needs_gradients_stay() -> None:
     with init_empty_weights():
         model = nn.Linear(3, 2, dtype=torch.bfloat16)
         model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert (model.weight.shape, model.weight.dtype, model.weight.requires_grad) == (
-        (2, 3),
-        torch.bfloat16,
-        True,
-    )
+        larger_than_any_memory = nn.ModuleList(nn.Linear(50_000, 50_000) for _ in range(20))
+    weight = model.weight
+    assert (weight.shape, weight.dtype, weight.requires_grad) == ((2, 3), torch.bfloat16, True)
     assert not model.frozen.requires_grad
-
-
-def test_a_model_larger_than_any_memory_is_built() -> None:
-    with init_empty_weights():
-        model = nn.ModuleList(nn.Linear(50_000, 50_000) for _ in range(20))
-    assert sum(p.numel() * p.itemsize for p in model.parameters()) > 190 * 10**9
+    assert sum(p.numel() * p.itemsize for p in larger_than_any_memory.parameters()) > 190 * 10**9
 
 
 def test_afterwards_everything_is_as_before() -> None:
     with pytest.raises(ZeroDivisionError, match="division"), init_empty_weights():
         raise ZeroDivisionError("division")
     assert not nn.Linear(2, 2).weight.is_meta
-
-
-def test_weights_load_into_it() -> None:
-    real = WithBuffer()
-    with init_empty_weights():
-        model = WithBuffer()
-    model.load_state_dict(real.state_dict(), assign=True)
-    x = torch.randn(2, 4)
-    assert torch.equal(model.linear(x), real.linear(x))
 
 
 class Tied(nn.Module):
@@ -106,27 +90,16 @@ def test_lazy_modules_and_other_parameter_classes_are_kept() -> None:
 
 
 def test_other_threads_are_not_affected() -> None:
-    both = Barrier(2, timeout=60)
-    built: dict[str, nn.Module] = {}
+    both, built = Barrier(2, timeout=60), dict[int, nn.Module]()
 
-    def build_real() -> None:
-        both.wait()
-        built["real"] = nn.Linear(4, 4)
-        both.wait()
-
-    def build_empty() -> None:
-        with init_empty_weights():
+    def build(index: int) -> None:
+        with init_empty_weights() if index else nullcontext():
             both.wait()
-            built["empty"] = nn.Linear(4, 4)
+            built[index] = nn.Linear(4, 4)
             both.wait()
 
-    threads = [Thread(target=build_real), Thread(target=build_empty)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not built["real"].weight.is_meta
-    assert built["empty"].weight.is_meta
+    run_threads(build, 2)
+    assert [built[index].weight.is_meta for index in range(2)] == [False, True]
 
 
 def test_it_decorates_functions() -> None:

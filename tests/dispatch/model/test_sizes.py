@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,31 +27,15 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def test_every_part_has_its_size_and_what_is_tied_counts_once() -> None:
-    assert compute_module_sizes(Model()) == EXPECTED
-
-
-def test_a_model_without_memory_has_the_same_sizes() -> None:
-    with init_empty_weights(include_buffers=True):
+@pytest.mark.parametrize("empty", [False, True])
+def test_every_part_has_its_size_and_what_is_tied_counts_once(empty: bool) -> None:
+    with init_empty_weights(include_buffers=True) if empty else nullcontext():
         model = Model()
     assert compute_module_sizes(model) == EXPECTED
-
-
-def test_conversion_changes_floats_alone() -> None:
-    sizes = compute_module_sizes(Model(), dtype=torch.bfloat16)
-    assert (sizes[""], sizes["positions"], sizes["blocks.0"]) == (80 + 80 + 48, 48, 40)
-
-
-def test_single_tensors_may_keep_another_dtype() -> None:
     sizes = compute_module_sizes(
-        Model(), dtype=torch.bfloat16, special_dtypes={"blocks.0.weight": torch.float32}
+        model, dtype=torch.bfloat16, special_dtypes={"blocks.0.weight": torch.float32}
     )
-    assert (sizes["blocks.0"], sizes["blocks.1"]) == (64 + 8, 40)
-
-
-def test_a_name_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"special_dtypes=\['block.0'\]: the model has no such"):
-        compute_module_sizes(Model(), special_dtypes={"block.0": torch.float32})
+    assert (sizes[""], sizes["positions"]) == (80 + (64 + 8) + 40 + 48, 48)
 
 
 def test_two_parameters_over_one_memory_count_once() -> None:

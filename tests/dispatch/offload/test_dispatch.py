@@ -15,6 +15,7 @@ from dispatch.models import (
     WIDTH,
     Coder,
     Gate,
+    Pair,
     Stack,
     Tree,
     assert_same_gradients,
@@ -179,6 +180,7 @@ def test_a_map_that_does_not_fit_changes_nothing() -> None:
             {"dtypes": {"layers.0.weight": "float16"}},
             r"dtypes\['layers\.0\.weight'\]='float16' is no torch\.dtype: give torch\.float16",
         ),
+        ({"": "cpu"}, {"release_pages": "yes"}, "release_pages='yes': give True or False"),
         ({"": "cpu"}, {"write_back": True}, "write_back=True: device_map puts nothing on 'disk'"),
     ],
 )
@@ -208,7 +210,7 @@ class TestLeaving:
         assert torch.equal(model(x), plain(x))
         assert name not in model.__dict__
 
-    def test_hooks_are_not_removed_while_the_model_computes(self, stack: tuple[nn.Module, nn.Module]) -> None:
+    def test_hooks_are_not_removed_while_the_model_computes(self, stack: Pair) -> None:
         model, _ = stack
         handle = model.layers[2].register_forward_hook(lambda *_: remove_hooks(model))
         with pytest.raises(OffloadedError, match="a forward of the model is under way"):
@@ -216,7 +218,7 @@ class TestLeaving:
         handle.remove()
         remove_hooks(model)
 
-    def test_a_backward_may_follow(self, stack: tuple[nn.Module, nn.Module]) -> None:
+    def test_a_backward_may_follow(self, stack: Pair) -> None:
         model, plain = stack
         x = torch.randn(2, WIDTH)
         losses = [one(x).sum() for one in (model, plain)]
@@ -237,9 +239,7 @@ class TestLeaving:
                 os._exit(0 if torch.equal(model(torch.ones(1, 256)), expected) else 1)
         assert os.waitpid(child, 0)[1] == 0
 
-    def test_a_parameter_is_copied_and_pickled_as_an_ordinary_one(
-        self, stack: tuple[nn.Module, nn.Module], tmp_path: Path
-    ) -> None:
+    def test_a_parameter_is_copied_and_pickled_as_an_ordinary_one(self, stack: Pair, tmp_path: Path) -> None:
         weight = stack[0].layers[0].weight
         torch.save({"weight": weight}, tmp_path / "weight.pt")
         for copied in (copy.deepcopy(weight), torch.load(tmp_path / "weight.pt")["weight"]):

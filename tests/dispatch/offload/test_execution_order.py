@@ -21,27 +21,18 @@ def test_what_comes_next_is_what_came_next_the_last_time() -> None:
     assert recorder.position == 0
 
 
-def test_a_forward_that_failed_teaches_nothing() -> None:
-    order = ExecutionOrder([0, 1, 2])
-    recorder = OrderRecorder()
-    recorder.begin(order)
-    recorder.use(2)
-    recorder.end(completed=False)
-    assert order.units == (0, 1, 2)
-
-
-def test_a_forward_within_a_forward_is_part_of_it() -> None:
-    order = ExecutionOrder([0, 1])
-    recorder = OrderRecorder()
-    for _ in range(2):
-        recorder.begin(order)
-    recorder.use(1)
-    recorder.end(completed=True)
-    assert recorder.depth == 1
-    recorder.use(0)
-    recorder.end(completed=True)
-    assert recorder.depth == 0
-    assert order.units == (1, 0)
+def test_a_forward_within_a_forward_is_part_of_it_and_one_that_failed_teaches_nothing() -> None:
+    order, recorder = ExecutionOrder([0, 1]), OrderRecorder()
+    for completed, learnt in ((False, (0, 1)), (True, (1, 0))):
+        for _ in range(2):
+            recorder.begin(order)
+        recorder.use(1)
+        recorder.end(completed=True)
+        assert recorder.depth == 1
+        recorder.use(0)
+        recorder.end(completed=completed)
+        assert recorder.depth == 0
+        assert order.units == learnt
 
 
 @given(learnt=parts, used=parts)
@@ -81,26 +72,17 @@ def uses(order: BackwardOrder, units: tuple[int, ...], *, recomputed: bool = Fal
     return expected
 
 
-def test_a_backward_is_expected_to_reverse_its_forward() -> None:
+def test_a_backward_is_learnt_from_after_the_same_forward_only() -> None:
     order = BackwardOrder()
     order.forward = ExecutionOrder([0, 1, 2])
-    assert uses(order, (2, 1)) == [[1, 0], [0]]
+    order.use(1, recomputed=False)
+    assert order.is_running
+    order.end(completed=False)  # which teaches nothing
+    assert uses(order, (2, 1)) == [[1, 0], [0]]  # the reverse of its forward
     assert not order.is_running
-
-
-def test_a_backward_is_learnt_from_after_the_same_forward_only() -> None:
     order = BackwardOrder()
     order.forward = ExecutionOrder([0, 1, 2])
     assert uses(order, (0, 1, 2), recomputed=True) == [[], [], []]  # nothing is known of recomputation yet
     assert uses(order, (0, 1, 2), recomputed=True) == [[1, 2], [2], []]
     order.forward.learn([2, 0, 1])
     assert uses(order, (1, 0)) == [[0, 2], [2]]
-
-
-def test_a_backward_that_failed_teaches_nothing() -> None:
-    order = BackwardOrder()
-    order.forward = ExecutionOrder([0, 1, 2])
-    order.use(1, recomputed=False)
-    assert order.is_running
-    order.end(completed=False)
-    assert uses(order, (2, 1)) == [[1, 0], [0]]

@@ -49,22 +49,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def plain(model: nn.Module, _folder: Path) -> nn.Module:
-    return model
-
-
-def copied(model: nn.Module, _folder: Path) -> nn.Module:
-    return streamed(model)
-
-
-def in_place(model: nn.Module, folder: Path) -> nn.Module:
-    return disk_offload(model, folder)
-
-
-def written_back(model: nn.Module, folder: Path) -> nn.Module:
-    return disk_offload(model, folder, write_back=True)
-
-
 def loaded(model: nn.Module, folder: Path) -> nn.Module:
     folder.mkdir(exist_ok=True)
     save_file(model.state_dict(), folder / "model.safetensors")
@@ -73,11 +57,14 @@ def loaded(model: nn.Module, folder: Path) -> nn.Module:
     return load_checkpoint_and_dispatch(empty, folder, {"": "disk"})
 
 
-def with_a_hook(model: nn.Module, _folder: Path) -> nn.Module:
-    return cpu_offload_with_hook(model, "cpu")[0]
-
-
-WAYS = [plain, copied, in_place, written_back, loaded, with_a_hook]
+WAYS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "plain": lambda model, _: model,
+    "copied": lambda model, _: streamed(model),
+    "in place": disk_offload,
+    "written back": lambda model, folder: disk_offload(model, folder, write_back=True),
+    "loaded": loaded,
+    "with a hook": lambda model, _: cpu_offload_with_hook(model, "cpu")[0],
+}
 
 
 def parts(model: nn.Module) -> list[weakref.ref[object]]:
@@ -96,9 +83,6 @@ def check_freed(all_parts: list[weakref.ref[object]]) -> None:
         time.sleep(0.001)
 
 
-def nothing(_model: nn.Module) -> None: ...
-
-
 def forward(model: nn.Module) -> None:
     with torch.inference_mode():
         model(torch.ones(2, WIDTH))
@@ -107,10 +91,6 @@ def forward(model: nn.Module) -> None:
 def backward(model: nn.Module) -> None:
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()
-
-
-def forward_that_is_not_gone_back(model: nn.Module) -> None:
-    model(torch.ones(2, WIDTH))
 
 
 def failing_forward(model: nn.Module) -> None:
@@ -128,30 +108,30 @@ def failing_backward(model: nn.Module) -> None:
         output.sum().backward()
 
 
-def removed(model: nn.Module) -> None:
+def removed_and_used(model: nn.Module) -> None:
     forward(model)
     remove_hooks(model)
-
-
-def removed_and_used(model: nn.Module) -> None:
-    removed(model)
     forward(model)
 
 
-USES = [
-    nothing,
-    forward,
-    backward,
-    forward_that_is_not_gone_back,
-    failing_forward,
-    failing_backward,
-    removed,
-    removed_and_used,
-]
+USES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda _: None,
+    "forward": forward,
+    "backward": backward,
+    "forward that is not gone back": lambda model: [model(torch.ones(2, WIDTH)), None][1],
+    "failing forward": failing_forward,
+    "failing backward": failing_backward,
+    "removed": remove_hooks,
+    "removed and used": removed_and_used,
+}
+BUILDS = [
+    Coder, *KINDS.values(), Checkpointed, lambda: CheckpointedBlocks(use_reentrant=False),
+    lambda: CheckpointedBlocks(use_reentrant=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_model_is_freed_at_once(
     way: Callable[[nn.Module, Path], nn.Module], use: Callable[[nn.Module], None], tmp_path: Path
 ) -> None:
@@ -162,21 +142,12 @@ def test_a_model_is_freed_at_once(
     check_freed(all_parts)
 
 
-@pytest.mark.parametrize("way", [plain, copied, in_place])
-@pytest.mark.parametrize("build", [Coder, *KINDS.values(), Checkpointed])
+@pytest.mark.parametrize("way", ["plain", "copied", "in place"])
+@pytest.mark.parametrize("build", BUILDS)
 def test_a_model_of_any_kind_is_freed_at_once(
-    way: Callable[[nn.Module, Path], nn.Module], build: Callable[[], nn.Module], tmp_path: Path
+    way: str, build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    model = way(nn.Sequential(build()), tmp_path)
-    backward(model)
-    all_parts = parts(model)
-    del model
-    check_freed(all_parts)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_model_that_computes_layers_again_is_freed_at_once(use_reentrant: bool) -> None:
-    model = streamed(CheckpointedBlocks(use_reentrant=use_reentrant))
+    model = WAYS[way](nn.Sequential(build()), tmp_path)
     backward(model)
     all_parts = parts(model)
     del model

@@ -188,10 +188,3 @@ class TestAHostWithoutRoom:
         assert [step[0] for step in here] == [True, True, True, True, False]
         assert here[3][1:] == [False, False]
         assert num_resident(model) == 0
-
-
-def test_arguments_that_cannot_be_change_nothing(tmp_path: Path) -> None:
-    model = layers(1)
-    with pytest.raises(ValueError, match="release_pages='yes': give True or False"):
-        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, release_pages="yes")  # type: ignore[arg-type]
-    assert not hasattr(model, "hf_device_map")

@@ -67,15 +67,6 @@ def test_pages_that_left_memory_are_missed_and_brought_back(tmp_path: Path) -> N
     assert torch.equal(weight, torch.arange(3 << 20))
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> torch.Tensor:
-    if not can_release():
-        pytest.skip("asks Linux which pages were written to")
-    save_file({"weight": torch.arange(1 << 20)}, tmp_path / "weights.safetensors")
-    with safe_open(tmp_path / "weights.safetensors", framework="pt") as reader:
-        return reader.get_tensor("weight")
-
-
 def resident(tensor: torch.Tensor) -> int:
     """How many of its pages this process has."""
     pages = Pages.of(tensor)
@@ -83,14 +74,6 @@ def resident(tensor: torch.Tensor) -> int:
         file.seek(pages.first // PAGE * 8)
         entries = bytearray(file.read(8 * -(-pages.size_bytes // PAGE)))
     return int((torch.frombuffer(entries, dtype=torch.int64) < 0).sum())
-
-
-def test_pages_that_are_released_come_again(weights: torch.Tensor) -> None:
-    weights.sum()
-    assert resident(weights) == 2049 or resident(weights) == 2048
-    assert release(Pages.of(weights))
-    assert resident(weights) == 0
-    assert torch.equal(weights, torch.arange(1 << 20))
 
 
 @given(st.sets(st.integers(0, (1 << 20) - 1), max_size=3))

@@ -91,14 +91,6 @@ class TestTraining:
             sys.setswitchinterval(interval)
         assert torch.equal(model[2].bias.grad, torch.full((4,), 100.0))
 
-    def test_a_part_alone_sees_what_a_step_has_changed(self) -> None:
-        model = streamed(Stack())
-        model(torch.randn(2, WIDTH)).sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        assert not model.layers[0](torch.randn(2, WIDTH)).any()
-
     @pytest.mark.parametrize(
         "use",
         [

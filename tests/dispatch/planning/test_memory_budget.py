@@ -40,25 +40,18 @@ def layers(number: int) -> list[Block]:
     return blocks_of(ModelLayout.of(model))
 
 
-def test_a_model_is_spread_evenly() -> None:
-    budgets = {0: 10_000, 1: 10_000, 2: 10_000, "cpu": 50}
-    assert balanced_budgets(budgets, layers(6)) == {0: 1200, 1: 1200, 2: 10_000, "cpu": 50}
-
-
-def test_no_device_gets_more_than_it_has() -> None:
-    assert balanced_budgets({0: 500, 1: 10_000}, layers(6)) == {0: 500, 1: 10_000}
-
-
-def test_the_first_one_may_be_kept_free() -> None:
-    assert balanced_budgets({0: 9000, 1: 1500, 2: 9000}, layers(6), low_zero=True) == {
-        0: 0, 1: 1500, 2: 9000
-    }  # fmt: skip
-    assert balanced_budgets({0: 9000, 1: 700, 2: 700}, layers(6), low_zero=True)[0] == 1000
-
-
-def test_one_accelerator_has_nothing_to_balance() -> None:
-    assert balanced_budgets({0: 100, "cpu": 9000}, layers(6)) == {0: 100, "cpu": 9000}
-
-
-def test_the_host_gives_no_more_than_it_has() -> None:
-    assert 0 < get_max_memory()["cpu"] <= psutil.virtual_memory().total
+@pytest.mark.parametrize(
+    ("budgets", "low_zero", "expected"),
+    [
+        # A model is spread evenly.
+        ({0: 10_000, 1: 10_000, 2: 10_000, "cpu": 50}, False, {0: 1200, 1: 1200, 2: 10_000, "cpu": 50}),
+        ({0: 500, 1: 10_000}, False, {0: 500, 1: 10_000}),  # no device gets more than it has
+        ({0: 9000, 1: 1500, 2: 9000}, True, {0: 0, 1: 1500, 2: 9000}),  # the first one may be kept free
+        ({0: 9000, 1: 700, 2: 700}, True, {0: 1000, 1: 700, 2: 700}),
+        ({0: 100, "cpu": 9000}, False, {0: 100, "cpu": 9000}),  # one accelerator has nothing to balance
+    ],
+)
+def test_budgets_are_balanced(
+    budgets: dict[int | str, int], low_zero: bool, expected: dict[int | str, int]
+) -> None:
+    assert balanced_budgets(budgets, layers(6), low_zero=low_zero) == expected

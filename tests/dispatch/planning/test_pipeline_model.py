@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -65,74 +64,40 @@ def play(works: Sequence[Work], rates: Bandwidths, *, windows: Sequence[float]) 
     return turns
 
 
-def seconds_of(turns: Sequence[PartTimes]) -> float:
-    return turns[-1].computed[1] if turns else 0.0
+def hosts(seconds: float, *sizes: int) -> list[Work]:
+    return [Work(seconds, size, Tier.HOST) for size in sizes]
 
 
-def test_what_is_there_is_just_computed() -> None:
-    turns = play([Work(1.0, 100), Work(2.0, 100)], RATES, windows=[0])
-    assert [turn.computed for turn in turns] == [(0, 1), (1, 3)]
-    assert seconds_of(turns) == 3
-
-
-def test_the_next_weights_come_while_others_compute() -> None:
+STAYS, COMES = Work(1.0, 20), Work(1.0, 20, Tier.HOST)
+AROUND = Work(0.0, 10, Tier.HOST, 0, 0)
+TIMES: dict[str, tuple[list[Work], list[float], float]] = {
+    "no work takes no time": ([], [0], 0),
+    "what is there is just computed": ([Work(1.0, 100), Work(2.0, 100)], [0], 3),
     # Each copy takes 1 s and each part 2 s: after the first copy all others are hidden.
-    turns = play([Work(2.0, 10, Tier.HOST)] * 4, RATES, windows=[20])
-    assert seconds_of(turns) == 1 + 4 * 2
-    assert [turn.copied for turn in turns] == [(0, 1), (1, 2), (3, 4), (5, 6)]
-
-
-def test_a_slow_link_is_what_it_takes() -> None:
-    assert seconds_of(play([Work(0.5, 10, Tier.HOST)] * 4, RATES, windows=[20])) == 4 * 1 + 0.5
-
-
-def test_the_disk_reads_ahead_of_the_link() -> None:
-    turns = play([Work(0.1, 10, Tier.DISK)] * 3, RATES, windows=[30])
-    assert [turn.read for turn in turns] == [(0, 2), (2, 4), (4, 6)]
-    assert [turn.copied for turn in turns] == [(2, 3), (4, 5), (6, 7)]
-
-
-def test_what_stays_gives_the_others_time() -> None:
+    "the next weights come while others compute": (hosts(2.0, *[10] * 4), [20], 1 + 4 * 2),
+    "a slow link is what it takes": (hosts(0.5, *[10] * 4), [20], 4 * 1 + 0.5),
+    "the disk reads ahead of the link": ([Work(0.1, 10, Tier.DISK)] * 3, [30], 3 * 2 + 1 + 0.1),
     # A copy takes 2 s, a part 1 s.
-    spread = [Work(1.0, 20, source) for source in (Tier.DEVICE, Tier.HOST) * 4]
-    apart = [Work(1.0, 20, source) for source in (Tier.DEVICE,) * 4 + (Tier.HOST,) * 4]
-    assert seconds_of(play(spread, RATES, windows=[40])) == 9
-    assert seconds_of(play(apart, RATES, windows=[40])) == 10
+    "what stays gives the others time": ([STAYS, COMES] * 4, [40], 9),
+    "beside what stays at once": ([STAYS] * 4 + [COMES] * 4, [40], 10),
+    "what fills the window alone comes alone": (hosts(1.0, 10, 30, 5), [20], 7.5),
+    "small parts come as many as fit": (hosts(2.0, 30, 10, 10, 10, 30), [60], 13),
+    "each device has its own window": (
+        [Work(4.0, 10, Tier.HOST, device) for device in (0, 0, 1)], [20, 10], 1 + 3 * 4
+    ),
+    "a smaller window waits": ([Work(4.0, 10, Tier.HOST, device) for device in (0, 0, 1)], [10, 10], 14),
+    "a part around others leaves with the last": (
+        [AROUND, *hosts(1.0, 10), Work(1.0, 10, Tier.HOST, 0, 20), *hosts(1.0, 20)], [30], 7
+    ),
+    "also where what is inside stays": (
+        [AROUND, Work(5.0, 0, Tier.DEVICE, 0, 10), *hosts(1.0, 20)], [20], 9
+    ),
+}  # fmt: skip
 
 
-def test_a_part_that_fills_the_window_alone_comes_alone() -> None:
-    turns = play(
-        [Work(1.0, 10, Tier.HOST), Work(1.0, 30, Tier.HOST), Work(1.0, 5, Tier.HOST)], RATES, windows=[20]
-    )
-    assert [turn.copied for turn in turns] == [(0, 1), (2, 5), (6, 6.5)]
-
-
-def test_small_parts_come_as_many_as_fit() -> None:
-    works = [Work(2.0, size, Tier.HOST) for size in (30, 10, 10, 10, 30)]
-    turns = play(works, RATES, windows=[60])
-    assert [turn.copied[0] for turn in turns] == [0, 3, 4, 5, 6]
-    later = play(works, RATES, windows=[59])
-    assert [turn.copied[0] for turn in later] == [0, 3, 4, 5, 7]  # when the first two have left
-
-
-def test_each_device_has_its_own_window() -> None:
-    works = [Work(4.0, 10, Tier.HOST, device) for device in (0, 0, 1)]
-    copied = [turn.copied for turn in play(works, RATES, windows=[20, 10])]
-    assert copied == [(0, 1), (1, 2), (2, 3)]
-    assert [turn.copied[0] for turn in play(works, RATES, windows=[10, 10])] == [0, 5, 6]
-
-
-def test_a_part_around_others_leaves_with_the_last_of_them() -> None:
-    around = Work(0.0, 10, Tier.HOST, 0, 0)
-    inside = [Work(1.0, 10, Tier.HOST), Work(1.0, 10, Tier.HOST, 0, 20)]
-    turns = play([around, *inside, Work(1.0, 20, Tier.HOST)], RATES, windows=[30])
-    assert [turn.copied for turn in turns] == [(0, 1), (1, 2), (2, 3), (4, 6)]
-    stays = play(
-        [Work(0.0, 10, Tier.HOST, 0, 0), Work(5.0, 0, Tier.DEVICE, 0, 10), Work(1.0, 20, Tier.HOST)],
-        RATES,
-        windows=[20],
-    )
-    assert stays[2].copied == (6, 8)  # also where what is inside stays
+@pytest.mark.parametrize(("works", "windows", "seconds"), TIMES.values(), ids=TIMES)
+def test_a_forward_takes(works: list[Work], windows: list[float], seconds: float) -> None:
+    assert forward_seconds(works, RATES, windows=windows) == pytest.approx(seconds)
 
 
 works = st.lists(
@@ -149,23 +114,25 @@ works = st.lists(
 windows = st.tuples(st.integers(0, 4000), st.integers(0, 4000))
 
 
-@given(works, windows)
-def test_nothing_happens_before_its_time(parts: list[Work], window: tuple[int, int]) -> None:
+@given(works, windows, st.integers(0, 1000))
+def test_the_time_is_that_of_the_turns_and_within_its_bounds(
+    parts: list[Work], window: tuple[int, int], more: int
+) -> None:
+    seconds = forward_seconds(parts, RATES, windows=window)
     turns = play(parts, RATES, windows=window)
-    for lane in ("read", "copied", "computed"):
-        spans = [
-            getattr(turn, lane) for turn, part in zip(turns, parts, strict=True) if used(turn, part, lane)
-        ]
-        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
-    for turn, part in zip(turns, parts, strict=True):
-        if part.source is Tier.DISK:
-            assert turn.read[1] <= turn.copied[0]
-        if part.source is not Tier.DEVICE:
-            assert turn.copied[1] <= turn.computed[0]
+    assert seconds == pytest.approx(turns[-1].computed[1] if turns else 0.0, rel=1e-9)
+    compute = sum(part.compute_seconds for part in parts)
+    copy = sum(part.size_bytes for part in parts if part.source is not Tier.DEVICE) / RATES.to_device
+    read = sum(part.size_bytes for part in parts if part.source is Tier.DISK) / RATES.from_disk
+    assert max(compute, copy, read) <= seconds * (1 + 1e-9) + 1e-9  # the busiest
+    assert seconds <= (compute + copy + read) * (1 + 1e-9) + 1e-9  # all in turn
+    larger = forward_seconds(parts, RATES, windows=(window[0] + more, window[1]))
+    assert larger <= seconds * (1 + 1e-9)
 
 
 @given(works, windows)
 def test_no_window_ever_holds_more_than_it_may(parts: list[Work], window: tuple[int, int]) -> None:
+    """Of the turns, which the time is that of."""
     turns = play(parts, RATES, windows=window)
     come = [(turn, part) for turn, part in zip(turns, parts, strict=True) if part.source is not Tier.DEVICE]
     for begun, part in come:
@@ -179,34 +146,3 @@ def test_no_window_ever_holds_more_than_it_may(parts: list[Work], window: tuple[
             and turn.computed[1] > begun.copied[0] + 1e-9
         ]
         assert sum(there) <= max(window[part.device], part.size_bytes) or len(there) == 1
-
-
-@given(works, windows)
-def test_it_is_bounded_by_the_busiest_and_by_all_in_turn(parts: list[Work], window: tuple[int, int]) -> None:
-    compute = sum(part.compute_seconds for part in parts)
-    copy = sum(part.size_bytes for part in parts if part.source is not Tier.DEVICE) / RATES.to_device
-    read = sum(part.size_bytes for part in parts if part.source is Tier.DISK) / RATES.from_disk
-    seconds = seconds_of(play(parts, RATES, windows=window))
-    assert max(compute, copy, read) <= seconds * (1 + 1e-9) + 1e-9
-    assert seconds <= (compute + copy + read) * (1 + 1e-9) + 1e-9
-
-
-@given(works, windows, st.integers(0, 1000))
-def test_a_larger_window_never_takes_longer(parts: list[Work], window: tuple[int, int], more: int) -> None:
-    larger = (window[0] + more, window[1])
-    seconds = seconds_of(play(parts, RATES, windows=larger))
-    assert seconds <= seconds_of(play(parts, RATES, windows=window)) * (1 + 1e-9)
-
-
-@given(works, windows)
-def test_the_time_alone_is_that_of_the_turns(parts: list[Work], window: tuple[int, int]) -> None:
-    seconds = seconds_of(play(parts, RATES, windows=window))
-    assert forward_seconds(parts, RATES, windows=window) == pytest.approx(seconds, rel=1e-9)
-
-
-def used(turn: PartTimes, part: Work, lane: str) -> bool:
-    return lane == "computed" or part.source is Tier.DISK or (part.source is Tier.HOST and lane == "copied")
-
-
-def test_no_work_takes_no_time() -> None:
-    assert seconds_of(play([], RATES, windows=[0])) == 0

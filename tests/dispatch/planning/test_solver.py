@@ -33,20 +33,15 @@ def test_what_fits_stays_and_the_devices_are_filled_in_order() -> None:
     assert plan.devices == (0, 0, 1, 1, 1, 1)
 
 
-def test_what_does_not_fit_is_spread_evenly() -> None:
+@pytest.mark.parametrize("host", [10_000, 300])
+def test_what_does_not_fit_is_spread_evenly_and_the_disk_takes_what_the_host_cannot_hold(host: int) -> None:
     blocks = layers(12)
-    plan = plan_places(blocks, costs_of(blocks), Budgets(devices=(800,), host=10_000), RATES)
-    assert "hh" not in drawn(plan)
-    assert sum(plan.windows) + 100 * drawn(plan).count("D") == 800  # all room is used
+    plan = plan_places(blocks, costs_of(blocks), Budgets(devices=(800,), host=host), RATES)
+    away = drawn(plan).replace(".", "h")
+    assert "hh" not in away
+    assert sum(plan.windows) + 100 * away.count("D") == 800  # all room is used
+    assert drawn(plan).count("h") == min(host // 100, away.count("h"))
     assert plan.seconds == 12  # nothing is waited for
-
-
-def test_the_disk_takes_what_the_host_cannot_hold() -> None:
-    blocks = layers(12)
-    plan = plan_places(blocks, costs_of(blocks), Budgets(devices=(800,), host=300), RATES)
-    assert drawn(plan).count("h") == 3  # what it holds
-    assert drawn(plan).count(".") > 0
-    assert plan.seconds == 12
 
 
 def test_each_device_computes_its_run_of_layers_and_streams_into_itself() -> None:
@@ -77,25 +72,17 @@ def test_a_few_large_ones_stay_where_room_for_them_would_cost_more() -> None:
     assert drawn(plan)[0] == "D"
 
 
-@pytest.mark.parametrize(
-    ("budgets", "told"),
-    [
-        (Budgets(devices=(90,), host=1000), r"'layer.0' takes 100 B, activations up to 0 B, 0 B stay"),
-        (Budgets(devices=(150,), host=10, disk=20), r"the model takes 400 B and the devices may hold 180 B"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_held_is_told(budgets: Budgets, told: str) -> None:
-    with pytest.raises(DeviceMapError, match=f"max_memory: {told}"):
-        plan_places(layers(4), {}, budgets, RATES)
-
-
-def test_the_block_that_is_too_large_is_named_with_what_it_needs() -> None:
+def test_what_cannot_be_held_is_told() -> None:
     blocks = [*layers(3, 10**9), Block("head", 6 * 10**9, 3)]
-    costs = {"head": BlockCost(peak_bytes=5 * 10**8, kept_bytes=0)}
-    with pytest.raises(
-        DeviceMapError, match=r"'head' takes 6.00 GB, activations up to 500.00 MB.* give one at least 6.50 GB"
-    ):
-        plan_places(blocks, costs, Budgets(devices=(4 * 10**9,), host=10**12), RATES)
+    head = {"head": BlockCost(peak_bytes=5 * 10**8, kept_bytes=0)}
+    for held, costs, budgets, told in (
+        (layers(4), {}, Budgets(devices=(90,), host=1000), r"'layer.0' takes 100 B, activations up to 0 B, 0 B stay"),
+        (layers(4), {}, Budgets(devices=(150,), host=10, disk=20), "the model takes 400 B and .* may hold 180 B"),
+        (blocks, head, Budgets(devices=(4 * 10**9,), host=10**12),
+         "'head' takes 6.00 GB, activations up to 500.00 MB.* give one at least 6.50 GB"),
+    ):  # fmt: skip
+        with pytest.raises(DeviceMapError, match=f"max_memory: {told}"):
+            plan_places(held, costs, budgets, RATES)
 
 
 @pytest.mark.parametrize("devices", [(50, 800), (800, 50), (50, 0, 800, 90)])
@@ -195,7 +182,7 @@ models = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(models, st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 4000), st.data())
 def test_no_budget_is_exceeded_at_the_peak(
     model: list[tuple[list[int], int, int, int]], devices: list[int], host: int, data: st.DataObject

@@ -331,11 +331,6 @@ def test_packed_weights_that_come_cannot_be_moved(plain: nn.Module, checkpoint: 
     assert "_apply" not in vars(model.up)
 
 
-def test_fp64_is_not_packed_to_4_bits() -> None:
-    with pytest.raises(ValueError, match=r"not of torch.float64: give dtype"):
-        quantized_sizes(Small(), BitsAndBytes4Bit(), dtype=torch.float64)
-
-
 def test_layers_whose_weights_torch_uses_without_calling_them_stay(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.TransformerEncoderLayer(64, 2, 64), nn.Linear(64, 64)])
     assert set(quantized_sizes(model, BitsAndBytes8Bit())) == {"1.weight"}
@@ -343,29 +338,33 @@ def test_layers_whose_weights_torch_uses_without_calling_them_stay(tmp_path: Pat
 
 def test_bad_input_is_said_before_anything_is_read(checkpoint: Path) -> None:
     int8 = torchao.Int8WeightOnlyConfig()
-    with pytest.raises(ValueError, match=r"offload_folder"):
-        load_checkpoint_in_model(empty(), checkpoint, {"": "disk"}, quantization=BitsAndBytes4Bit())
-    with pytest.raises(ValueError, match=r"skip_modules=\['nope'\]"):
-        quantized_sizes(empty(), TorchAO(int8, skip_modules=["nope"]))
-    with pytest.raises(ValueError, match="no weight to pack"):
-        quantized_sizes(empty(), TorchAO(int8, skip_modules=["up", "down", "again", "lm_head"]))
-    with pytest.raises(ValueError, match="no weight to pack"):
-        load_checkpoint_in_model(nn.Linear(2, 2, device="meta"), checkpoint, quantization=TorchAO(int8))
-    with pytest.raises(ValueError, match="must be a configuration of torchao"):
-        TorchAO("int8")
-    with pytest.raises(ValueError, match="must be a configuration of torchao"):
-        TorchAO(torchao.Int8WeightOnlyConfig)
-    with pytest.raises(ValueError, match="quant_type"):
-        BitsAndBytes4Bit(quant_type="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="threshold"):
-        BitsAndBytes8Bit(threshold=-1)
     group = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity.PerGroup(56))
-    with pytest.raises(ValueError, match="skip_modules"):
-        load_checkpoint_in_model(empty(), checkpoint, quantization=TorchAO(group))
-    hooked = empty()
+    hooked, linears = empty(), ["up", "down", "again", "lm_head"]
     hooked.up.register_forward_hook(print)
-    with pytest.raises(ValueError, match=r"'up\.weight'.*hooks"):
-        load_checkpoint_in_model(hooked, checkpoint, quantization=TorchAO(int8))
+    bad: list[tuple[str, Callable[[], object]]] = [
+        (r"skip_modules=\['nope'\]", lambda: quantized_sizes(empty(), TorchAO(int8, skip_modules=["nope"]))),
+        ("no weight to pack", lambda: quantized_sizes(empty(), TorchAO(int8, skip_modules=linears))),
+        ("must be a configuration of torchao", lambda: TorchAO("int8")),
+        ("must be a configuration of torchao", lambda: TorchAO(torchao.Int8WeightOnlyConfig)),
+        ("quant_type", lambda: BitsAndBytes4Bit(quant_type="int4")),
+        ("threshold", lambda: BitsAndBytes8Bit(threshold=-1)),
+        (
+            "not of torch.float64: give dtype",
+            lambda: quantized_sizes(Small(), BitsAndBytes4Bit(), dtype=torch.float64),
+        ),
+    ]
+    loads: list[tuple[str, nn.Module, str, Quantization]] = [
+        ("offload_folder", empty(), "disk", BitsAndBytes4Bit()),
+        ("no weight to pack", nn.Linear(2, 2, device="meta"), "cpu", TorchAO(int8)),
+        ("skip_modules", empty(), "cpu", TorchAO(group)),
+        (r"'up\.weight'.*hooks", hooked, "cpu", TorchAO(int8)),
+    ]
+    for message, act in bad:
+        with pytest.raises(ValueError, match=message):
+            act()
+    for message, model, place, quantization in loads:
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint_in_model(model, checkpoint, {"": place}, quantization=quantization)
 
 
 def test_what_is_quantised_already_is_not_loaded_again_nor_measured(checkpoint: Path) -> None:

@@ -59,7 +59,6 @@ class EstimateArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
 
     def __post_init__(self) -> None:
-        """Check the numbers and the choices."""
         for name in ("batch", "seq", "lora_rank", "num_processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")

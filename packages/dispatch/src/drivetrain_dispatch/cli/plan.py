@@ -104,7 +104,6 @@ class PlanArguments:
     json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
 
     def __post_init__(self) -> None:
-        """Check the numbers and the choices."""
         for name in ("batch", "seq"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 1")
@@ -145,12 +144,23 @@ def run(arguments: PlanArguments) -> int:
     except (ValueError, ImportError, OSError, CostError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
-    shown = (
-        json.dumps(_as_json(model, arguments, found), indent=2)
-        if arguments.json
-        else _as_text(model, arguments, found, rate, rates)
-    )
-    sys.stdout.write(f"{shown}\n")
+    if not arguments.json:
+        sys.stdout.write(f"{_as_text(model, arguments, found, rate, rates)}\n")
+        return 0
+    shown = {
+        "model": type(model).__name__,
+        "dtype": _dtype_of(model),
+        "quantize": arguments.quantize,
+        "size_bytes": sum(found.device_map.sizes.values()),
+        "device_map": dict(found.device_map),
+        "devices": {
+            str(device): asdict(held) | {"peak_bytes": held.peak_bytes}
+            for device, held in found.holdings.items()
+        },
+        "prefill_seconds": found.prefill_seconds,
+        "token_seconds": found.token_seconds,
+    }
+    sys.stdout.write(f"{json.dumps(shown, indent=2)}\n")
     return 0
 
 
@@ -201,22 +211,6 @@ def _torchao(config: str) -> Quantization:
     except ModuleNotFoundError as error:
         raise ImportError("--quantize torchao-...: pip install 'drivetrain-dispatch[torchao]'") from error
     return TorchAO(getattr(library, config)())
-
-
-def _as_json(model: nn.Module, arguments: PlanArguments, found: Forecast) -> dict[str, Any]:
-    return {
-        "model": type(model).__name__,
-        "dtype": _dtype_of(model),
-        "quantize": arguments.quantize,
-        "size_bytes": sum(found.device_map.sizes.values()),
-        "device_map": dict(found.device_map),
-        "devices": {
-            str(device): asdict(held) | {"peak_bytes": held.peak_bytes}
-            for device, held in found.holdings.items()
-        },
-        "prefill_seconds": found.prefill_seconds,
-        "token_seconds": found.token_seconds,
-    }
 
 
 def _as_text(

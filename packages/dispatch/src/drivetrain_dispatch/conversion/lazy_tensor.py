@@ -138,8 +138,16 @@ class LazyTensor(Tensor):
             file.expect(name, start=0, size_bytes=file.tensor(name).nbytes)
 
     def mapped_file(self) -> MappedFile | None:
-        """Return the file whose pages the values are; None if they are computed."""
-        return next(iter(self.files())) if self.is_mapped() else None
+        """Return the file whose pages the values are; None if they have to be computed or copied."""
+        inputs = list(self._lazy_inputs())
+        if isinstance(self.origin, Operation):
+            # Torch keeps one Python object per storage: a view shares it, a copy does not.
+            own = _plain(self)
+            if len(inputs) != 1 or own.untyped_storage() is not _plain(inputs[0]).untyped_storage():
+                return None
+            if not own.is_contiguous():
+                return None
+        return next(iter(self.files()))
 
     def files(self) -> dict[MappedFile, None]:
         """Return the files that the values are read from, each once."""
@@ -149,17 +157,6 @@ class LazyTensor(Tensor):
         """Return the path of the first file to read and the offset in it, for sorting reads in file order."""
         places = ((str(found.file.path), found.file.start_of(found.name) or 0) for found in self.inputs())
         return min(places, default=("", 0))
-
-    def is_mapped(self) -> bool:
-        """Return whether the values are pages of one file, so that nothing has to be computed or copied."""
-        if isinstance(self.origin, TensorInFile):
-            return True
-        inputs = list(self._lazy_inputs())
-        if len(inputs) != 1:
-            return False
-        own, held = _plain(self), _plain(inputs[0])
-        # Torch keeps one Python object per storage: a view shares it, a copy does not.
-        return own.untyped_storage() is held.untyped_storage() and own.is_contiguous()
 
     def recipe(self) -> str:
         """Describe how the values are made, in a string that is equal for equal operations on the same files."""

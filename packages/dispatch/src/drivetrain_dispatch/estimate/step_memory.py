@@ -82,7 +82,6 @@ class StorageTally(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count what it creates."""
         result = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

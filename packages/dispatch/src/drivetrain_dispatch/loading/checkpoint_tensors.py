@@ -39,7 +39,6 @@ class WeightLoadOptions:
     offload_folder: Path | str | None = None
 
     def __post_init__(self) -> None:
-        """Check what a user gave."""
         if self.progress is not None and not callable(self.progress):
             raise ValueError(
                 f"progress={self.progress!r} cannot be called: give a function of the bytes read and of all"

@@ -38,16 +38,11 @@ class PlannedTensor:
     quantized_bytes: int | None = None  # the bytes of the packed tensor; None if it is not packed
 
     @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def size_bytes(self) -> int:
         """The bytes that the tensor takes in its place."""
         if self.quantized_bytes is not None:
             return self.quantized_bytes
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def tier(self) -> Tier:

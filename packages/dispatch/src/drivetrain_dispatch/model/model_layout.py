@@ -70,7 +70,6 @@ class ModelLayout:
         )
 
     def __post_init__(self) -> None:
-        """Check the names of single tensors."""
         for argument in ("special_dtypes", "special_sizes"):
             special: Mapping[str, object] = getattr(self, argument)
             if unknown := sorted(name for name in special if name not in self.tensors):

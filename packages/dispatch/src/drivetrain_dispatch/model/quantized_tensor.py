@@ -6,7 +6,7 @@ name of their class's module, so that bitsandbytes is never imported without nee
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from weakref import ref
 
@@ -31,7 +31,9 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if not is_quantized(tensor):
         return [tensor]
     if _is_of_bitsandbytes(tensor):
-        return [tensor.data, *_tensors_in(_attributes(tensor))]
+        found: list[Tensor] = [tensor.data]
+        _attributes(vars(tensor), lambda part: found.append(part) or part)
+        return found
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     return [part for name in names for part in parts_of(getattr(tensor, name))]
@@ -50,8 +52,8 @@ def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
         return next(parts)
     if _is_of_bitsandbytes(tensor):
         data, kind = next(parts), cast("Any", type(tensor))
-        attributes = _with_tensors(_attributes(tensor), parts)
-        if "CB" in vars(tensor):  # an 8-bit weight's alias of its data
+        attributes = _attributes(vars(tensor), lambda _: next(parts))
+        if "CB" in vars(tensor):
             attributes["CB"] = data
         return kind(data, requires_grad=False, **attributes)
     wrapper: Any = tensor
@@ -109,7 +111,6 @@ def why_unready(weight: Tensor, layer: nn.Module) -> str | None:
 
 
 def _is_of_bitsandbytes(tensor: Tensor) -> bool:
-    """Return whether a weight is quantised by bitsandbytes."""
     return any(kind.__module__.startswith("bitsandbytes.") for kind in type(tensor).__mro__)
 
 
@@ -168,30 +169,15 @@ class KeptLayout:
             layer.__dict__["support_avx512bf16_for_cpu"] = True
 
 
-def _attributes(tensor: Tensor) -> dict[str, Any]:
-    return {name: value for name, value in vars(tensor).items() if name != "CB"}
-
-
-def _tensors_in(attributes: dict[str, Any]) -> Iterable[Tensor]:
-    """Yield the tensors among attributes, including those of the scales, which may have scales of their own."""
-    for value in attributes.values():
-        if isinstance(value, Tensor):
-            yield value
-        elif _is_state(value):
-            yield from _tensors_in(vars(value))
-
-
-def _with_tensors(attributes: dict[str, Any], parts: Iterator[Tensor]) -> dict[str, Any]:
-    """Return the same attributes with other tensors, taken in the same order."""
-    new = dict(attributes)
-    for name, value in attributes.items():
-        if isinstance(value, Tensor):
-            new[name] = next(parts)
-        elif _is_state(value):
-            state = new[name] = copy.copy(value)
-            vars(state).update(_with_tensors(vars(value), parts))
-    return new
-
-
-def _is_state(value: object) -> bool:
-    return type(value).__name__ == "QuantState"
+def _attributes(given: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return attributes with their tensors changed in order, and those of the scales, which may have scales too."""
+    changed: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and name != "CB":  # an 8-bit weight's alias of its data
+            changed[name] = change(value)
+        elif type(value).__name__ == "QuantState":
+            changed[name] = copy.copy(value)
+            vars(changed[name]).update(_attributes(vars(value), change))
+        elif name != "CB":
+            changed[name] = value
+    return changed

@@ -29,20 +29,11 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep all weights of a model in host memory, and prefetch each while earlier modules compute.
 
-    Args:
-        model: The model with its weights; changed in place.
-        execution_device: The device that computes; the current accelerator by default. The host has nothing to
-            offload, and computes as usual.
-        offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
+    `execution_device` computes, by default the current accelerator; the host has nothing to offload, and computes as
+    usual. The other arguments and the errors are those of `dispatch_model`.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
-
-    Raises:
-        DeviceMapError: The device does not exist.
-        OffloadedError: The model is dispatched already.
-        ValueError: The model has no module of a named class.
 
     Example:
         >>> model = cpu_offload(torch.nn.Linear(4, 2), torch.device("cpu"))
@@ -65,28 +56,15 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] = (),
 ) -> nn.Module:
-    """Write the weights of a model to a file, and use them from there.
+    """Write the weights of a model to a file in the folder `offload_dir`, and use them from there.
 
     For an accelerator, each weight is prefetched while earlier modules compute; the host computes with the mapped
-    pages of the file. For weights that are in files already, use `load_checkpoint_and_dispatch`.
-
-    Args:
-        model: The model with its weights; changed in place.
-        offload_dir: The folder for the file.
-        execution_device: The device that computes; by default the current accelerator, or the host if there is none.
-        write_back: Whether training changes the file; otherwise changed weights take memory.
-        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
-        offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
+    pages of the file. For weights that are in files already, use `load_checkpoint_and_dispatch`. `execution_device`
+    computes, by default the current accelerator, or the host if there is none. The other arguments are those of
+    `dispatch_model`, as are the errors.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
-
-    Raises:
-        DeviceMapError: The device does not exist.
-        WeightFilesError: The file could not be written; the model is unchanged.
-        OffloadedError: The model is dispatched already.
-        ValueError: The model has no module of a named class.
     """
     return dispatch_model(
         model, {"": "disk"}, main_device=_chosen(execution_device), offload_dir=offload_dir,
@@ -98,12 +76,7 @@ def disk_offload(
 class OffloadHook(NotCopied):
     """The hook of `cpu_offload_with_hook`, which moves a model to its device and back to the host.
 
-    It holds the model by a weak reference only.
-
-    Args:
-        model: The model to move.
-        device: The device that computes.
-        previous: The hook of the model that is offloaded when this one is called; None for none.
+    It holds the model by a weak reference only; calling the model offloads that of the previous hook.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:

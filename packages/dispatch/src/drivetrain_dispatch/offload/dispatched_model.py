@@ -22,7 +22,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Undo the change."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -173,11 +173,9 @@ class Listener(Protocol):
 
     def begin(self, method: str) -> None:
         """Begin a call of the model's forward, or of the method of that name; calls may be nested."""
-        ...
 
     def end(self, *, completed: bool) -> None:
         """End a call whose `begin` succeeded; `completed` is True if the call did not fail."""
-        ...
 
 
 class UnitListener(Listener, Protocol):
@@ -188,11 +186,9 @@ class UnitListener(Listener, Protocol):
 
     def enter(self, index: int) -> None:
         """Begin a call of a unit."""
-        ...
 
     def leave(self, index: int) -> None:
         """End a call of a unit whose `enter` succeeded; it returned or failed."""
-        ...
 
 
 class _UnitCallbacks:

@@ -24,12 +24,7 @@ _MAKES = (torch.zeros_like, torch.full_like, torch.ones_like, torch.clone, Tenso
 
 
 class OptimizerOffload:
-    """The offload of an optimizer's state to files, until it is removed.
-
-    Args:
-        optimizer: The optimizer to offload.
-        folder: The folder for the files.
-    """
+    """The offload of an optimizer's state to files in a folder, until it is removed."""
 
     def __init__(self, optimizer: Optimizer, folder: Path) -> None:
         self._optimizer = optimizer

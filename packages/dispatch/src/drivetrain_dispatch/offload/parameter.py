@@ -53,7 +53,6 @@ class TensorFetcher(Protocol):
 
     def release(self, tensors: Sequence[Tensor], result: object) -> None:
         """Release tensors after an operation; its result may be a view of one."""
-        ...
 
     def keeps_device(self, tensor: Tensor) -> bool:
         """Return whether the device that stores a tensor also computes with it."""

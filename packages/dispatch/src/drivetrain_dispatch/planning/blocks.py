@@ -156,7 +156,6 @@ def _numbered(
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of the names inside a module."""
     return f"{name}." if name else ""
 
 

@@ -30,15 +30,11 @@ class Tier(IntEnum):
 class DeviceMap(dict[str, Device]):
     """A dict from names of modules, parameters or buffers to the devices that hold them; `""` is the whole model.
 
-    The longest entry that is a prefix of a tensor's name decides. It is a plain dict, and prints as a table.
+    The longest entry that is a prefix of a tensor's name decides. It is a plain dict, and prints as a table of the
+    bytes and the predicted seconds of a forward of each name, and of the transfer rates that the plan assumes.
 
-    Args:
-        devices: The device of each name.
-        sizes: The bytes of each name, for the table.
-        seconds: The predicted time of each name in one forward, in seconds, for the table.
-        window_bytes: The most bytes of fetched weights that each device may hold at once, including those in use. A
-            device that is left out keeps room for any three consecutive parts.
-        rates: A description of the transfer rates that the plan assumes, for the table.
+    `window_bytes` are the most bytes of fetched weights that each device may hold at once, including those in use. A
+    device that is left out keeps room for any three consecutive parts.
 
     Example:
         >>> DeviceMap({"embed": 0, "head": "cpu"})["head"]

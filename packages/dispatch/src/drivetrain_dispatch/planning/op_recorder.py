@@ -64,7 +64,6 @@ class OpRecorder(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """Stop recording, in reverse order."""
         super().__exit__(*raised)
         self._flops.__exit__(*raised)
 
@@ -114,7 +113,6 @@ class OpRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and record it."""
         given = args
         if any(tensor.is_meta for tensor in tensors_in(args)):  # a small table may hold data, for example
             given = map_tensors(args, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)

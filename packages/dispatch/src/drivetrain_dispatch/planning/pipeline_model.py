@@ -20,7 +20,6 @@ class Bandwidths:
     from_disk: float
 
     def __post_init__(self) -> None:
-        """Check that the rates are positive numbers."""
         for name in ("to_device", "from_disk"):
             rate: object = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:

@@ -67,7 +67,6 @@ class BlockScaledTensor(Tensor):
     def __tensor_unflatten__(
         parts: Mapping[str, Tensor], dtype: torch.dtype, size: object, stride: object
     ) -> "BlockScaledTensor":
-        """Rebuild the tensor from other parts."""
         return BlockScaledTensor(parts["values"], parts["scales"], dtype)
 
     @classmethod

@@ -29,7 +29,6 @@ class BitsAndBytes8Bit:
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments, and that the library is installed."""
         _check_installed("bitsandbytes", "BitsAndBytes8Bit")
         threshold: Any = self.threshold
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
@@ -77,7 +76,6 @@ class BitsAndBytes4Bit:
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments, and that the library is installed."""
         _check_installed("bitsandbytes", "BitsAndBytes4Bit")
         if self.quant_type not in ("nf4", "fp4"):
             raise ValueError(f"quant_type={self.quant_type!r}: must be 'nf4' or 'fp4'")
@@ -145,7 +143,6 @@ class TorchAO:
     skip_modules: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments, and that the library is installed."""
         _check_installed("torchao", "TorchAO")
         if isinstance(self.config, str | type) or not type(self.config).__module__.startswith("torchao"):
             raise ValueError(
