@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -239,6 +240,16 @@ def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def file_of(tensor: Tensor) -> str:
+    """Return the path of the file in whose pages a tensor lies; "" if in none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, name = line.split(maxsplit=5)
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return name if name.startswith("/") else ""
+    return ""
 
 
 def run_threads(work: Callable[[int], object], count: int) -> None:

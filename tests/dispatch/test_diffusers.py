@@ -4,7 +4,9 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -106,21 +108,22 @@ def flux(_folder: Path) -> Any:
     )
 
 
+@cache
+def built(build: Callable[[Path], Any]) -> Any:
+    torch.manual_seed(0)
+    pipeline = build(Path(mkdtemp()))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 @pytest.fixture(params=[stable_diffusion, flux])
-def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return built(request.param, tmp_path)
+def pipeline(request: pytest.FixtureRequest) -> Any:
+    return copy.deepcopy(built(request.param))
 
 
 @pytest.fixture
-def unet_pipeline(tmp_path: Path) -> Any:
-    return built(stable_diffusion, tmp_path)
-
-
-def built(build: Callable[[Path], Any], folder: Path) -> Any:
-    torch.manual_seed(0)
-    pipeline = build(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+def unet_pipeline() -> Any:
+    return copy.deepcopy(built(stable_diffusion))
 
 
 def models(pipeline: Any) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dispatch.models import file_of
 from drivetrain_dispatch import TiedParametersError, find_tied_parameters, init_empty_weights
 from drivetrain_dispatch.errors import DeviceMapError, LoadError, WeightFilesError, WeightsMismatchError
 from drivetrain_dispatch.loading.load_checkpoint import load_checkpoint_in_model
@@ -57,15 +58,6 @@ def write(folder: Path, tensors: dict[str, Tensor], *, num_shards: int = 1) -> P
         save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return folder
-
-
-def pages_of(tensor: Tensor) -> str:
-    """The line of this process's map in which a tensor lies."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-        if start <= tensor.data_ptr() < end:
-            return line
-    raise AssertionError("in no mapping")
 
 
 def assert_untouched(model: nn.Module, before: dict[str, Tensor], values: dict[str, Tensor]) -> None:
@@ -132,10 +124,10 @@ def test_any_model_gets_its_values(
             assert {places[alias.split(".")[0]] for alias in aliases} == {"disk"}
             assert tensor.dtype == value.dtype
             assert report.converted_at_use.get(name, value.dtype) == wanted
-            assert str(report.mapped[name].path) in pages_of(tensor) or tensor.numel() == 0
+            assert file_of(tensor) == str(report.mapped[name].path) or tensor.numel() == 0
         else:
             assert tensor.dtype == wanted
-            assert tensor.dtype == value.dtype or ".safetensors" not in pages_of(tensor)
+            assert tensor.dtype == value.dtype or not file_of(tensor)
         assert torch.equal(tensor, value.to(tensor.dtype))
         assert isinstance(tensor, nn.Parameter) == (name in objects or len(aliases) > 1)
         assert not real or name not in objects or tensor is objects[name]

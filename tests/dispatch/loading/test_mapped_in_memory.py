@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dispatch.models import file_of
 from drivetrain_dispatch import init_empty_weights, load_checkpoint_in_model
 
 MAPS = Path("/proc/self/maps")
@@ -42,16 +43,6 @@ def are_equal(model: nn.Module, values: dict[str, Tensor]) -> bool:
     )
 
 
-def is_mapped(tensor: Tensor, path: Path) -> bool:
-    """Return whether a tensor lies in pages of a file."""
-    for line in MAPS.read_text().splitlines():
-        span, *_, name = line.split()
-        begin, end = (int(each, 16) for each in span.split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return name == str(path)
-    return False
-
-
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell what is mapped")
 def test_what_the_host_can_use_as_it_is_in_the_file_is_not_copied(tmp_path: Path) -> None:
     path, torchs = tmp_path / "model.safetensors", tmp_path / "model.bin"
@@ -63,7 +54,7 @@ def test_what_the_host_can_use_as_it_is_in_the_file_is_not_copied(tmp_path: Path
         (loaded(path, dtype=torch.bfloat16), False),
         (loaded(torchs), False),  # torch.save writes into the file that it finds
     ):
-        assert [is_mapped(each, path) for each in model.parameters()] == [expected] * 2
+        assert [file_of(each) == str(path) for each in model.parameters()] == [expected] * 2
 
 
 def test_training_does_not_reach_the_file_nor_another_model(tmp_path: Path) -> None:

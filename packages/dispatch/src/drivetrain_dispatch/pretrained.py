@@ -68,24 +68,14 @@ def load_pretrained(
     Like the library's `from_pretrained(folder, device_map=...)`, build the model without memory in the dtype of its
     configuration, plan a device map that keeps the modules whole that its class keeps whole, read each weight
     straight to its device, renamed and stacked by the library's own tables, and dispatch the model in evaluation
-    mode. fp8 weights with block scales (DeepSeek-V3) are dequantised while they are read.
+    mode. fp8 weights with block scales (DeepSeek-V3) are dequantised while they are read, or kept by
+    `quantization=StoredFP8()`.
 
-    Args:
-        model_class: A model class, or one of transformers' Auto classes.
-        folder: The model's folder, with `config.json` and weight files.
-        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential" to plan; None only loads.
-        max_memory: The memory budget of each device for a planned map; None takes the free memory.
-        dtype: The dtype of floating-point weights; "auto" takes the configuration's, or fp32 if it has none.
-        variant: The variant of the weights where the folder holds several: "fp16" for `model.fp16.safetensors`.
-        config: A configuration object of the library that replaces the folder's.
-        no_split_module_classes: Names of module classes that a planned map keeps whole; None takes the model's own.
-        strict: Whether the checkpoint must have exactly the model's names.
-        progress: A function called with the bytes read so far and the total.
-        offload_folder: The folder for weights that the disk keeps in another form than the checkpoint; written once.
-        release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
-        offload_buffers: Whether buffers are offloaded too.
-        quantization: The packing of weights, as for `load_checkpoint_in_model`; `StoredFP8()` keeps fp8 weights.
-        model_options: Fields of the configuration, `attn_implementation` and `experts_implementation`.
+    `model_class` may be one of transformers' Auto classes. `dtype="auto"` takes the configuration's dtype, or fp32 if
+    it has none. `variant` chooses among several weights in the folder, such as "fp16" for `model.fp16.safetensors`.
+    `config`, an object of the library, replaces the folder's configuration, and `model_options` single fields of it,
+    `attn_implementation` and `experts_implementation`. Without `no_split_module_classes`, a planned map keeps those
+    of the model whole. The other arguments are those of `load_checkpoint_and_dispatch`.
 
     Raises:
         ImportError: The library is not installed.

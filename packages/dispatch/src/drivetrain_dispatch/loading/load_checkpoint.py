@@ -296,8 +296,7 @@ class _Load:
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
     """Allocate all tensors that are read, but for packed ones, which get their memory one by one.
 
-    The host needs room for those that stay pages of a file too, as they may be written to. After an error `into` is
-    empty, so that a kept error holds no memory.
+    The host needs room for those that stay pages of a file too, as they may be written to.
     """
     in_memory = [planned for planned in tensors if planned.in_memory]
     try:

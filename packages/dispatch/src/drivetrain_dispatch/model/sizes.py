@@ -22,13 +22,8 @@ def compute_module_sizes(
     A tied tensor counts once in every module that contains several of its names; each of its own names has its full
     size. Works on the meta device.
 
-    Args:
-        model: The model to measure.
-        dtype: The dtype that floating-point and complex tensors will be converted to; None for no conversion. Integer
-            and boolean tensors keep their dtype, as in `Module.to(dtype)`.
-        special_dtypes: Dtypes of single tensors by name, which take precedence over `dtype`.
-        special_sizes: Bytes of single tensors by name, as `quantized_sizes` returns them, which take precedence over
-            dtypes.
+    The sizes are those after a conversion of floating-point and complex tensors to `dtype`, as by `Module.to(dtype)`.
+    `special_dtypes` and then `special_sizes`, as `quantized_sizes` returns them, take precedence for single tensors.
 
     Returns:
         The bytes of each name; `""` is the model itself.

@@ -121,10 +121,8 @@ def cpu_offload_with_hook(
     For several models that are called in turn, many times each, such as the parts of a pipeline: moving one to the
     device offloads the one before it.
 
-    Args:
-        model: The model; moved to the host at once.
-        execution_device: The device that computes; by default the current accelerator, or the host if there is none.
-        prev_module_hook: The hook of the model that is offloaded when this one is called.
+    `execution_device` computes, by default the current accelerator, or the host if there is none. The model of
+    `prev_module_hook` is offloaded when this one is called.
 
     Returns:
         The same model, and its hook: `offload()` moves the model to the host, `remove()` removes the hook.

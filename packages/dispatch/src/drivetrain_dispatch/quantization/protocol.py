@@ -62,11 +62,8 @@ def quantized_sizes(
 ) -> dict[str, int]:
     """Return the bytes of each weight that a load will pack, for `special_sizes` of `infer_auto_device_map`.
 
-    Args:
-        model: The model, ideally on the meta device.
-        quantization: The quantisation that packs the weights.
-        dtype: The dtype that floating-point tensors are converted to before they are packed.
-        special_dtypes: Dtypes of single tensors by name; these tensors are not packed.
+    `dtype` and `special_dtypes` are what tensors are converted to before they are packed; a tensor with a special
+    dtype is not packed. The model is ideally on the meta device.
 
     Raises:
         ValueError: No weight can be packed, the model lacks a named module or tensor, or packing a weight fails.
