@@ -154,7 +154,6 @@ def image(pipeline: Any, **options: Any) -> Tensor:
     ).images  # fmt: skip
 
 
-@pytest.mark.default_cases("stable_diffusion-disk", "flux-copied")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.default_cases("flux-disk", "stable_diffusion-copied")
 def test_images_are_the_same_and_weights_come_before_they_are_used(
@@ -213,7 +212,6 @@ def test_models_come_one_after_the_other(pipeline: Any) -> None:
     assert "decode" not in vars(pipeline.vae)
 
 
-@pytest.mark.default_cases("cpu-None-one file", "disk-fp16-shards")
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize("place", ["cpu", "disk"])

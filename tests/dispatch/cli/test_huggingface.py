@@ -50,7 +50,6 @@ def test_a_model_is_built_without_memory_and_ready_to_run(model: nn.Module) -> N
         prompt_of(model, 1, 65)
 
 
-@pytest.mark.default_cases("tied-2", "mixtral-1")
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.default_cases("gpt2-2")
 def test_a_token_costs_what_it_computes_and_the_cache_grows(model: nn.Module, batch_size: int) -> None:

@@ -66,7 +66,6 @@ def test_what_does_not_fit_comes_and_a_slower_link_is_predicted_to_take_longer(
     assert fast["token_seconds"] < read < slow["token_seconds"]
 
 
-@pytest.mark.default_cases("bnb-nf4-bitsandbytes")
 @pytest.mark.parametrize(
     ("kind", "library"),
     [("bnb-8bit", "bitsandbytes"), ("bnb-nf4", "bitsandbytes"), ("torchao-fp8", "torchao")],

@@ -173,7 +173,6 @@ def test_gradients_go_through_a_kept_weight() -> None:
     assert torch.equal(*grads)
 
 
-@pytest.mark.default_cases("half")
 @pytest.mark.parametrize("expert_width", [128, 136])
 @pytest.mark.parametrize("place", [{"": "cpu"}, {"": "disk"}, "half"])
 @pytest.mark.default_cases("half-128", "place0-136")

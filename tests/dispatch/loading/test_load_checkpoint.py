@@ -201,7 +201,6 @@ def test_a_tie_whose_values_differ_is_refused(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, tensors["embed.weight"])
 
 
-@pytest.mark.default_cases("None-True-cut", "dtype1-False-touch")
 @pytest.mark.parametrize("change", ["cut", "touch"])
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
@@ -420,7 +419,6 @@ print(peak_above(before))
 """
 
 
-@pytest.mark.default_cases("bfloat16-64")
 @pytest.mark.parametrize(("dtype", "placed"), [("float32", 0), ("bfloat16", 4 * 16), ("float64", 4 * 64)])
 @pytest.mark.default_cases("float32-0")
 def test_the_peak_is_what_is_placed_and_a_piece_a_thread(

@@ -40,7 +40,6 @@ def test_pieces_are_all_of_every_tensor_once_and_none_is_large_but_what_is_indiv
     ]
 
 
-@pytest.mark.default_cases("1-dtype0", "7-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 @pytest.mark.default_cases("1-dtype0", "7-dtype1")

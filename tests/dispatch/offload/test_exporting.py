@@ -56,7 +56,6 @@ def traced(model: nn.Module, x: Tensor) -> Callable[..., Tensor]:
     return torch.jit.trace(model, (x,))
 
 
-@pytest.mark.default_cases("cpu-exported_strictly", "disk-exported", "disk-traced")
 @pytest.mark.parametrize("make", [exported, exported_strictly, traced])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.default_cases("disk-exported", "cpu-exported_strictly")

@@ -13,12 +13,7 @@ from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, trainin
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import (
-    StepMemory,
-    give_fake_tensors,
-    measure_forward,
-    measure_step,
-)
+from drivetrain_dispatch.estimate.step_memory import give_fake_tensors, measure_forward, measure_step
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
 from drivetrain_messages import format_size, format_table
@@ -115,8 +110,19 @@ def run(arguments: EstimateArguments) -> int:
 def _estimate(
     path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments
 ) -> ModeEstimate:
+    rank = arguments.lora_rank if mode.is_lora else None
     try:
-        step = _measure(path, mode, arguments)
+        recompute = arguments.recompute and mode.trains
+        model = build_to_train(path, dtype=mode.dtype, lora_rank=rank, recompute=recompute)
+        with FakeTensorMode():
+            give_fake_tensors(model)
+            inputs = training_inputs(model, arguments.batch, arguments.seq)
+            optimizer = OPTIMIZERS[arguments.optimizer]
+            step = (
+                measure_step(model, inputs, loss_of=loss_of, make_optimizer=optimizer, autocast=mode.autocast)
+                if mode.trains
+                else measure_forward(model.eval(), inputs)
+            )
     except (CostError, ImportError) as error:
         return ModeEstimate(mode=mode, why_not=str(error))
     itemsize = torch.float32.itemsize if mode.dtype is None else mode.dtype.itemsize
@@ -127,27 +133,6 @@ def _estimate(
         largest_block_bytes=sizes.largest_block_parameters * itemsize,
     )
     return ModeEstimate(mode=mode, memory=memory)
-
-
-def _measure(path: Path, mode: TrainingMode, arguments: EstimateArguments) -> StepMemory:
-    model = build_to_train(
-        path,
-        dtype=mode.dtype,
-        lora_rank=arguments.lora_rank if mode.is_lora else None,
-        recompute=arguments.recompute and mode.trains,
-    )
-    with FakeTensorMode():
-        give_fake_tensors(model)
-        inputs = training_inputs(model, arguments.batch, arguments.seq)
-        if not mode.trains:
-            return measure_forward(model.eval(), inputs)
-        return measure_step(
-            model,
-            inputs,
-            loss_of=loss_of,
-            make_optimizer=OPTIMIZERS[arguments.optimizer],
-            autocast=mode.autocast,
-        )
 
 
 def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> str:

@@ -51,9 +51,8 @@ def sizes_of_files(path: Path) -> WeightSizes:
     num_parameters = 0
     for name, file in open_weights(path).items():
         count = prod(file.tensor_shape(name))
-        parts = name.split(
-            "."
-        )  # a block's name ends with the first number, "model.layers.3"; else the module's
+        # A block's name ends with the first number, "model.layers.3"; else it is the module's.
+        parts = name.split(".")
         at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
         blocks[".".join(parts[: at + 1])] += count
         num_parameters += count

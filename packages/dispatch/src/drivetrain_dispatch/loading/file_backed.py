@@ -21,37 +21,44 @@ from drivetrain_weights.aligned_file import create_aligned
 logger = logging.getLogger(__name__)
 
 
-def with_computed_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> LoadPlan:
-    """Move tensors that the model computes and no file holds from the disk to memory."""
+def with_files(
+    plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None, *, maps_host: bool
+) -> LoadPlan:
+    """Return a plan that says what stays in which file: computed tensors do not, and some are written first.
+
+    With `maps_host`, the host's tensors stay pages of the files that hold them as they are in memory. Check that
+    there is a folder for tensors that the disk keeps in another form than the checkpoint's.
+    """
     computed: list[str] = []
     tensors: list[PlannedTensor] = []
     for planned in plan.tensors:
         if any(name in sources and not sources[name].files() for name in planned.maps):
             computed.extend(planned.names)
             planned = replace(planned, place=HOST, reads=planned.maps, maps=())
-        tensors.append(planned)
-    return replace(plan, tensors=tuple(tensors), computed=tuple(computed))
-
-
-def check_folder(plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None) -> None:
-    """Check that there is a folder for tensors that the disk keeps in another form than the checkpoint's."""
-    if folder is not None:
-        return
-    packed = [planned.names[0] for planned in plan.quantized if planned.on_disk and not planned.maps]
-    if packed:
+        tensors.append(_mapped_on_host(planned, sources) if maps_host else planned)
+    to_pack = [planned for planned in plan.quantized if planned.on_disk and not planned.maps]
+    if to_pack and folder is None:
+        names = [planned.names[0] for planned in to_pack]
         raise ValueError(
-            f"device_map puts {list_some(map(repr, packed), most=1)} on the disk, and no file holds them packed yet: "
+            f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and no file holds them packed yet: "
             "name a folder for them, offload_folder=..."
         )
-    names = _to_write(plan, sources)
-    if names:
-        size = sum(
-            planned.size_bytes for planned in plan.tensors if not names.keys().isdisjoint(planned.maps)
-        )
+    to_write: dict[str, torch.dtype] = {}
+    write_bytes = 0
+    for planned in tensors:
+        if not planned.maps or not all(name in sources for name in planned.maps):
+            continue
+        files = {sources[name].mapped_file() for name in planned.maps}
+        if None in files or len(files) > 1:  # the parts of a weight must be in one file
+            write_bytes += planned.size_bytes
+            for name in planned.maps:
+                to_write[name] = planned.dtype if name == planned.stored else sources[name].dtype
+    if to_write and folder is None:
         raise ValueError(
-            f"device_map puts {list_some(map(repr, names), most=1)} on the disk, and the checkpoint holds them in "
-            f"another form: name a folder where {format_size(size)} are written once, offload_folder=..."
+            f"device_map puts {list_some(map(repr, to_write), most=1)} on the disk, and the checkpoint holds them in "
+            f"another form: name a folder where {format_size(write_bytes)} are written once, offload_folder=..."
         )
+    return replace(plan, tensors=tuple(tensors), computed=tuple(computed), to_write=to_write)
 
 
 def write_converted(
@@ -61,16 +68,16 @@ def write_converted(
 
     Return the plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
     """
-    names = _to_write(plan, sources)
-    if not names or folder is None:
+    if not plan.to_write or folder is None:
         return plan, {}
-    file = _write_converted_file(sources, names, Path(folder).expanduser())
-    written = {name: LazyTensor.in_file(file, name) for name in names}
+    file = _write_converted_file(sources, plan.to_write, Path(folder).expanduser())
     tensors = (
-        replace(planned, stored_dtype=planned.dtype) if planned.stored in names else planned
+        replace(planned, stored_dtype=planned.dtype) if planned.stored in plan.to_write else planned
         for planned in plan.tensors
     )
-    return replace(plan, tensors=tuple(tensors)), written
+    return replace(plan, tensors=tuple(tensors)), {
+        name: LazyTensor.in_file(file, name) for name in plan.to_write
+    }
 
 
 def _write_converted_file(
@@ -124,42 +131,23 @@ def _write_converted_file(
     return file
 
 
-def _to_write(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that no file holds in their form on the disk, by the plan's stored names."""
-    names: dict[str, torch.dtype] = {}
-    for planned in plan.tensors:
-        if not all(name in sources for name in planned.maps):
-            continue
-        files = {sources[name].mapped_file() for name in planned.maps}
-        if None in files or len(files) > 1:  # the parts of a weight must be in one file
-            names.update(
-                (name, planned.dtype if name == planned.stored else sources[name].dtype)
-                for name in planned.maps
-            )
-    return names
-
-
-def with_mapped_in_memory(plan: LoadPlan, sources: Mapping[str, LazyTensor]) -> LoadPlan:
-    """Return the plan of a load that copies no tensor which the host can use as it is in a safetensors file.
+def _mapped_on_host(planned: PlannedTensor, sources: Mapping[str, LazyTensor]) -> PlannedTensor:
+    """Return the plan of a tensor that is not copied if the host can use it as it is in a safetensors file.
 
     A write to it copies the page, never into the file. It stays whole if the file is deleted, or replaced as all that
     write safetensors replace files. Files of torch's own are read: `torch.save` writes into the file that it finds.
     """
-
-    def mapped(planned: PlannedTensor) -> PlannedTensor:
-        is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
-        is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype
-        if not is_kept:
-            return planned
-        # The tensor must lie in its file as in memory.
-        source = sources[planned.stored]
-        file = source.mapped_file()
-        if file is None or any(file.start_of(each.name) is None for each in source.inputs()):
-            return planned
-        value = source.values()
-        is_aligned = value.data_ptr() % value.element_size() == 0
-        if value.dtype != planned.dtype or not value.is_contiguous() or not is_aligned:
-            return planned
-        return replace(planned, reads=(), maps=planned.reads)
-
-    return replace(plan, tensors=tuple(map(mapped, plan.tensors)))
+    is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
+    is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype
+    if not is_kept:
+        return planned
+    # The tensor must lie in its file as in memory.
+    source = sources[planned.stored]
+    file = source.mapped_file()
+    if file is None or any(file.start_of(each.name) is None for each in source.inputs()):
+        return planned
+    value = source.values()
+    is_aligned = value.data_ptr() % value.element_size() == 0
+    if value.dtype != planned.dtype or not value.is_contiguous() or not is_aligned:
+        return planned
+    return replace(planned, reads=(), maps=planned.reads)

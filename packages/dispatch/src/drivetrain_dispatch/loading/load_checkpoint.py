@@ -20,12 +20,7 @@ from drivetrain_dispatch.loading.checkpoint_tensors import (
     check_load_dtype,
     open_checkpoint,
 )
-from drivetrain_dispatch.loading.file_backed import (
-    check_folder,
-    with_computed_in_memory,
-    with_mapped_in_memory,
-    write_converted,
-)
+from drivetrain_dispatch.loading.file_backed import with_files, write_converted
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
 from drivetrain_dispatch.loading.quantize_on_load import (
@@ -208,10 +203,8 @@ class _Load:
             # In rank 0's order, which all ranks read and broadcast in: here the tensors may lie in other files.
             self.checkpoint = replace(opened, specs=self.checkpoint.specs)
             self.sources.update(opened.sources)
-        plan = with_computed_in_memory(plan, self.sources)
-        if options.read_by == "each":
-            plan = with_mapped_in_memory(plan, self.sources)
-        check_folder(plan, self.sources, options.offload_folder)
+        maps_host = options.read_by == "each"
+        plan = with_files(plan, self.sources, options.offload_folder, maps_host=maps_host)
         if self.sources:
             for planned in plan.tensors:
                 self.checkpoint.check_copies(planned.stored, planned.copies)

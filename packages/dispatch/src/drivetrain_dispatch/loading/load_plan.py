@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -80,6 +80,8 @@ class LoadPlan:
     # Names of tensors that the map places on the disk but that are in memory, since the model computes
     # them and no file holds them.
     computed: tuple[str, ...] = ()
+    # The dtypes of tensors that no file holds in their form on the disk, by their stored names.
+    to_write: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
 
     @property
     def quantized(self) -> list[PlannedTensor]:

@@ -45,7 +45,7 @@ class QuantizeOnLoad:
         full = read[planned.stored]
         weight = self._quantization.pack(full)
         if planned.on_disk:
-            assert self._folder is not None  # or check_folder would have raised
+            assert self._folder is not None  # or with_files would have raised
             parts = parts_in_file(planned.names[0], weight)
             file = self.files[planned.stored] = write_offloaded(parts, self._folder)
             put_parts(weight, [file.tensor(key) for key in parts])
