@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from drivetrain_clusters import ClusterError
 from drivetrain_clusters.kubernetes.cluster import Kubernetes
-from drivetrain_clusters.kubernetes.manifest import literal, quantity
+from drivetrain_clusters.kubernetes.manifest import literal, quantity, to_yaml
 from drivetrain_clusters.kubernetes.options import object_name
-from drivetrain_clusters.kubernetes.yaml import to_yaml
 from drivetrain_clusters.protocol import JobRequest
 from requests_of_jobs import hostile, make_request
 

@@ -19,8 +19,6 @@ class JobPlacement:
     Attributes:
         cluster: The name of the cluster plug-in.
         job_id: The job, as the cluster names it; used as the name of the run.
-        num_nodes: The number of nodes of the job.
-        node_rank: The rank of this node, from 0.
         tasks_per_node: The number of tasks that the cluster started on this node.
         local_task: The index of this task on its node, from 0.
         num_tasks: The number of tasks on all nodes together.
@@ -69,10 +67,8 @@ class JobRequest:
     """A job to submit.
 
     Attributes:
-        name: The name of the job.
         command: The command that each node runs, `drivetrain launch ...`, as separate words.
         folder: The working directory of the job.
-        num_nodes: The number of nodes.
         processes_per_node: The number of processes on each node; None for one per accelerator.
         accelerators_per_node: The number of accelerators to request on each node; 0 for none.
         cpus_per_node: The number of CPU cores to request on each node; None for the cluster's default.

@@ -87,3 +87,18 @@ def check_words(cluster: str, request: JobRequest) -> None:
             raise ClusterError(
                 f"{cluster}: {name!r} is no name of a variable: letters, digits and _ are allowed"
             )
+
+
+def check_time_to_save(cluster: str, request: JobRequest) -> None:
+    """Refuse a time limit that leaves no time to train before the job is told to save."""
+    limit = request.time_limit_seconds
+    if limit is not None and limit <= request.save_seconds:
+        raise ClusterError(
+            f"{cluster}: time_limit_seconds={limit}: leaves no time to train, since the job is told to save "
+            f"save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
+        )
+
+
+def file_stem(request: JobRequest) -> str:
+    """Return the name of a job as that of a file."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"

@@ -46,19 +46,18 @@ def find_record(job_id: str, log_dir: Path) -> JobRecord:
     Raises:
         ClusterError: There is no record of the job; the message gives the nearest id and lists those that there are.
     """
-    records = [_read(path) for path in sorted(log_dir.glob(f"*{_ENDING}"))]
-    for record in records:
+    known: list[str] = []
+    for path in sorted(log_dir.glob(f"*{_ENDING}")):
+        try:
+            record = convert(parse_json(path, read_text(path)), JobRecord)
+        except (OSError, ValueError, ConversionError) as error:
+            raise ClusterError(
+                f"{path}: is no record of a job that can be read: {error}; remove it"
+            ) from error
         if record.job_id == job_id:
             return record
-    known = [record.job_id for record in records]
+        known.append(record.job_id)
     hint = suggest(job_id, known) + (f"; there are {', '.join(known)}" if known else "")
     raise ClusterError(
         f"job {job_id}: {log_dir.absolute()} has no record of it{hint}; --log-dir names another folder"
     )
-
-
-def _read(path: Path) -> JobRecord:
-    try:
-        return convert(parse_json(path, read_text(path)), JobRecord)
-    except (OSError, ValueError, ConversionError) as error:
-        raise ClusterError(f"{path}: is no record of a job that can be read: {error}; remove it") from error

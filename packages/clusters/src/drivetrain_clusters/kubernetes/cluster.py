@@ -28,9 +28,8 @@ class Kubernetes:
     def plan(self, request: JobRequest) -> Submission:
         """Return the manifest and the command that creates the JobSet. Pure."""
         from drivetrain_clusters.kubernetes.kubectl import KUBECTL
-        from drivetrain_clusters.kubernetes.manifest import jobset_manifest
+        from drivetrain_clusters.kubernetes.manifest import jobset_manifest, to_yaml
         from drivetrain_clusters.kubernetes.options import read_kubernetes_options
-        from drivetrain_clusters.kubernetes.yaml import to_yaml
 
         options = read_kubernetes_options(request)
         manifest = jobset_manifest(request, options)

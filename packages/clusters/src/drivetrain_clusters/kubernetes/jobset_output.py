@@ -86,7 +86,10 @@ class JobSetOutput:
         self._told = text
 
     def _stream(self, attempt: int, pods: tuple[PodState, ...]) -> None:
-        """Write the output of all pods until they end, or the connection does."""
+        """Write the output of all pods, with their nodes, until they end or the connection does.
+
+        Lines that an earlier connection has shown are left out.
+        """
         words = ["logs", "--follow", "--prefix", "--timestamps", "--tail=-1", f"--container={CONTAINER}"]
         words += [f"--namespace={self._job.namespace}", f"--selector={self._selector(attempt)}"]
         words += [f"--max-log-requests={max(self._num_nodes, 5)}"]
@@ -100,10 +103,18 @@ class JobSetOutput:
         reader = Thread(target=errors.extend, args=(process.stderr,), daemon=True)
         reader.start()
         ranks = {pod.name: pod.node_rank for pod in pods}
-        before = dict(self._newest)
+        before, is_marked = dict(self._newest), self._num_nodes > 1
         try:
             for line in process.stdout:
-                self._write_line(line, ranks, before)
+                form = _LINE.match(line)
+                if form is None:
+                    self._write(line)
+                    continue
+                pod, stamp = form["pod"], form["time"]
+                # Without the Z, times of different precision are in the order of their text.
+                if stamp.removesuffix("Z") > before.get(pod, "").removesuffix("Z"):
+                    self._newest[pod] = stamp
+                    self._write(f"[node {ranks.get(pod, 0)}] {form['text']}" if is_marked else form["text"])
             process.wait()
             reader.join()
         finally:
@@ -112,17 +123,3 @@ class JobSetOutput:
             process.stdout.close()
         if process.returncode != 0 and not self._newest:
             raise ClusterError(f"kubectl logs failed: {''.join(errors).strip()}")
-
-    def _write_line(self, line: str, ranks: dict[str, int], before: dict[str, str]) -> None:
-        """Write a line with its node in front, unless an earlier connection has shown it."""
-        form = _LINE.match(line)
-        if form is None:
-            self._write(line)
-            return
-        pod, stamp = form["pod"], form["time"]
-        # Without the Z, times of different precision are in the order of their text.
-        if stamp.removesuffix("Z") <= before.get(pod, "").removesuffix("Z"):
-            return
-        self._newest[pod] = stamp
-        mark = f"[node {ranks.get(pod, 0)}] " if self._num_nodes > 1 else ""
-        self._write(f"{mark}{form['text']}")

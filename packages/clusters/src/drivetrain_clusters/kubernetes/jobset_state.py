@@ -51,32 +51,31 @@ def read_jobset(data: Mapping[str, Any]) -> JobSetState:
 
 def read_pods(data: Mapping[str, Any]) -> tuple[PodState, ...]:
     """Return the states of pods from the JSON of their list, in order of their nodes' ranks."""
-    return tuple(sorted(map(_read_pod, data.get("items") or ()), key=lambda pod: pod.node_rank))
-
-
-def _read_pod(pod: Mapping[str, Any]) -> PodState:
-    metadata, status = pod["metadata"], pod.get("status") or {}
-    marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
-    containers = status.get("containerStatuses") or ({},)
-    state: Mapping[str, Any] = containers[0].get("state") or {}
-    ended: Mapping[str, Any] = state.get("terminated") or {}
-    has_started = "running" in state or "terminated" in state
-    return PodState(
-        name=metadata["name"],
-        node_rank=int(marks.get(_INDEX, 0)),
-        has_started=has_started,
-        is_running="running" in state,
-        exit_code=ended.get("exitCode"),
-        ended_at=str(ended.get("finishedAt") or ""),
-        waits_for="" if has_started else _why_it_waits(state.get("waiting") or {}, status),
-    )
-
-
-def _why_it_waits(waiting: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Return the reason, and the cluster's own sentence about it."""
-    scheduled = [c for c in status.get("conditions") or () if c.get("type") == "PodScheduled"]
-    found = waiting if waiting.get("reason") else next((c for c in scheduled if c.get("reason")), {})
-    return ": ".join(part for part in (found.get("reason", "Pending"), found.get("message", "")) if part)
+    pods: list[PodState] = []
+    for pod in data.get("items") or ():
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+        containers = status.get("containerStatuses") or ({},)
+        state: Mapping[str, Any] = containers[0].get("state") or {}
+        ended: Mapping[str, Any] = state.get("terminated") or {}
+        has_started = "running" in state or "terminated" in state
+        # Why it waits: the reason, and the cluster's own sentence about it.
+        scheduled = [c for c in status.get("conditions") or () if c.get("type") == "PodScheduled"]
+        reasons = [each for each in (state.get("waiting") or {}, *scheduled) if each.get("reason")]
+        reason = reasons[0] if reasons else {}
+        words = (reason.get("reason", "Pending"), reason.get("message", ""))
+        pods.append(
+            PodState(
+                name=metadata["name"],
+                node_rank=int(marks.get(_INDEX, 0)),
+                has_started=has_started,
+                is_running="running" in state,
+                exit_code=ended.get("exitCode"),
+                ended_at=str(ended.get("finishedAt") or ""),
+                waits_for="" if has_started else ": ".join(filter(None, words)),
+            )
+        )
+    return tuple(sorted(pods, key=lambda pod: pod.node_rank))
 
 
 def exit_code_of(state: JobSetState, pods: Iterable[PodState]) -> int:

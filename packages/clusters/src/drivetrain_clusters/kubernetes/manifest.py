@@ -1,6 +1,9 @@
-"""The JobSet manifest of a job: one indexed Job with a pod for each node, as plain data. Pure."""
+"""The JobSet manifest of a job: one indexed Job with a pod for each node, as plain data and as YAML. Pure."""
 
+import re
 from typing import Any
+
+import yaml
 
 from drivetrain_clusters.kubernetes.options import REPLICATED_JOB, KubernetesOptions, object_name
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest
@@ -13,6 +16,10 @@ _MARGIN_SECONDS = 30
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _RESTARTS = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 _SUFFIXES = {2**40: "Ti", 10**12: "T", 2**30: "Gi", 10**9: "G", 2**20: "Mi", 10**6: "M"}
+# Text that no version of YAML reads as anything but text. All other text is quoted: PyYAML alone would leave 1e3 and
+# 0o17 bare, which Kubernetes' reader takes for numbers.
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*([./-][A-Za-z0-9_]+)*", re.ASCII)
+_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"})
 
 Manifest = dict[str, Any]
 
@@ -63,6 +70,30 @@ def _given(**fields: Any) -> Manifest:
 def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
     limit, on_disruption = request.time_limit_seconds, {"type": "DisruptionTarget", "status": "True"}
     on_save = {"containerName": CONTAINER, "operator": "In", "values": [RESUME_EXIT_CODE]}
+    # Kubernetes gives 64 MB by default, too little for the batches of several loader workers.
+    shm = _given(
+        medium="Memory", sizeLimit=None if options.shm_bytes is None else quantity(options.shm_bytes)
+    )
+    claims = (
+        {
+            "name": f"claim-{i}",
+            "persistentVolumeClaim": {"claimName": mount.claim, "readOnly": mount.read_only},
+        }
+        for i, mount in enumerate(options.volumes)
+    )
+    pod_spec = _given(
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=request.save_seconds + _MARGIN_SECONDS,
+        # Else the launcher is process 1, for which Linux ignores SIGTERM unless a handler is there.
+        shareProcessNamespace=True,
+        containers=[_container(name, request, options)],
+        volumes=[{"name": "shm", "emptyDir": shm}, *claims],
+        serviceAccountName=options.service_account,
+        priorityClassName=options.priority_class,
+        imagePullSecrets=[{"name": secret} for secret in options.pull_secrets] or None,
+        nodeSelector=dict(pair.split("=", 1) for pair in options.node_selector) or None,
+        tolerations=[{"key": key, "operator": "Exists"} for key in options.tolerations] or None,
+    )
     return _given(
         completionMode="Indexed",
         parallelism=request.num_nodes,
@@ -76,23 +107,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
                 {"action": "FailJob", "onExitCodes": on_save},
             ]
         },
-        template={"spec": _pod_spec(name, request, options)},
-    )
-
-
-def _pod_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
-    return _given(
-        restartPolicy="Never",
-        terminationGracePeriodSeconds=request.save_seconds + _MARGIN_SECONDS,
-        # Else the launcher is process 1, for which Linux ignores SIGTERM unless a handler is there.
-        shareProcessNamespace=True,
-        containers=[_container(name, request, options)],
-        volumes=_volumes(options),
-        serviceAccountName=options.service_account,
-        priorityClassName=options.priority_class,
-        imagePullSecrets=[{"name": secret} for secret in options.pull_secrets] or None,
-        nodeSelector=dict(pair.split("=", 1) for pair in options.node_selector) or None,
-        tolerations=[{"key": key, "operator": "Exists"} for key in options.tolerations] or None,
+        template={"spec": pod_spec},
     )
 
 
@@ -104,13 +119,25 @@ def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Ma
         memory=None if memory is None else quantity(memory_bytes(memory)),
         **{options.accelerator: str(accelerators) if accelerators else None},
     )
+    # The variables that `placement` reads.
+    own = {
+        "DRIVETRAIN_KUBERNETES_JOB": name,
+        "DRIVETRAIN_KUBERNETES_NODES": str(request.num_nodes),
+        "DRIVETRAIN_KUBERNETES_MASTER": f"{name}-{REPLICATED_JOB}-0-0.{name}",
+        "DRIVETRAIN_KUBERNETES_PORT": str(options.port),
+    }
+    restarts = {"name": "DRIVETRAIN_KUBERNETES_RESTARTS", "valueFrom": {"fieldRef": {"fieldPath": _RESTARTS}}}
     return _given(
         name=CONTAINER,
         image=options.image,
         imagePullPolicy=options.pull_policy,
         command=[literal(word) for word in request.command],
         workingDir=str(request.folder),
-        env=_variables(name, request, options),
+        env=[
+            *({"name": variable, "value": value} for variable, value in own.items()),
+            restarts,
+            *({"name": each, "value": literal(value)} for each, value in request.environment.items()),
+        ],
         envFrom=[{"secretRef": {"name": secret}} for secret in options.secrets] or None,
         resources={"limits": limits} if limits else None,
         volumeMounts=[
@@ -121,37 +148,6 @@ def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Ma
             ),
         ],
     )
-
-
-def _variables(name: str, request: JobRequest, options: KubernetesOptions) -> list[Manifest]:
-    """Return the variables that `placement` reads, and those of the job."""
-    own = {
-        "DRIVETRAIN_KUBERNETES_JOB": name,
-        "DRIVETRAIN_KUBERNETES_NODES": str(request.num_nodes),
-        "DRIVETRAIN_KUBERNETES_MASTER": f"{name}-{REPLICATED_JOB}-0-0.{name}",
-        "DRIVETRAIN_KUBERNETES_PORT": str(options.port),
-    }
-    restarts = {"name": "DRIVETRAIN_KUBERNETES_RESTARTS", "valueFrom": {"fieldRef": {"fieldPath": _RESTARTS}}}
-    return [
-        *({"name": variable, "value": value} for variable, value in own.items()),
-        restarts,
-        *({"name": each, "value": literal(value)} for each, value in request.environment.items()),
-    ]
-
-
-def _volumes(options: KubernetesOptions) -> list[Manifest]:
-    # Kubernetes gives 64 MB by default, too little for the batches of several loader workers.
-    shm = _given(
-        medium="Memory", sizeLimit=None if options.shm_bytes is None else quantity(options.shm_bytes)
-    )
-    claims = (
-        {
-            "name": f"claim-{i}",
-            "persistentVolumeClaim": {"claimName": mount.claim, "readOnly": mount.read_only},
-        }
-        for i, mount in enumerate(options.volumes)
-    )
-    return [{"name": "shm", "emptyDir": shm}, *claims]
 
 
 def literal(text: str) -> str:
@@ -165,3 +161,30 @@ def quantity(size_bytes: int) -> str:
         if size_bytes % unit == 0:
             return f"{size_bytes // unit}{suffix}"
     return str(size_bytes)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes all text that could be read as something else."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent the items of lists too, as Kubernetes' own manifests do."""
+        del indentless
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write equal parts out each time."""
+        del data
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    is_plain = _PLAIN.fullmatch(text) is not None and text.lower() not in _WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(manifest: dict[str, Any]) -> str:
+    """Return a manifest as YAML."""
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=110)

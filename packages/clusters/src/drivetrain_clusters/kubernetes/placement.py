@@ -47,29 +47,20 @@ def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
         ClusterError: Variables are missing or contradict each other.
     """
     if any(name.startswith(_PREFIX) for name in environment):
-        return _of_manifest(environment)
+        needed = [name for field, name in _OURS.items() if field != "restart_count"]
+        if missing := [name for name in needed if name not in environment]:
+            given = next(name for name in environment if name.startswith(_PREFIX))
+            raise ClusterError(f"{', '.join(missing)}: not set in this pod, but {given} is; {_MANIFEST}")
+        return _place(environment, job_id=environment[_OURS["job_id"]], names=_OURS)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
         return _of_kubeflow(environment)
-    if "KUBERNETES_SERVICE_HOST" in environment:
-        return _of_old_kubeflow(environment)
-    return None
-
-
-def _of_old_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
-    """Return the place of a PyTorchJob's pod; None for a process of which another launcher has set the ranks."""
     replica = _REPLICA.fullmatch(environment.get("HOSTNAME", ""))
+    # Of a process with a local rank, another launcher has set the ranks.
     is_rank = any(name in environment for name in ("LOCAL_RANK", "GROUP_RANK"))
-    if replica is None or is_rank or any(name not in environment for name in _OLD_KUBEFLOW.values()):
-        return None
-    return _place(environment, job_id=replica[1], names=_OLD_KUBEFLOW)
-
-
-def _of_manifest(environment: Mapping[str, str]) -> JobPlacement:
-    needed = [name for field, name in _OURS.items() if field != "restart_count"]
-    if missing := [name for name in needed if name not in environment]:
-        given = next(name for name in environment if name.startswith(_PREFIX))
-        raise ClusterError(f"{', '.join(missing)}: not set in this pod, but {given} is; {_MANIFEST}")
-    return _place(environment, job_id=environment[_OURS["job_id"]], names=_OURS)
+    is_complete = all(name in environment for name in (*_OLD_KUBEFLOW.values(), "KUBERNETES_SERVICE_HOST"))
+    if replica is not None and is_complete and not is_rank:
+        return _place(environment, job_id=replica[1], names=_OLD_KUBEFLOW)
+    return None
 
 
 def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:

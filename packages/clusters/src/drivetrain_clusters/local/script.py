@@ -1,12 +1,11 @@
 """The script of a job on this machine: it starts the command again after a save, and remembers its exit code."""
 
-import re
 import shlex
 from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
-from drivetrain_clusters.request_values import check_words
+from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem
 from drivetrain_clusters.system_command import in_this_python
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
@@ -36,12 +35,26 @@ exit "$code"
 
 def plan_local(request: JobRequest) -> Submission:
     """Return the script of a job on this machine, and the command that starts it in the background."""
-    _check(request)
+    check_words("local", request)
+    check_time_to_save("local", request)
+    if request.num_nodes != 1:
+        raise ClusterError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
+    for what in ("cpus_per_node", "memory_per_node", "options"):
+        if value := getattr(request, what):
+            shown = ", ".join(value) if what == "options" else value
+            raise ClusterError(
+                f"local: {what}={shown}: this machine is not divided between jobs; leave it out"
+            )
+    limit: tuple[str, ...] = ()
+    if request.time_limit_seconds is not None:
+        seconds = request.time_limit_seconds - request.save_seconds
+        kill_after = f"--kill-after={request.save_seconds}"
+        limit = ("timeout", "--foreground", "--preserve-status", kill_after, str(seconds))
     environment = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
     if request.processes_per_node is not None:
         environment["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
     environment |= request.environment
-    slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
+    slug = file_stem(request)
     folder = request.log_dir.absolute()  # the job runs in another one
     path = folder / f"{slug}.sh"
     script = SCRIPT_BEGIN + _SCRIPT.format(
@@ -50,7 +63,7 @@ def plan_local(request: JobRequest) -> Submission:
         exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in environment.items()),
         job=JOB_VARIABLE,
         restarts=RESTARTS_VARIABLE,
-        command=shlex.join((*_limit(request), *in_this_python(request.command))),
+        command=shlex.join((*limit, *in_this_python(request.command))),
         most=request.max_requeues,
         resume=RESUME_EXIT_CODE,
     )
@@ -66,30 +79,3 @@ def job_file(submission: Submission, job_id: str, ending: str) -> Path:
     """Return a file of a job: its output, ".out", or its exit code, ".code"."""
     script = next(iter(submission.files))
     return script.with_name(f"{script.stem}-{job_id}{ending}")
-
-
-def _limit(request: JobRequest) -> tuple[str, ...]:
-    if request.time_limit_seconds is None:
-        return ()
-    seconds = request.time_limit_seconds - request.save_seconds
-    if seconds <= 0:
-        raise ClusterError(
-            f"local: time_limit_seconds={request.time_limit_seconds}: leaves no time to train, since the job "
-            f"is told to save save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer "
-            "seconds to save"
-        )
-    kill_after = f"--kill-after={request.save_seconds}"
-    return ("timeout", "--foreground", "--preserve-status", kill_after, str(seconds))
-
-
-def _check(request: JobRequest) -> None:
-    check_words("local", request)
-    if request.num_nodes != 1:
-        raise ClusterError(f"local: num_nodes={request.num_nodes}: this machine is one node; leave it out")
-    for what in ("cpus_per_node", "memory_per_node", "options"):
-        value = getattr(request, what)
-        if value:
-            shown = ", ".join(value) if what == "options" else value
-            raise ClusterError(
-                f"local: {what}={shown}: this machine is not divided between jobs; leave it out"
-            )

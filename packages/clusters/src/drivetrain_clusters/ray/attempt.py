@@ -77,8 +77,16 @@ class Attempt:
 
     def _place(self) -> bool:
         """Reserve the resources of all nodes together; return False if the job was cancelled meanwhile."""
-        job = self._job
-        self._group = placement_group([job.bundle] * job.num_nodes, strategy=_strategy(job))
+        job, strategy = self._job, self._job.strategy
+        if strategy == "auto":  # each task on a node of its own, where there are as many nodes
+            alive = sum(1 for node in ray.nodes() if node["Alive"])
+            strategy = "STRICT_SPREAD" if alive >= job.num_nodes else "SPREAD"
+            if strategy == "SPREAD":
+                say(
+                    f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where "
+                    "they must"
+                )
+        self._group = placement_group([job.bundle] * job.num_nodes, strategy=strategy)
         ready, began, told = self._group.ready(), time.monotonic(), 0.0
         while not self._cancelled.is_set():
             with suppress(GetTimeoutError):
@@ -185,16 +193,3 @@ class Attempt:
     def _lose(self, error: RayError, rank: int | None = None) -> None:
         where = "a node" if rank is None else f"node {rank}"
         self._lost = self._lost or f"{where} was lost: {str(error).strip().splitlines()[0]}"
-
-
-def _strategy(job: RayJob) -> str:
-    """Return the strategy of the placement group: each task on a node of its own, where there are as many nodes."""
-    if job.strategy != "auto":
-        return job.strategy
-    alive = sum(1 for node in ray.nodes() if node["Alive"])
-    if alive >= job.num_nodes:
-        return "STRICT_SPREAD"
-    say(
-        f"{job.num_nodes} nodes are asked for, and the cluster has {alive}: they share its nodes where they must"
-    )
-    return "SPREAD"

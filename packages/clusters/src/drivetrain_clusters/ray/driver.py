@@ -8,7 +8,6 @@ import signal
 import sys
 from functools import partial
 from threading import Event
-from types import FrameType
 
 import ray
 
@@ -27,10 +26,10 @@ def main() -> int:
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     # A handler that raised would do so in the middle of Ray's own code. Set after Ray, which sets one too.
     cancelled = Event()
-    signal.signal(signal.SIGTERM, partial(_cancel, cancelled))
+    signal.signal(signal.SIGTERM, lambda _number, _frame: cancelled.set())
     number = 0
     while True:
-        end = Attempt(job, number, _write, cancelled).run()
+        end = Attempt(job, number, partial(print, end="", flush=True), cancelled).run()
         if cancelled.is_set():
             say("the job was cancelled")
             return end.exit_code or 128 + signal.SIGTERM
@@ -42,16 +41,6 @@ def main() -> int:
             return RESUME_EXIT_CODE if end.has_saved else end.exit_code or 1
         number += 1
         say(f"{why}; the job starts again, {number} of {job.max_requeues} times")
-
-
-def _cancel(cancelled: Event, number: int, frame: FrameType | None) -> None:
-    del number, frame
-    cancelled.set()
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -29,13 +29,18 @@ class Node:
 
     async def describe(self) -> tuple[str, int, tuple[str, ...]]:
         """Return the address of the node, a port that is free on it, and the accelerators bound to it."""
+        import socket
+
         import ray
         from ray.util import get_node_ip_address
 
         address = get_node_ip_address()
         bound = ray.get_runtime_context().get_accelerator_ids()
         devices = next((ids for ids in bound.values() if ids), [])
-        return address, _free_port(address), tuple(map(str, devices))
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+        return address, port, tuple(map(str, devices))
 
     async def run(
         self, command: tuple[str, ...], folder: str | None, variables: dict[str, str]
@@ -80,12 +85,3 @@ class Node:
 def _end_with_parent() -> None:
     """Have Linux send SIGTERM to this process once the thread that started it has ended."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-
-
-def _free_port(address: str) -> int:
-    import socket
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -25,10 +25,17 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     Raises:
         ClusterError: Variables are missing or contradict each other, or the job is heterogeneous.
     """
-    if not _is_task(environment):
+    own_step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    is_step = own_step.isascii() and own_step.isdecimal() and int(own_step) < _FIRST_SPECIAL_STEP
+    # mpirun starts its daemons by srun, whose variables the ranks inherit.
+    if not is_step or is_started_by_mpi(environment):
         return None
     read = JobVariables("slurm", environment)
-    _refuse_heterogeneous(read)
+    if (size := read.optional_integer("SLURM_HET_SIZE")) is not None and size > 1:
+        raise ClusterError(
+            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; submit "
+            "a job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
+        )
     hosts, nodelist = _expanded(read, expand_hosts, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     num_nodes, nodes_from = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
     if len(hosts) != num_nodes:
@@ -69,21 +76,6 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
             **({} if devices is None else {"devices": devices[1]}),
         },
     )
-
-
-def _is_task(environment: Mapping[str, str]) -> bool:
-    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
-    is_step = step.isascii() and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
-    # mpirun starts its daemons by srun, whose variables the ranks inherit.
-    return is_step and not is_started_by_mpi(environment)
-
-
-def _refuse_heterogeneous(read: JobVariables) -> None:
-    if (size := read.optional_integer("SLURM_HET_SIZE")) is not None and size > 1:
-        raise ClusterError(
-            f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; submit "
-            "a job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
-        )
 
 
 def _expanded(read: JobVariables, expand: Callable[[str], _Expanded], *names: str) -> tuple[_Expanded, str]:

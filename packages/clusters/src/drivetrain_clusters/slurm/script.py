@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest, Submission
-from drivetrain_clusters.request_values import check_words, memory_bytes
+from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem, memory_bytes
 from drivetrain_clusters.system_command import in_this_python
 from drivetrain_messages import suggest
 
@@ -51,17 +51,27 @@ def plan_slurm(request: JobRequest) -> Submission:
     would need quotes for are arguments of sbatch, which no shell reads.
     """
     _check(request)
-    slug = re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
+    slug = file_stem(request)
     path = request.log_dir.absolute() / f"{slug}.sbatch"  # the job runs in another folder
     options = _options(request, slug)
     on_lines = [option for option in options if _PLAIN.fullmatch(option)]
     as_arguments = [option for option in options if option not in on_lines]
+    environment = {
+        "DRIVETRAIN_LAUNCH__MAX_REQUEUES": str(request.max_requeues),
+        "DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds),
+    }
+    if request.processes_per_node is not None:
+        environment["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    if request.cpus_per_node is not None:
+        # srun takes it from sbatch no more since 22.05.
+        environment["SRUN_CPUS_PER_TASK"] = str(request.cpus_per_node)
+    environment |= request.environment
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in on_lines),
         *(f"# and as an argument of sbatch: {shlex.quote(option)}" for option in as_arguments),
         "",
-        *(f"export {name}={shlex.quote(text)}" for name, text in _environment(request).items()),
+        *(f"export {name}={shlex.quote(text)}" for name, text in environment.items()),
         "",
         f"exec srun --ntasks={request.num_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 "
         f"{shlex.join(in_this_python(request.command))}",
@@ -117,19 +127,6 @@ def _options(request: JobRequest, slug: str) -> list[str]:
     ]
 
 
-def _environment(request: JobRequest) -> dict[str, str]:
-    added = {
-        "DRIVETRAIN_LAUNCH__MAX_REQUEUES": str(request.max_requeues),
-        "DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds),
-    }
-    if request.processes_per_node is not None:
-        added["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
-    if request.cpus_per_node is not None:
-        # srun takes it from sbatch no more since 22.05.
-        added["SRUN_CPUS_PER_TASK"] = str(request.cpus_per_node)
-    return {**added, **request.environment}
-
-
 def _check(request: JobRequest) -> None:
     check_words("slurm", request)
     texts = {"name": request.name, "folder": str(request.folder), "log_dir": str(request.log_dir)}
@@ -142,7 +139,12 @@ def _check(request: JobRequest) -> None:
         raise ClusterError(
             f"slurm: log_dir={str(request.log_dir)!r}: Slurm replaces % and \\ there; say another folder"
         )
-    _check_numbers(request)
+    if request.num_nodes < 1:
+        raise ClusterError(f"slurm: num_nodes={request.num_nodes}: must be at least 1")
+    most = _LONGEST_SAVE_SECONDS
+    if not 0 < request.save_seconds <= most:
+        raise ClusterError(f"slurm: save_seconds={request.save_seconds}: Slurm takes 1 to {most}")
+    check_time_to_save("slurm", request)
     for name in request.options:
         if name in _OURS:
             raise ClusterError(f"slurm: option {name!r}: it follows from {_OURS[name]}; set that instead")
@@ -151,17 +153,3 @@ def _check(request: JobRequest) -> None:
             raise ClusterError(
                 f"slurm: option {name!r}: sbatch has no such option for a job of drivetrain{hint}"
             )
-
-
-def _check_numbers(request: JobRequest) -> None:
-    if request.num_nodes < 1:
-        raise ClusterError(f"slurm: num_nodes={request.num_nodes}: must be at least 1")
-    most = _LONGEST_SAVE_SECONDS
-    if not 0 < request.save_seconds <= most:
-        raise ClusterError(f"slurm: save_seconds={request.save_seconds}: Slurm takes 1 to {most}")
-    limit = request.time_limit_seconds
-    if limit is not None and limit <= request.save_seconds:
-        raise ClusterError(
-            f"slurm: time_limit_seconds={limit}: leaves no time to train, since the job is told to save "
-            f"save_seconds={request.save_seconds} before the limit; say a longer limit, or fewer seconds to save"
-        )
