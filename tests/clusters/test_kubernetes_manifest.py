@@ -63,6 +63,11 @@ def job_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return replicated["template"]["spec"]
 
 
+def batch_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    spec = job_of(manifest)
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": manifest["metadata"], "spec": spec}
+
+
 def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
     (container,) = job_of(manifest)["template"]["spec"]["containers"]
     return container
@@ -129,24 +134,11 @@ def test_the_job_of_the_jobset_is_valid_by_the_published_schema(
     validator: Any, version: str, changes: dict[str, Any], options: dict[str, str]
 ) -> None:
     request = make_request(options=options, time_limit_seconds=7200, environment={"A": "b"}, **changes)
-    manifest = manifest_of(request)
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": manifest["metadata"],
-        "spec": job_of(manifest),
-    }
-    validator.validate(job, version, strict=True)
+    validator.validate(batch_job(manifest_of(request)), version, strict=True)
 
 
 def test_the_schema_refuses_a_manifest_with_a_mistake(validator: Any) -> None:
-    manifest = manifest_of(make_request(options=FULL))
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": manifest["metadata"],
-        "spec": job_of(manifest),
-    }
+    job = batch_job(manifest_of(make_request(options=FULL)))
     job["spec"]["template"]["spec"]["containers"][0]["workingdir"] = "/"
     with pytest.raises(validator.ValidationError, match="workingdir"):
         validator.validate(job, "1.37", strict=True)

@@ -11,9 +11,8 @@ WORD = re.compile("[a-z]+")
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(
-        ClusterError, match=r"mars has no such option; did you mean image.* there are image, port"
-    ):
+    message = r"mars has no such option; did you mean image.* there are image, port"
+    with pytest.raises(ClusterError, match=message):
         check_known("mars", {"imge": "x"}, ("port", "image"))
 
 

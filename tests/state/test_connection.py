@@ -219,15 +219,7 @@ def test_a_port_in_use_is_said(run_ranks_script) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_do_not_come_are_said(run_ranks_script) -> None:
-    source = (
-        SCRIPT.replace("timeout_seconds=20", "timeout_seconds=2")
-        + """
-try:
-    connect(settings)
-except ConnectError as error:
-    print(error)
-"""
-    )
+    source = script(SHOWS_ERROR).replace("timeout_seconds=20", "timeout_seconds=2")
     (first,) = run_ranks_script(
         source, num_processes=1, environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     )

@@ -43,12 +43,9 @@ def test_places_are_the_folder_those_above_within_the_project_and_the_users(
     ]
 
 
-def test_nothing_above_is_looked_at_outside_a_project(tmp_path: Path) -> None:
-    assert len(settings_places(tmp_path, environment(tmp_path))) == 2
-
-
-def test_the_top_of_a_project_looks_no_higher(project: Path, tmp_path: Path) -> None:
-    assert len(settings_places(project, environment(tmp_path))) == 2
+def test_nothing_above_is_looked_at_outside_a_project_or_from_its_top(project: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path, project):
+        assert len(settings_places(folder, environment(tmp_path))) == 2
 
 
 def test_xdg_config_home_moves_the_users_folder(tmp_path: Path) -> None:

@@ -124,9 +124,15 @@ def test_a_secret_is_shown_in_no_repr(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prob:\n  seed: 1\n", r"run\.yaml:1: there is no section 'prob'; did you mean probe"),
+        (
+            "prob:\n  seed: 1\n",
+            r"run\.yaml:1: there is no section 'prob'; did you mean probe; sections here: .*probe",
+        ),
         ("prob:\n", r"run\.yaml:1: there is no section 'prob'"),
-        ("probe:\n  sed: 1\n", r"run\.yaml:2: section 'probe' has no field 'sed'; did you mean seed"),
+        (
+            "probe:\n  sed: 1\n",
+            r"run\.yaml:2: section 'probe' has no field 'sed'; did you mean seed; its fields: seed, rate",
+        ),
         ("probe:\n  seed: 'yes'\n", r"^probe\.seed='yes': must be an integer or null; from .*run\.yaml:2$"),
         ("probe:\n  seed: true\n", r"^probe\.seed=True: must be an integer or null; from .*run\.yaml:2$"),
         ("probe:\n  rate: null\n", r"^probe\.rate=None: must be a number; from .*run\.yaml:2$"),
@@ -139,6 +145,12 @@ def test_a_secret_is_shown_in_no_repr(tmp_path: Path) -> None:
 def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layers.read(file=write(tmp_path, text), sections=SECTIONS)
+
+
+def test_a_secret_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^probe\.api_key=\*\*\*: must be text or null; from") as caught:
+        Layers.read(file=write(tmp_path, "probe: {api_key: [hush]}"), sections=SECTIONS)
+    assert caught.value.__cause__ is None
 
 
 def test_a_mistake_is_told_also_where_another_layer_wins(tmp_path: Path) -> None:

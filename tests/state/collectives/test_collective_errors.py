@@ -6,9 +6,12 @@ from drivetrain_state.collectives.collective_errors import on_all_ranks, on_each
 from drivetrain_state.errors import OtherRankFailedError
 
 
-def results_of_two_ranks() -> list[str]:
+def results() -> tuple[list[str], int, int]:
     with connect(device="cpu") as context:
-        return on_all_ranks(context, lambda: f"from {context.topology.rank}", doing="the greeting")
+        rank = context.topology.rank
+        everybody = on_all_ranks(context, lambda: f"from {rank}", doing="the greeting")
+        own = on_each_rank(context, lambda: rank, doing="the count")
+        return everybody, own, on_main(context, lambda: rank + 7, doing="the count")
 
 
 def failure_of_rank_one() -> tuple[str, str]:
@@ -25,25 +28,14 @@ def failure_of_rank_one() -> tuple[str, str]:
     return "none", ""
 
 
-def test_every_rank_gets_all_results(run_ranks) -> None:
-    assert run_ranks(results_of_two_ranks) == [["from 0", "from 1"]] * 2
+def test_every_rank_gets_all_results_its_own_or_that_of_the_main_rank(run_ranks) -> None:
+    everybody = ["from 0", "from 1"]
+    assert run_ranks(results) == [(everybody, 0, 7), (everybody, 1, 7)]
 
 
 def test_a_rank_that_fails_raises_its_error_and_the_others_tell_it(run_ranks) -> None:
     message = "the save of step 3 was given up on every rank: rank 1 failed with OSError: disk full"
     assert run_ranks(failure_of_rank_one) == [("OtherRankFailedError", message), ("OSError", "disk full")]
-
-
-def what_each_keeps_and_what_the_main_rank_tells() -> tuple[int, int]:
-    with connect(device="cpu") as context:
-        rank = context.topology.rank
-        return on_each_rank(context, lambda: rank, doing="the count"), on_main(
-            context, lambda: rank + 7, doing="the count"
-        )
-
-
-def test_a_result_stays_or_comes_from_the_main_rank(run_ranks) -> None:
-    assert run_ranks(what_each_keeps_and_what_the_main_rank_tells) == [(0, 7), (1, 7)]
 
 
 def test_alone_it_just_acts() -> None:

@@ -11,16 +11,17 @@ def _of(rank: int) -> Context:
     return Context(topology=topology, device=torch.device("cpu"))
 
 
-def test_the_main_process_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("asked", "lines"),
+    [({}, ["loss 0.5"]), ({"main_process_only": False}, ["[rank 0] loss 0.5", "[rank 1] loss 0.5"])],
+    ids=["the main process", "every rank"],
+)
+def test_the_main_process_speaks_for_all_or_every_rank_with_its_number(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, bool], lines: list[str]
+) -> None:
     for rank in range(2):
-        get_logger("run", _of(rank)).warning("loss %.1f", 0.5)
-    assert [record.getMessage() for record in caplog.records] == ["loss 0.5"]
-
-
-def test_every_rank_speaks_where_asked_and_says_its_rank(caplog: pytest.LogCaptureFixture) -> None:
-    for rank in range(2):
-        get_logger("run", _of(rank)).warning("loss %.1f", 0.5, main_process_only=False)
-    assert [record.getMessage() for record in caplog.records] == ["[rank 0] loss 0.5", "[rank 1] loss 0.5"]
+        get_logger("run", _of(rank)).warning("loss %.1f", 0.5, **asked)
+    assert [record.getMessage() for record in caplog.records] == lines
 
 
 def test_a_record_names_the_line_that_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,16 +120,9 @@ def test_gather_takes_every_layout(run_ranks) -> None:
         }
 
 
-def _gather_only_empty() -> tuple[int, ...]:
-    return tuple(gather(_connect(), torch.zeros(3, 0)).shape)
-
-
-def test_gather_of_nothing_but_empty_tensors(run_ranks) -> None:
-    assert run_ranks(_gather_only_empty) == [(6, 0), (6, 0)]
-
-
-def _gather_nested() -> bool:
+def _gather_nested() -> dict[str, list[int]]:
     context = _connect()
+    assert gather(context, torch.zeros(3, 0)).shape == (6, 0)  # nothing but an empty tensor
     mine = torch.tensor([context.topology.rank])
     encoding = Encoding(ids=mine)
     encoding.note = "mine"
@@ -161,22 +154,13 @@ def _gather_nested() -> bool:
     assert whole["output"].hidden[1].tolist() == both
     assert whole["output"].derived.tolist() == [0, 0]
     assert data["encoding"]["ids"] is mine
-    return True
-
-
-def test_gather_keeps_every_kind_of_structure(run_ranks) -> None:
-    assert run_ranks(_gather_nested) == [True, True]
-
-
-def _gather_dicts_filled_in_different_orders() -> dict[str, list[int]]:
-    context = _connect()
     items = [("a", torch.tensor([1])), ("b", torch.tensor([2]))]
     ordered = dict(items if context.topology.is_main else reversed(items))
     return {name: value.tolist() for name, value in gather(context, ordered).items()}
 
 
-def test_the_order_in_which_a_dict_was_filled_does_not_matter(run_ranks) -> None:
-    assert run_ranks(_gather_dicts_filled_in_different_orders) == [{"a": [1, 1], "b": [2, 2]}] * 2
+def test_gather_keeps_every_kind_of_structure_and_the_order_of_keys_does_not_matter(run_ranks) -> None:
+    assert run_ranks(_gather_nested) == [{"a": [1, 1], "b": [2, 2]}] * 2
 
 
 def _count_collectives() -> dict[str, int]:
@@ -205,9 +189,10 @@ def test_one_collective_a_dtype_and_one_exchange_of_shapes_where_they_may_differ
         assert counts == {"gather": 2, "gather uneven": 3, "reduce": 2, "broadcast": 2, "pad": 1}
 
 
-def _gather_uneven() -> dict[str, list[object]]:
+def _gather_uneven() -> tuple[dict[str, list[object]], dict[str, list[int]], str]:
     context = _connect()
     rank = context.topology.rank
+    refused = _fails(gather, context, {"x": torch.zeros(2, 3 + rank)}, uneven=True)
     data = {
         "rows": torch.full((rank + 1, 2), rank),
         "scores": torch.full((2 * rank,), float(rank)),
@@ -215,11 +200,15 @@ def _gather_uneven() -> dict[str, list[object]]:
         "again": part if rank == 0 else torch.tensor([7, 7, 7]),
         "loss": torch.tensor(0.5 + rank),
     }
-    return {name: value.tolist() for name, value in gather(context, data, uneven=True).items()}
+    whole = gather(context, data, uneven=True)
+    gathered, rows = gather_rows(context, data)
+    assert all(torch.equal(gathered[name], whole[name]) for name in data)
+    plain, counts = ({name: each.tolist() for name, each in of.items()} for of in (whole, rows))
+    return plain, counts, refused
 
 
-def test_uneven_gather_concatenates_what_there_is(run_ranks) -> None:
-    for answer in run_ranks(_gather_uneven):
+def test_uneven_gather_concatenates_what_there_is_and_counts_the_rows_of_each_rank(run_ranks) -> None:
+    for answer, rows, refused in run_ranks(_gather_uneven):
         assert answer == {
             "rows": [[0, 0], [1, 1], [1, 1]],
             "scores": [1.0, 1.0],
@@ -227,31 +216,9 @@ def test_uneven_gather_concatenates_what_there_is(run_ranks) -> None:
             "again": [7, 7, 7],
             "loss": [0.5, 1.5],
         }
-
-
-def _gather_rows() -> tuple[str, str]:
-    context = _connect()
-    rank = context.topology.rank
-    data = {"x": torch.full((rank + 1, 2), rank), "one": torch.tensor(rank)}
-    gathered, rows = gather_rows(context, data)
-    assert torch.equal(gathered["x"], gather(context, data, uneven=True)["x"])
-    return str(gathered["one"].tolist()), str({name: count.tolist() for name, count in rows.items()})
-
-
-def test_a_gather_can_tell_the_rows_of_each_rank(run_ranks) -> None:
-    assert run_ranks(_gather_rows) == [("[0, 1]", "{'x': [1, 2], 'one': [1, 1]}")] * 2
-    assert run_ranks(_gather_rows, num_processes=1) == [("[0]", "{'x': [1], 'one': [1]}")]
-
-
-def _gather_uneven_elsewhere() -> str:
-    context = _connect()
-    return _fails(gather, context, {"x": torch.zeros(2, 3 + context.topology.rank)}, uneven=True)
-
-
-def test_uneven_gather_names_other_sizes_that_differ(run_ranks) -> None:
-    for message in run_ranks(_gather_uneven_elsewhere):
-        assert "data['x']" in message
-        assert "rank 0: (2, 3); rank 1: (2, 4). Use pad_across_processes" in message
+        assert rows == {"rows": [1, 2], "scores": [0, 2], "same": [0, 1], "again": [0, 3], "loss": [1, 1]}
+        assert "data['x']" in refused
+        assert "rank 0: (2, 3); rank 1: (2, 4). Use pad_across_processes" in refused
 
 
 def test_gather_in_one_process_gives_the_shapes_of_many() -> None:
@@ -259,6 +226,8 @@ def test_gather_in_one_process_gives_the_shapes_of_many() -> None:
     assert gathered["loss"].shape == (1,)
     assert not gathered["loss"].requires_grad
     assert gathered["x"].shape == (2, 3)
+    _, rows = gather_rows(_alone(), {"loss": torch.tensor(2.0), "x": torch.zeros(2, 3)})
+    assert {name: count.tolist() for name, count in rows.items()} == {"loss": [1], "x": [2]}
 
 
 @pytest.mark.parametrize(
@@ -300,14 +269,6 @@ def test_reduce_takes_every_dtype_that_has_an_answer(run_ranks) -> None:
     assert run_ranks(_reduce_each_dtype) == [[], []]
 
 
-def _mean_of_large_halves() -> float:
-    return reduce(_connect(), torch.tensor([60000.0], dtype=torch.float16), "mean").item()
-
-
-def test_mean_of_halves_does_not_overflow(run_ranks) -> None:
-    assert run_ranks(_mean_of_large_halves) == [60000.0, 60000.0]
-
-
 def _reduce_nested() -> tuple[object, ...]:
     context = _connect()
     rank = context.topology.rank
@@ -315,10 +276,12 @@ def _reduce_nested() -> tuple[object, ...]:
     before = data["loss"].clone()
     summed = reduce(context, data)
     assert torch.equal(data["loss"], before)
+    large = torch.tensor([60000.0], dtype=torch.float16)
+    assert reduce(context, large, "mean").item() == 60000.0  # the sum overflows
     return summed["loss"].shape, summed["loss"].item(), summed["count"][0].tolist(), summed["none"]
 
 
-def test_reduce_keeps_structure_and_shapes_and_its_input(run_ranks) -> None:
+def test_reduce_keeps_structure_shapes_and_input_and_a_mean_of_halves_does_not_overflow(run_ranks) -> None:
     assert run_ranks(_reduce_nested) == [((), 1.0, [3], None)] * 2
 
 

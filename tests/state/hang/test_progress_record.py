@@ -7,13 +7,9 @@ import pytest
 from drivetrain_state.hang.progress_record import ProgressMark, ProgressRecord
 
 
-def test_a_new_watch_has_made_no_progress() -> None:
-    record = ProgressRecord()
-    assert (record.count, record.label, record.thread_id) == (0, "start", threading.get_ident())
-
-
 def test_each_mark_counts_and_the_last_label_stays() -> None:
     record = ProgressRecord()
+    assert (record.count, record.label, record.thread_id) == (0, "start", threading.get_ident())
     record.mark("batch")
     record.mark("optimizer step")
     assert (record.count, record.label) == (2, "optimizer step")

@@ -36,11 +36,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Return the numbers that a Slurm list of counts stands for: `2(x3),1` stands for 2, 2, 2 and 1.
-
-    Raises:
-        ValueError: The text has another form.
-    """
+    """Return the numbers of a Slurm list of counts: `2(x3),1` stands for 2, 2, 2 and 1."""
     counts: list[int] = []
     for word in text.split(","):
         match = _COUNT.fullmatch(word)

@@ -21,23 +21,14 @@ _VISIBILITY = (
 
 
 class JobVariables:
-    """The environment of a task, with errors that name a variable and its value.
-
-    Args:
-        cluster: The name of the cluster, for error messages.
-        environment: The environment of the task.
-    """
+    """The environment of a task in a job of a cluster, with errors that name a variable and its value."""
 
     def __init__(self, cluster: str, environment: Mapping[str, str]) -> None:
         self._cluster = cluster
         self._environment = environment
 
     def text(self, *names: str) -> tuple[str, str]:
-        """Return the value and the name of the first variable that is set.
-
-        Raises:
-            ClusterError: None of them is set.
-        """
+        """Return the value and the name of the first variable that is set; a ClusterError if none is."""
         for name in names:
             if value := self._environment.get(name):
                 return value, name
@@ -49,11 +40,7 @@ class JobVariables:
         )
 
     def integer(self, *names: str, least: int = 0) -> tuple[int, str]:
-        """Return the value and the name of the first variable that is set, as an integer.
-
-        Raises:
-            ClusterError: None of them is set, or the value is no integer of at least `least`.
-        """
+        """Return the value and the name of the first variable that is set, as an integer of at least `least`."""
         text, name = self.text(*names)
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
             raise ClusterError(f"{self._cluster}: {name}={text!r}: must be an integer of at least {least}")
@@ -109,13 +96,8 @@ def place_node(
 ) -> JobPlacement:
     """Return the place of a task that is the only one on its node.
 
-    Args:
-        read: The variables of the task.
-        cluster: The name of the cluster plug-in.
-        job_id: The job, as the cluster names it.
-        names: The variables of num_nodes, node_rank, master_addr and master_port.
-        restart_count: The number of times that the job has started again.
-        devices: The accelerators that the task was bound to; None if it was bound to none.
+    `names` are the variables of num_nodes, node_rank, master_addr and master_port; `devices` are the accelerators
+    that the task was bound to, None without a binding.
     """
     num_nodes, nodes_from = read.integer(names["num_nodes"], least=1)
     node_rank, rank_from = read.integer(names["node_rank"])

@@ -20,12 +20,7 @@ _NO_HINTS: Mapping[str, str] = {}
 
 
 def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] = _NO_HINTS) -> str:
-    """Run a command to its end, in a folder or that of this process, and return its output.
-
-    Raises:
-        ClusterError: The program is not installed, does not end within two minutes, or fails; the message holds what
-            it said, and the hint for it.
-    """
+    """Run a command for at most two minutes and return its output; a ClusterError holds its words and the hint."""
     import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
 
     try:
@@ -54,11 +49,7 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
 
 
 def patiently(question: Callable[[], Answer]) -> Answer:
-    """Ask a cluster something; ask again for a minute if it cannot answer, as while its server restarts.
-
-    Raises:
-        ClusterError: The question failed for a minute.
-    """
+    """Ask a cluster something, again for a minute if it cannot answer, as while its server restarts."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
         return question()

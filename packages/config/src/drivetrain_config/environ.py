@@ -60,12 +60,9 @@ class RankEnvironment:
 
 
 def launched() -> RankEnvironment | None:
-    """Read torchrun's variables.
+    """Read torchrun's variables; None in a process that no launcher started.
 
     MASTER_ADDR and MASTER_PORT alone do not imply a launcher: some clusters set them for every process.
-
-    Returns:
-        The ranks; None in a process that no launcher started.
 
     Raises:
         ConfigError: Only some of the variables are set, one is not an integer, or they are inconsistent.
@@ -108,11 +105,7 @@ def own_rank() -> None:
 
 
 def inherited_from() -> int | None:
-    """Return the process that is the rank of this process's variables, if this one has inherited them from it.
-
-    Returns:
-        The id of that process; None if the variables are this process's own, or there are none.
-    """
+    """Return the id of the process from which this one inherited its rank's variables; None if they are its own."""
     owner, _, launch = os.environ.get(_OWNER, "").partition(" ")
     return int(owner) if owner not in ("", str(os.getpid())) and launch == _launch() else None
 

@@ -36,11 +36,7 @@ class Source:
 class Entry:
     """A value as given: text from a command line or variable, or a typed value from a file or code.
 
-    Attributes:
-        value: The value, not yet converted to its field's type.
-        source: The source of the value.
-        secret: Whether the value is masked in messages and never handed on.
-        file: The file that held the value, so that another process can read a secret from it.
+    A secret is masked in messages and never handed on; another process reads it from the `file` that held it.
     """
 
     value: Any

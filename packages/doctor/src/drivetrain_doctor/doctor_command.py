@@ -40,11 +40,7 @@ class DoctorArguments:
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            UsageError: A number is outside its range.
-        """
+        """Check the folder and the numbers; a UsageError names the flag."""
         if not self.folder.exists() and not self.folder.absolute().parent.is_dir():
             raise UsageError(
                 f"--folder {self.folder}: neither it nor the folder around it exists; name the checkpoints' folder"

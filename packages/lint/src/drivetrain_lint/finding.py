@@ -14,14 +14,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A place that breaks a rule, as the rule found it.
-
-    Attributes:
-        node: The place: an expression or a statement.
-        what: The fault, in a sentence that names the objects involved.
-        mend: The change that removes the fault; None for the rule's own.
-        severity: The weight of this fault; None for the rule's own.
-    """
+    """A place that breaks a rule; without a mend and a severity of its own, it has the rule's."""
 
     node: ast.AST
     what: str

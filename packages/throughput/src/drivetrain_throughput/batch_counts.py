@@ -14,12 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
-    """The samples and tokens of a batch or a step; None where they are unknown.
-
-    Attributes:
-        samples: The number of real samples, of all ranks.
-        tokens: The number of tokens, of this rank.
-    """
+    """The samples of all ranks and the tokens of this one, of a batch or a step; None where they are unknown."""
 
     samples: float | None = 0.0
     tokens: float | None = 0.0
@@ -76,18 +71,15 @@ class BatchCounts:
             return float(field.numel())
         if self._warns:
             self._warns = False
-            self._warn_of(batch)
+            fields = ", ".join(map(str, batch)) if hasattr(batch, "keys") else ""
+            logger.warning(
+                "token_field=%r: the batch, a %s, has no tensor of that name%s; throughput/tokens_per_second is left "
+                "out. Name a field that every batch has, or count with accelerator.count_tokens(function)",
+                self._token_field,
+                type(batch).__name__,
+                f" among its fields {fields}" if fields else "",
+            )
         return None
-
-    def _warn_of(self, batch: Any) -> None:
-        fields = ", ".join(map(str, batch)) if hasattr(batch, "keys") else ""
-        logger.warning(
-            "token_field=%r: the batch, a %s, has no tensor of that name%s; throughput/tokens_per_second is left "
-            "out. Name a field that every batch has, or count with accelerator.count_tokens(function)",
-            self._token_field,
-            type(batch).__name__,
-            f" among its fields {fields}" if fields else "",
-        )
 
 
 def _sum(first: float | None, second: float | None) -> float | None:

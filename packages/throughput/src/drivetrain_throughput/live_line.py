@@ -24,11 +24,7 @@ class LinePainter(Protocol):
 
 
 class _PlainLines:
-    """Lines below each other.
-
-    Args:
-        stream: The stream to write to; None for the standard error of the moment.
-    """
+    """Lines below each other on a stream; without one, on the standard error of the moment."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -74,7 +70,14 @@ class LiveLine:
         if now < self._next:
             return
         if self._painter is None:
-            self._painter = self._make_painter()
+            stream = self._stream or sys.stderr
+            if stream.isatty() and find_spec("rich") is not None:
+                from drivetrain_throughput.rich_line import RichLine
+
+                self._interval_seconds = _REDRAW_SECONDS
+                self._painter = RichLine(stream)
+            else:
+                self._painter = _PlainLines(self._stream)
         self._next = now + self._interval_seconds
         self._painter.show(live_text(step, throughput))
 
@@ -83,15 +86,6 @@ class LiveLine:
         if self._painter is not None:
             self._painter.close()
             self._painter = None
-
-    def _make_painter(self) -> LinePainter:
-        stream = self._stream or sys.stderr
-        if not stream.isatty() or find_spec("rich") is None:
-            return _PlainLines(self._stream)
-        from drivetrain_throughput.rich_line import RichLine
-
-        self._interval_seconds = _REDRAW_SECONDS
-        return RichLine(stream)
 
 
 def live_text(step: int, throughput: Throughput) -> str:

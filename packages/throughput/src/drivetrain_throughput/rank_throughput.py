@@ -91,9 +91,7 @@ class StragglerWarning:
 class RankThroughput:
     """The throughput of all ranks, one gather at a time, and the warning of a rank that is slow.
 
-    Args:
-        readers: For each shard of the data, the first of the ranks that read it.
-        window_steps: The number of steps whose mean times are compared.
+    `readers` has, for each shard of the data, the first of the ranks that read it.
     """
 
     def __init__(self, context: Context, *, readers: tuple[int, ...], window_steps: int) -> None:

@@ -18,7 +18,14 @@ class RichLine:
         self._live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
         self._live.start()
         # Handlers of logging keep the streams that they were made with, and would write into the line.
-        self._moved = _move_handlers(dict(zip(map(id, before), (sys.stdout, sys.stderr), strict=True)))
+        moved_to = dict(zip(map(id, before), (sys.stdout, sys.stderr), strict=True))
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+        for logger in loggers:
+            for handler in getattr(logger, "handlers", ()):  # a placeholder has none
+                if isinstance(handler, logging.StreamHandler) and id(handler.stream) in moved_to:
+                    self._moved.append((handler, handler.stream))
+                    handler.setStream(moved_to[id(handler.stream)])
 
     def show(self, text: str) -> None:
         """Redraw the line, cut to the terminal's width."""
@@ -30,18 +37,3 @@ class RichLine:
         for handler, stream in self._moved:
             handler.setStream(stream)
         self._moved = []
-
-
-def _move_handlers(moved_to: dict[int, TextIO]) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Give handlers of logging that write to one of the streams the stream that stands for it now."""
-    loggers = [
-        logging.root,
-        *(one for one in logging.root.manager.loggerDict.values() if hasattr(one, "handlers")),
-    ]
-    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-    for logger in loggers:
-        for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and id(handler.stream) in moved_to:
-                moved.append((handler, handler.stream))
-                handler.setStream(moved_to[id(handler.stream)])
-    return moved

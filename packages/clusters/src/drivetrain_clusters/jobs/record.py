@@ -41,11 +41,7 @@ def write_record(record: JobRecord) -> Path:
 
 
 def find_record(job_id: str, log_dir: Path) -> JobRecord:
-    """Return the record of a job in its folder of logs.
-
-    Raises:
-        ClusterError: There is no record of the job; the message gives the nearest id and lists those that there are.
-    """
+    """Return the record of a job in its folder of logs; else a ClusterError gives the nearest id, and all."""
     known: list[str] = []
     for path in sorted(log_dir.glob(f"*{_ENDING}")):
         try:

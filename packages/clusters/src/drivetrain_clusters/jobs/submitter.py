@@ -34,13 +34,9 @@ def submit_job(cluster: Cluster, name: str, submission: Submission) -> JobRecord
 
 
 def follow_job(cluster: Cluster, record: JobRecord, submission: Submission) -> int:
-    """Show the output of a job until it ends; Ctrl-C leaves the job running.
+    """Show the output of a job until it ends, and return its exit code; Ctrl-C leaves the job running, for code 130.
 
-    Returns:
-        The exit code of the job; 130 if the user stopped following.
-
-    Raises:
-        ClusterError: The cluster could not be asked; the message says how to follow the job again.
+    A ClusterError of the cluster is raised again with the commands that follow and cancel the job.
     """
 
     def write(text: str) -> None:

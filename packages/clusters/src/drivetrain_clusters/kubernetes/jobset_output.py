@@ -37,11 +37,7 @@ class JobSetOutput:
         self._told = ""
 
     def follow(self) -> int:
-        """Write the output until the JobSet ends, and return its exit code.
-
-        Raises:
-            ClusterError: kubectl failed, or the JobSet is no longer there.
-        """
+        """Write the output until the JobSet ends, and return its exit code."""
         read_attempts: set[int] = set()
         self._state()  # a job that is not there is an error at once
         while True:

@@ -36,11 +36,7 @@ class ObjectName:
 
     @classmethod
     def parse(cls, job_id: str) -> "ObjectName":
-        """Read a name from the text "NAMESPACE/NAME".
-
-        Raises:
-            ClusterError: The text is not of this form, and so might be read by kubectl as something else.
-        """
+        """Read "NAMESPACE/NAME", and nothing that kubectl might read as something else."""
         namespace, slash, name = job_id.partition("/")
         if not slash or _NAME.fullmatch(namespace) is None or _NAME.fullmatch(name) is None:
             raise ClusterError(
@@ -53,11 +49,7 @@ class ObjectName:
 
 
 def start_kubectl(words: Sequence[str]) -> subprocess.Popen[str]:
-    """Start kubectl; its output and errors are pipes.
-
-    Raises:
-        ClusterError: kubectl is not installed.
-    """
+    """Start kubectl; its output and errors are pipes."""
     try:
         return subprocess.Popen(
             [KUBECTL, *words],
@@ -76,11 +68,7 @@ def start_kubectl(words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def run_kubectl(words: Sequence[str]) -> str:
-    """Run kubectl to its end and return its output.
-
-    Raises:
-        ClusterError: kubectl is not installed, or failed; the message holds its own, and what to do.
-    """
+    """Run kubectl to its end and return its output; a ClusterError holds its message, and what to do."""
     process = start_kubectl(words)
     try:
         output, errors = process.communicate()

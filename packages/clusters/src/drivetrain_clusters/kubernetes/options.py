@@ -77,11 +77,7 @@ OPTION_NAMES = tuple(
 
 
 def read_kubernetes_options(request: JobRequest) -> KubernetesOptions:
-    """Return the options of a request.
-
-    Raises:
-        ClusterError: An option is unknown or has another form than it needs, or there is no image.
-    """
+    """Read the options of a request; a ClusterError names one that is unknown, missing or wrong."""
     check_known("kubernetes", request.options, OPTION_NAMES)
     read = OptionReader(request.options)
     image = read.matching("image", _IMAGE, "the name of an image, such as registry.example.org/train:2.1")
@@ -126,14 +122,9 @@ def _volumes(texts: tuple[str, ...]) -> tuple[ClaimMount, ...]:
 
 
 def object_name(name: str, num_nodes: int) -> str:
-    """Return the name of a job as that of a Kubernetes object.
+    """Return the name of a job as that of a Kubernetes object, short enough for the ranks behind it in names of pods.
 
-    Args:
-        name: The name of the job: letters become small, and whatever Kubernetes does not allow a hyphen.
-        num_nodes: The number of nodes, whose ranks stand behind the name in the names of pods.
-
-    Raises:
-        ClusterError: Nothing is left of the name, or it is too long.
+    Letters become small, and all that Kubernetes does not allow becomes a hyphen; a ClusterError if nothing is left.
     """
     small = re.sub(r"[^a-z0-9]+", "-", name.lower(), flags=re.ASCII).strip("-")
     if not small:

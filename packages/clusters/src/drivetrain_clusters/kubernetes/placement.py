@@ -42,9 +42,6 @@ def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     """Return the place of this pod; None outside a job of several nodes that says where they meet.
 
     The index of an indexed Job alone is no place: the pods of such a Job may be runs of their own.
-
-    Raises:
-        ClusterError: Variables are missing or contradict each other.
     """
     if any(name.startswith(_PREFIX) for name in environment):
         needed = [name for field, name in _OURS.items() if field != "restart_count"]

@@ -69,10 +69,6 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     No MPI starter tells its ranks the hosts of the others. Node 0 is therefore found by MASTER_ADDR, by the list of
     nodes of the Slurm or LSF job around mpirun, or, with Open MPI up to version 4, as the host of mpirun; else
     `master_addr` is empty.
-
-    Raises:
-        ClusterError: Variables are missing or contradict each other, or ranks are distributed over nodes in a way
-            that the variables of one rank do not tell.
     """
     starter = find_starter(environment)
     if starter is None:

@@ -55,11 +55,7 @@ class Attempt:
         self._stop_at = float("inf")
 
     def run(self) -> AttemptEnd:
-        """Start all nodes, write their output, and wait for their end. Whatever happens, no node is left.
-
-        Raises:
-            ClusterError: The cluster did not have the resources in time.
-        """
+        """Start all nodes, write their output, and wait for their end. Whatever happens, no node is left."""
         try:
             if self._place():
                 self._start()

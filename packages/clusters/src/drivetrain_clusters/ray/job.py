@@ -54,11 +54,7 @@ class RayJob:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def encode(self) -> str:
-        """Return the job as letters, digits and signs that neither a shell nor Ray's variables give a meaning.
-
-        Raises:
-            ClusterError: The job is too large for a variable.
-        """
+        """Return the job as signs to which neither a shell nor Ray's variables give a meaning."""
         text = base64.urlsafe_b64encode(json.dumps(plain(self)).encode()).decode("ascii")
         if len(text) > _MOST_CHARACTERS:
             raise ClusterError(
@@ -69,11 +65,7 @@ class RayJob:
 
     @classmethod
     def decode(cls, text: str) -> "RayJob":
-        """Return the job that `encode` made a text of.
-
-        Raises:
-            ClusterError: The text is none.
-        """
+        """Return the job that `encode` made a text of."""
         try:
             return convert(json.loads(base64.urlsafe_b64decode(text)), cls)
         except (ValueError, ConversionError) as error:
@@ -114,11 +106,7 @@ class RayPlan:
 
 
 def plan_ray(request: JobRequest) -> RayPlan:
-    """Plan a request on Ray.
-
-    Raises:
-        ClusterError: An option is unknown or invalid, or the job is too large to be handed on.
-    """
+    """Plan a request on Ray; a ClusterError names a wrong option, or a job too large to be handed on."""
     check_known("ray", request.options, _OPTIONS)
     read = OptionReader(request.options)
     upload = read.truth("upload")

@@ -20,11 +20,7 @@ class JobOutput:
         self._num_written = 0
 
     def follow(self) -> int:
-        """Write the output until the job ends, and return the exit code of its driver.
-
-        Raises:
-            ClusterError: Ray does not know the job.
-        """
+        """Write the output until the job ends, and return the exit code of its driver."""
         while not self._info().status.is_terminal():
             try:
                 asyncio.run(self._tail())

@@ -41,11 +41,7 @@ def ray_variables(
 
 
 def ray_placement(environment: Mapping[str, str]) -> JobPlacement | None:
-    """Return the place of this launcher; None if no driver of ours has started it.
-
-    Raises:
-        ClusterError: Variables are missing or contradict each other.
-    """
+    """Return the place of this launcher; None if no driver of ours has started it."""
     given = [name for name in _NAMES.values() if name in environment]
     if not given:
         return None

@@ -61,9 +61,7 @@ class Slurm:
     def requeue(self, placement: JobPlacement) -> bool:
         """Put the job back into the queue.
 
-        Returns:
-            False if Slurm does so by itself (the job was preempted), if a user has cancelled the job, and if the job
-            was submitted with --no-requeue.
+        Return False if Slurm does so by itself (after a preemption), a user has cancelled it, or it has --no-requeue.
         """
         rows = _ask(placement.job_id, states=_MAY_GO_ON)
         if not rows or not rows[0].may_requeue:
@@ -84,11 +82,7 @@ class Slurm:
         return job_id
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
-        """Write the job's output as it appears, until the job ends, across requeues.
-
-        Returns:
-            The job's exit code; 128 + the signal's number if a signal ended it; 1 if Slurm ended it otherwise.
-        """
+        """Write the job's output until it ends, across requeues; return its exit code, 128 + N for signal N."""
         output = OutputTail(output_file(submission, job_id))
         _show_job(job_id)  # an unknown one is an error at once
         while True:

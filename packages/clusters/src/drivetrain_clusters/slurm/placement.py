@@ -21,9 +21,6 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
 
     The shell of `sbatch` or `salloc` is no task, though it has most of the variables: only srun sets those of a step.
     Tasks are ranked node by node, also where srun distributes them cyclically, as torchrun ranks them.
-
-    Raises:
-        ClusterError: Variables are missing or contradict each other, or the job is heterogeneous.
     """
     own_step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     is_step = own_step.isascii() and own_step.isdecimal() and int(own_step) < _FIRST_SPECIAL_STEP

@@ -31,12 +31,7 @@ def read_text(path: Path) -> str:
 def parse_json(
     path: Path, text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict
 ) -> Any:
-    """Parse the JSON of a file.
-
-    Raises:
-        ConfigError: It is nested too deeply.
-        ValueError: It is no JSON.
-    """
+    """Parse the JSON of a file; ConfigError if it is nested too deeply, another ValueError if it is no JSON."""
     try:
         found = json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:

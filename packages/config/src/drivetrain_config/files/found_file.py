@@ -31,11 +31,7 @@ class SettingsPlace:
         return f"{self.folder / self.stem}.yaml"
 
     def file(self) -> Path | None:
-        """Return the file in this place; None if there is none.
-
-        Raises:
-            ConfigError: The place holds several, of different endings.
-        """
+        """Return the file in this place; None if there is none. Several are a ConfigError."""
         there = [path for suffix in SUFFIXES if (path := self.folder / f"{self.stem}{suffix}").is_file()]
         if len(there) > 1:
             raise ConfigError(
@@ -62,10 +58,6 @@ def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[Setti
 
     They are the working folder, each folder above it up to the top of the project (the folder with `.git` or
     `pyproject.toml`; none without one), and `$XDG_CONFIG_HOME/drivetrain`, by default `~/.config/drivetrain`.
-
-    Args:
-        folder: The working folder.
-        environment: The environment of the process.
     """
     here = Path() if folder == Path.cwd() else folder
     found = [SettingsPlace(folder=here, stem="drivetrain", title="the working folder")]
@@ -83,11 +75,7 @@ def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[Setti
 
 
 def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | None:
-    """Return the file in the first place that has one; None if no place has.
-
-    Raises:
-        ConfigError: A place holds several files.
-    """
+    """Return the file in the first place that has one; None if no place has."""
     for place in settings_places(folder, environment):
         if (found := place.file()) is not None:
             return SettingsFile(path=found, place=place)
@@ -95,12 +83,7 @@ def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | No
 
 
 def choose_file(named: str | None, environment: Mapping[str, str]) -> SettingsFile | None:
-    """Return the file that `--config` names, or else the one that is found; None for none.
-
-    Args:
-        named: The value of `--config`; `none` asks for no file at all, None means that it was not given.
-        environment: The environment of the process.
-    """
+    """Return the file that `--config` names, none for `none`, or without the flag the one that is found."""
     if named is None:
         return find_file(Path.cwd(), environment)
     return None if named == NO_FILE else SettingsFile(path=Path(named).expanduser())

@@ -42,15 +42,10 @@ _FORMATS = "drivetrain.file_formats"
 
 
 def read_file(path: Path) -> Contents:
-    """Read a settings file.
+    """Read a settings file, ending in .yaml, .yml, .toml or .json.
 
-    Args:
-        path: The file, ending in .yaml, .yml, .toml or .json; it holds sections, or is another program's file that an
-            installed package translates (entry points of the group `drivetrain.file_formats`).
-
-    Raises:
-        ConfigError: The file does not exist, has an unknown suffix, does not parse, repeats a key, is nested too
-            deeply, or requests something that drivetrain cannot do.
+    It holds sections, or is another program's file that an installed package translates (entry points of the group
+    `drivetrain.file_formats`). A ConfigError says where it cannot be read.
     """
     data, lines = _parse(path)
     if data is None:

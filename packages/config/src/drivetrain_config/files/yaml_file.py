@@ -21,12 +21,7 @@ _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE)
 
 
 def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
-    """Parse a document, and find the line of each key.
-
-    Raises:
-        ConfigError: The document does not parse, repeats a key, is nested too deeply, or has a number that YAML
-            versions read differently.
-    """
+    """Parse a document, and find the line of each key; a ConfigError names the line of a mistake."""
     try:
         import yaml
     except ImportError as error:
@@ -52,12 +47,7 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
 
 
 def check_levels(path: Path, text: str) -> None:
-    """Read a document up to the first level beyond what settings have, which takes no time that grows with the rest.
-
-    Raises:
-        ConfigError: The document is nested too deeply.
-        yaml.YAMLError: The document does not parse.
-    """
+    """Refuse a document that is nested too deeply, in a time that does not grow with what follows."""
     import yaml
 
     level = 0

@@ -34,11 +34,7 @@ class EntryPoint:
 
 
 def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of a group over all installed distributions, sorted by name.
-
-    Raises:
-        ConfigError: Two distributions register the same name.
-    """
+    """Return the entry points of a group, sorted by name; two of one name are a ConfigError."""
     return _entry_points(group, tuple(sys.path))
 
 

@@ -42,11 +42,7 @@ Ask = Callable[[Known], Advice | Mapping[str, Any] | None]
 
 
 def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any] | None:
-    """Return the advice of a field's function; None if it has none, or if nothing is to be asked.
-
-    Raises:
-        ConfigError: The place of the function does not exist, or its advice says what none can.
-    """
+    """Return the advice of a field's function; None if it has none, or if nothing is to be asked."""
     if ask is None:
         return None
     if isinstance(ask, str):

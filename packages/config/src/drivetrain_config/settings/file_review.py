@@ -18,14 +18,10 @@ from drivetrain_config.values.kinds import field_types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReview:
-    """The result of a review of a settings file.
+    """The result of a review of a settings file: the problems, each with its line, and notices of what is no problem.
 
-    Attributes:
-        path: The path of the file.
-        num_settings: The number of settings in the file.
-        problems: The problems, each a message with its line; empty for a valid file.
-        notices: Notes of what is no problem: another program's options that drivetrain meets in another way, and
-            plug-ins that no package provides in this environment, but the script may.
+    Notices name another program's options that drivetrain meets in another way, and plug-ins that no package provides
+    in this environment, but the script may.
     """
 
     path: Path
@@ -35,12 +31,7 @@ class FileReview:
 
 
 def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) -> FileReview:
-    """Check every section and field of a file, each section as a whole too.
-
-    Args:
-        path: The settings file.
-        sections: Section dataclasses in addition to those that installed packages register.
-    """
+    """Check every section and field of a file, each section as a whole too; `sections` adds to the installed."""
     try:
         contents = read_file(path)
     except ConfigError as error:

@@ -22,20 +22,10 @@ def plugin_names(group: str, other_words: Collection[str] = ()) -> tuple[str, ..
 
 
 def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str | None = None) -> list[str]:
-    """Check the names in a field's value; a field that names no plug-ins has none.
+    """Check the names in a field's value, and return a note for each unknown name that may be right.
 
-    Args:
-        spec: The field that holds the value.
-        value: The field's value: a name, or a sequence of names.
-        source: The source of the value.
-        script: The source of the script, which may register its own plug-in; None if it is not available.
-
-    Returns:
-        A note for each name that no installed package provides, and that may be right.
-
-    Raises:
-        ConfigError: No installed package provides a name, and the script does not contain it or, without a script, it
-            resembles an installed one; the message gives the nearest name and lists all.
+    A ConfigError refuses an unknown name that the script, if its source is available, does not contain, or that
+    without a script resembles an installed one.
     """
     if spec.plugins is None:
         return []

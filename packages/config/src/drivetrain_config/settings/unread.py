@@ -27,13 +27,7 @@ _SETTING = re.compile(r"([\w.]+)(?:(!?)=(.+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """Settings of a section that nothing reads, for one reason.
-
-    Attributes:
-        section: The name of their section.
-        said: The fields, each with its value and source.
-        why: The reason, and what would use them.
-    """
+    """Settings of a section that nothing reads for one reason; `said` has the value and source of each."""
 
     section: str
     said: Mapping[str, str]
@@ -75,12 +69,7 @@ def find_unread(
 
 
 def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) -> list[Unread]:
-    """Return the settings that were said and that nothing read, for want of an event, once a run has ended.
-
-    Args:
-        resolved: The sections that the run read, by name.
-        events: The members of `EVENTS` that occurred.
-    """
+    """Return the settings that were said and that nothing read, since none of the `events` that they need came."""
     return [one for one in _unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
 
 

@@ -14,11 +14,7 @@ from drivetrain_messages import suggest
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The known sections: those given in code, and those that installed packages register.
-
-    Attributes:
-        own: The sections given in code, by name; they take precedence over installed ones of the same name.
-    """
+    """The known sections: those given in code, and below them those that installed packages register."""
 
     own: Mapping[str, type[Any]]
 
@@ -27,11 +23,7 @@ class Vocabulary:
         return sorted({*self.own, *section_names()})
 
     def section(self, name: str, source: Source) -> type[Any]:
-        """Return the dataclass of a section.
-
-        Raises:
-            ConfigError: No section has this name; the message suggests the nearest and lists all.
-        """
+        """Return the dataclass of a section; a ConfigError suggests the nearest name and lists all."""
         if name in self.own:
             return self.own[name]
         if found := sections(only={name}):
@@ -65,11 +57,7 @@ def is_secret(section_type: type[Any], field: str) -> bool:
 
 
 def converted(section: str, field: str, kind: Any, entry: Entry) -> Any:
-    """Convert a value to its field's type.
-
-    Raises:
-        ConfigError: The value cannot be converted; the message names field, value, what is allowed, and the source.
-    """
+    """Convert a value to its field's type; a ConfigError names field, value, what is allowed, and the source."""
     try:
         return convert(entry.value, kind, text=entry.is_text)
     except ConversionError as error:

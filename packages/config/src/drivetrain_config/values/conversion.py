@@ -36,17 +36,10 @@ class ConversionError(ValueError):
 
 
 def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
-    """Convert a value to a type.
+    """Convert a value to a plain type, Path, Literal, Enum, tuple, list, dict, dataclass, None, or a union of these.
 
-    Args:
-        value: The value from a flag, a variable, a file's parser or code.
-        kind: The type: bool, int, float, str, Path, Literal, Enum, tuple, list, dict, a dataclass, None, or a union
-            of these.
-        text: Whether strings are parsed, as on a command line: "3" is a number, "true" a bool, "a,b" a list, "none"
-            is None. Otherwise a string stays a string.
-
-    Raises:
-        ConversionError: The value cannot be converted; the message says what is allowed.
+    With `text`, strings are parsed as on a command line: "3" is a number, "true" a bool, "a,b" a list, "none" is
+    None. A ConversionError says what is allowed.
     """
     if kind is Any:
         return value

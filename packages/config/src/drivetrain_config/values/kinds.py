@@ -132,11 +132,7 @@ def describe(kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON's own types, from which `convert` restores an equal value.
-
-    Raises:
-        TypeError: The value has a type that no setting may have.
-    """
+    """Convert a value to JSON's own types, from which `convert` restores an equal value."""
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -53,12 +53,27 @@ def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo"
         point = Path(before.split()[4].encode().decode("unicode_escape"))  # a blank is written as \040
         if folder.resolve().is_relative_to(point):
             innermost = max(innermost, (len(point.parts), after.split()[0]), key=lambda each: each[0])
-    speed, refusal = _write(folder, space.f_bavail * space.f_frsize)
+    free_bytes, written, speed, refusal = space.f_bavail * space.f_frsize, 0, None, ""
+    if free_bytes < _BLOCK_BYTES:
+        refusal = "the file system is full"
+    else:
+        block = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # zeros might not be stored
+        most = min(_MOST_BYTES, free_bytes // 2)
+        try:
+            begin = time.monotonic()
+            # Nameless where the system can: a killed doctor leaves nothing behind.
+            with TemporaryFile(dir=folder, prefix=".drivetrain-doctor-", buffering=0) as file:
+                while written < most and time.monotonic() - begin < _WRITE_SECONDS:
+                    written += file.write(block)
+                    os.fsync(file.fileno())
+                speed = written / max(time.monotonic() - begin, 1e-9)
+        except OSError as refused:
+            refusal = refused.strerror or str(refused)
     return DiskMeasurement(
         folder=folder,
         missing=None if folder == asked else asked,
         kind=innermost[1],
-        free_bytes=space.f_bavail * space.f_frsize,
+        free_bytes=free_bytes,
         free_files=space.f_favail or None if space.f_files else None,
         bytes_per_second=speed,
         refusal=refusal,
@@ -130,21 +145,3 @@ def _judge_room_and_speed(verdict: CheckVerdict, measured: DiskMeasurement, spee
             mend="a faster disk; or background saves (the checkpoint section)",
             bytes_per_second=speed,
         )
-
-
-def _write(folder: Path, free_bytes: int) -> tuple[float | None, str]:
-    """Return the speed of writing in bytes a second, or the refusal."""
-    if free_bytes < _BLOCK_BYTES:
-        return None, "the file system is full"
-    block = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # zeros might not be stored
-    written = 0
-    try:
-        begin = time.monotonic()
-        # Nameless where the system can: a killed doctor leaves nothing behind.
-        with TemporaryFile(dir=folder, prefix=".drivetrain-doctor-", buffering=0) as file:
-            while written < min(_MOST_BYTES, free_bytes // 2) and time.monotonic() - begin < _WRITE_SECONDS:
-                written += file.write(block)
-                os.fsync(file.fileno())
-            return written / max(time.monotonic() - begin, 1e-9), ""
-    except OSError as refused:
-        return None, refused.strerror or str(refused)

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -41,10 +42,15 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         found: object = import_module("torch.cuda.nccl").version()
         nccl = ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
     if nvidia.exists():
-        version = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
-        driver = version.group(1) if version else ""
+        found_version = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
+        driver = found_version.group(1) if found_version else ""
     elif (amd / "version").exists():  # AMD's packages have one, the kernel's own driver has none
         driver = (amd / "version").read_text().strip()
+    driver_cuda = ""
+    with suppress(OSError):  # there is no such library
+        version = ctypes.c_int()
+        if not ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):  # 0 is success
+            driver_cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"
     # NVIDIA's library in user space is named by the version of the driver that it belongs to.
     folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
     links = [link for folder in folders if (link := Path(folder) / "libcuda.so.1").is_symlink()]
@@ -53,7 +59,7 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         torch_hip=torch.version.hip,
         nccl=nccl,
         driver=driver,
-        driver_cuda=_driver_cuda(),
+        driver_cuda=driver_cuda,
         library_driver=links[0].resolve().name.removeprefix("libcuda.so.") if links else "",
         has_nvidia=nvidia.exists() or Path("/dev/dxg").exists(),
         has_amd=amd.is_dir() and Path("/dev/kfd").exists(),
@@ -62,18 +68,6 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         refusal=refusal,
         peers=_peers(count) if count > 1 else None,
     )
-
-
-def _driver_cuda() -> str:
-    """Return the newest CUDA that the driver's library runs, such as "12.4"; empty without the library."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ""
-    version = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(version)):  # 0 is success
-        return ""
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _peers(count: int) -> dict[str, str]:

@@ -52,12 +52,7 @@ class GpuMeasurement:
 
 
 def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> GpuMeasurement:
-    """Ask a process of its own, since a sick driver may hang it.
-
-    Raises:
-        OSError: The process failed; the message has its last line.
-        TimeoutError: It did not answer in time.
-    """
+    """Ask a process of its own, since a sick driver may hang it; an OSError or TimeoutError says how it failed."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "drivetrain_doctor.host.gpu_probe"],
@@ -77,12 +72,7 @@ def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> G
 
 
 def find_gpus(*, system: Path = Path("/sys"), torch_folder: Path | None = None) -> GpuMeasurement:
-    """Return what is known without torch's import where no driver is loaded: torch's build, and GPUs on the bus.
-
-    Args:
-        system: The folder of the kernel's view of devices.
-        torch_folder: The folder of the package torch; None for the one that is installed.
-    """
+    """Find torch's build and the GPUs on the bus without importing torch, for a host without a loaded driver."""
     if torch_folder is None:
         found = find_spec("torch")
         torch_folder = None if found is None or found.origin is None else Path(found.origin).parent

@@ -47,11 +47,7 @@ class LimitMeasurement:
 def measure_limits(
     proc: Path = Path("/proc"), infiniband: Path = Path("/sys/class/infiniband")
 ) -> LimitMeasurement:
-    """Read the limits of this process and its user.
-
-    Raises:
-        OSError: The system has no such limits (not a Unix).
-    """
+    """Read the limits of this process and its user; an OSError says that the system has none (not a Unix)."""
     try:
         import resource
     except ImportError:

@@ -4,7 +4,7 @@ All functions are pure. A link between two hosts carries a value of which more i
 inverse of its latency; or 0 if it does not work at all.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_high
 
@@ -54,20 +54,17 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
     is_within = any(second in island_of[first] for first, second in slow)
     if len(islands) > 1 and min(map(len, islands)) > 1 and not is_within:
         return LinkFaults(usual=usual, islands=islands)
-    blamed = _blame(hosts, values.keys(), slow)
-    left = sorted(link for link in slow if not blamed & set(link))
-    return LinkFaults(usual=usual, hosts=tuple(sorted(blamed)), links=tuple(left))
-
-
-def _blame(hosts: Sequence[int], links: Set[Link], slow: Set[Link]) -> set[int]:
-    """Return the hosts most of whose links to hosts not blamed, and at least two, are slow."""
     blamed: set[int] = set()
     while True:
-        shares: dict[int, float] = {}
-        for host in set(hosts) - blamed:
-            own = [link for link in links if host in link and not blamed & set(link)]
+        shares: dict[
+            int, float
+        ] = {}  # of each host's links to hosts that are not blamed, the part that is slow
+        for host in hosts:
+            own = [link for link in values if host in link and not blamed & set(link)]
             shares[host] = sum(link in slow for link in own) / len(own) if len(own) > 1 else 0.0
-        worst = max(sorted(shares), key=shares.__getitem__, default=None)
-        if worst is None or shares[worst] <= 0.5:
-            return blamed
+        worst = max(hosts, key=shares.__getitem__)
+        if shares[worst] <= 0.5:
+            break
         blamed.add(worst)
+    left = sorted(link for link in slow if not blamed & set(link))
+    return LinkFaults(usual=usual, hosts=tuple(sorted(blamed)), links=tuple(left))

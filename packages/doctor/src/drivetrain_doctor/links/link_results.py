@@ -18,13 +18,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """The measurements of one pair of ranks, lower rank first.
-
-    Attributes:
-        latency_seconds: Half of the time of a message there and back, at the first quartile, which other programs
-            of a busy host lengthen least.
-        forward_bytes_per_second: The bandwidth from the first to the second.
-    """
+    """The measurements of one pair of ranks, lower rank first."""
 
     first: int
     second: int

@@ -56,12 +56,7 @@ def meet(
 ) -> MeetingResult:
     """Meet the other hosts, and check all together.
 
-    Args:
-        checked: The run.
-        reports: The reports of this host's own checks.
-        address: The address by which this host reaches host 0; None if unknown.
-        program: A program that measures pairs and has no order yet.
-        progress: Called with each step.
+    `address` is that by which this host reaches host 0, if known; `program` measures pairs and has no order yet.
     """
     with ReachListener() as listener:
         try:

@@ -4,7 +4,6 @@ Keys below the prefix: `arrivals` counts hosts that are given their rank, `here/
 rank, `post/STEP/RANK` holds what a host tells, `word/STEP` what rank 0 tells all.
 """
 
-import json
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.run_checks import within
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_state.own_addresses import own_addresses
+from drivetrain_state.store_rounds import StoreRounds
 from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_doctor"
@@ -55,14 +55,15 @@ class HostMeeting:
         self.store_port = store.port
         self._server = store
         self._store = PrefixStore(_PREFIX, store)
+        self._values = StoreRounds(self._store, rank=rank)
 
     def claim(self) -> int:
         """Claim this host's rank; return how many hosts have claimed it so far."""
-        return int(self._store.add(f"here/{self.rank}", 1))
+        return self._values.count(f"here/{self.rank}", add=1)
 
     def post(self, step: str, content: Any) -> None:
         """Tell rank 0 something as plain JSON data."""
-        self._store.set(f"post/{step}/{self.rank}", json.dumps(content))
+        self._values.post(f"post/{step}/{self.rank}", content)
 
     def collect(
         self,
@@ -77,11 +78,9 @@ class HostMeeting:
         found: dict[int, Any] = {}
         missing = list(ranks)
         while missing:
-            for rank in list(missing):
-                key = f"post/{step}/{rank}"
-                if self._store.check([key]):
-                    found[rank] = json.loads(self._store.get(key))
-                    missing.remove(rank)
+            answers = {rank: self._values.read(f"post/{step}/{rank}") for rank in missing}
+            found |= {rank: answer for rank, answer in answers.items() if answer is not None}
+            missing = [rank for rank in missing if rank not in found]
             if not missing or time.monotonic() > deadline:
                 break
             progress(missing)
@@ -90,18 +89,13 @@ class HostMeeting:
 
     def tell(self, step: str, content: Any) -> None:
         """Tell all other hosts something as plain JSON data. On rank 0."""
-        self._store.set(f"word/{step}", json.dumps(content))
+        self._values.post(f"word/{step}", content)
 
     def hear(self, step: str, *, seconds: float) -> Any:
-        """Wait for what rank 0 tells.
-
-        Raises:
-            MeetingError: Rank 0 told nothing within `seconds` and a grace, or has ended.
-        """
-        key = f"word/{step}"
+        """Wait for what rank 0 tells, for `seconds` and a grace; a MeetingError says that nothing came."""
         try:
-            self._store.wait([key], timedelta(seconds=seconds + _GRACE_SECONDS))
-            return json.loads(self._store.get(key))
+            self._store.wait([f"word/{step}"], timedelta(seconds=seconds + _GRACE_SECONDS))
+            return self._values.read(f"word/{step}")
         except DistError as failure:
             raise MeetingError(
                 f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: its doctor has "
@@ -124,11 +118,7 @@ class HostMeeting:
 
 
 def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting:
-    """Host the store, or reach it within the run's waiting time.
-
-    Raises:
-        MeetingError: The store cannot be hosted or reached.
-    """
+    """Host the store, or reach it within the run's waiting time; a MeetingError says why neither works."""
     begin = time.monotonic()
     rank = checked.node_rank
     may_host = rank == 0

@@ -52,27 +52,25 @@ class ReachListener:
 
 def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
     """Connect to the listener of each other host at once; return what came of it, by rank."""
-    if not addresses:
-        return {}
-    with ThreadPoolExecutor(min(_THREADS, len(addresses))) as threads:
-        return dict(zip(addresses, threads.map(_reach, addresses.values()), strict=True))
 
-
-def _reach(place: tuple[str, int]) -> Reached:
-    try:
-        connection = socket.create_connection(place, timeout=_CONNECT_SECONDS)
-    except ConnectionRefusedError:
-        return "refused"
-    except TimeoutError:
-        return "no answer"
-    except OSError:
-        return "no route"
-    with connection:
-        # The kernel of a frozen process's host still accepts.
+    def reach(place: tuple[str, int]) -> Reached:
         try:
-            return "yes" if connection.recv(len(_WORD)) else "refused"
+            connection = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+        except ConnectionRefusedError:
+            return "refused"
+        except TimeoutError:
+            return "no answer"
         except OSError:
-            return "frozen"
+            return "no route"
+        with connection:
+            # The kernel of a frozen process's host still accepts.
+            try:
+                return "yes" if connection.recv(len(_WORD)) else "refused"
+            except OSError:
+                return "frozen"
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(zip(addresses, threads.map(reach, addresses.values()), strict=True))
 
 
 def judge_reach(

@@ -10,12 +10,8 @@ _WAIT = "waiting"
 class StepDisplay:
     """Shows steps on a stream; call it with each step, and `clear` at the end.
 
-    Where lines cannot be changed, each step is a line of its own; waits that follow a wait, such as those for ever
-    fewer hosts, are shown at most every few seconds.
-
-    Args:
-        stream: The stream that the lines go to.
-        seconds_between_waits: The least time between two lines of waits.
+    Where lines cannot be changed, each step is a line of its own, and of several waits in a row, such as those for
+    ever fewer hosts, only some are shown.
     """
 
     def __init__(self, stream: TextIO, *, seconds_between_waits: float = 5.0) -> None:

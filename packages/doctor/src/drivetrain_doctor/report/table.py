@@ -60,7 +60,19 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
         lines.append(f"{state}{_GAP}{row.name:<{widest}}{_GAP}{first}".rstrip())
         lines += [f"{_INDENT}{' ' * widest}{_GAP}{each}" for each in more]
         for finding, names in row.findings:
-            lines += _finding_lines(finding, names, is_coloured=is_coloured, width=width)
+            where = f" [{list_some(names, most=_SHOWN)}]" if names else ""
+            for colour, start, text in (
+                (finding.severity, f"{_INDENT}{finding.severity}: ", finding.what + where),
+                ("", f"{_INDENT}  why:  ", finding.why),
+                ("mend", f"{_INDENT}  mend: ", finding.mend),
+            ):
+                indent, label = start[: len(start) - len(start.lstrip())], start.lstrip()
+                wrapped = textwrap.wrap(
+                    text, max(30, width - len(start)), break_long_words=False, break_on_hyphens=False
+                )
+                for number, line in enumerate(wrapped):
+                    before = label if number == 0 else " " * len(label)
+                    lines.append(indent + _paint(f"{before}{line}", colour, is_coloured=is_coloured))
     severities = [finding.severity for row in rows for finding, _ in row.findings]
     errors, warnings = severities.count("error"), severities.count("warning")
     skipped = sum(row.state == "skipped" for row in rows)
@@ -95,30 +107,6 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ch
         worst: State = next(state for state in _WORST if state in states)
         rows.append(CheckRow(name=name, state=worst, summary=summary, findings=findings))
     return rows
-
-
-def _finding_lines(
-    finding: DoctorFinding, hosts: tuple[str, ...], *, is_coloured: bool, width: int
-) -> list[str]:
-    where = f" [{list_some(hosts, most=_SHOWN)}]"
-    parts = (
-        (finding.severity, f"{finding.severity}: ", finding.what + (where if hosts else "")),
-        ("", "why:  ", finding.why),
-        ("mend", "mend: ", finding.mend),
-    )
-    lines: list[str] = []
-    for colour, start, text in parts:
-        indent = _INDENT if colour == finding.severity else f"{_INDENT}  "
-        wrapped = textwrap.wrap(
-            text,
-            max(30, width - len(indent) - len(start)),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for number, line in enumerate(wrapped):
-            before = start if number == 0 else " " * len(start)
-            lines.append(indent + _paint(f"{before}{line}", colour, is_coloured=is_coloured))
-    return lines
 
 
 def _paint(text: str, colour: str, *, is_coloured: bool) -> str:

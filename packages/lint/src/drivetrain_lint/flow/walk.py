@@ -45,10 +45,8 @@ class Walk:
     ) -> list[Cause]:
         """Walk through statements, and return the causes by which some ranks leave them early.
 
-        Args:
-            statements: The statements of one block.
-            cause: The reason why only some ranks are here; None if all are.
-            following: The statements that run after these, up to the end of the function or loop body.
+        `cause` is the reason why only some ranks are here; `following` runs afterwards, up to the end of the function
+        or loop body.
         """
         departures: list[Cause] = []
         self.paired.update(find_pairs(statements, self.signatures, self.tests))

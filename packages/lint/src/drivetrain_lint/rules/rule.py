@@ -12,17 +12,9 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Generic[Part]):
-    """A fault that the linter finds.
+    """A fault that the linter finds: `visits` returns parts of a script, and `check` finds the fault in one of them.
 
-    Attributes:
-        code: The stable code, such as "DT101".
-        name: The name in words, such as "collective-on-some-ranks".
-        severity: The weight of the fault.
-        summary: The fault, in a sentence without the names of a script.
-        why: The consequence of the fault.
-        mend: The change that removes the fault.
-        visits: Returns the parts of a script that the rule visits.
-        check: Finds the fault in one of these parts.
+    `summary`, `why` and `mend` are the fault, its consequence and its removal, in sentences without a script's names.
     """
 
     code: str

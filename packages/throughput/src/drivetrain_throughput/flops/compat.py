@@ -10,11 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelFlopCounter(FlopCounterMode):
-    """A counter of a model's floating point operations, without those that compute something a second time.
-
-    Args:
-        is_in_backward: Whether what runs belongs to a backward, in which a forward is one that is repeated.
-    """
+    """A counter of a model's operations without repeated ones: inside a backward, a forward is repeated."""
 
     def __init__(self, *, is_in_backward: bool) -> None:
         super().__init__(display=False)
