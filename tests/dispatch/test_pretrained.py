@@ -59,6 +59,14 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, pad_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small autoencoder of diffusers."""
     folder = tmp_path_factory.mktemp("autoencoder")
@@ -237,15 +245,13 @@ def test_a_variant_is_taken_if_it_is_named(autoencoder: Path, tmp_path: Path) ->
         load_pretrained(diffusers.AutoencoderKL, tmp_path / "both", variant="bf16")
 
 
-def test_packed_weights_are_not_saved_over_those_in_full(tmp_path: Path) -> None:
+def test_packed_weights_are_not_saved_over_those_in_full(llama: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    model = load(tmp_path, quantization=BitsAndBytes8Bit())
+    before = (llama / "model.safetensors").read_bytes()
+    model = load(llama, quantization=BitsAndBytes8Bit())
     with pytest.raises(OffloadedError, match="what no library reads"):
-        model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
+        model.save_pretrained(llama)
+    assert (llama / "model.safetensors").read_bytes() == before
 
 
 def test_what_an_earlier_load_wrote_and_somebody_cut_is_written_anew(mixtral: Path, tmp_path: Path) -> None:
@@ -276,23 +282,17 @@ def test_weights_that_another_library_packed_are_refused(mixtral: Path, tmp_path
         load(tmp_path)
 
 
-def test_a_checkpoint_of_a_model_without_its_head_is_told(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**TEXT)
-    transformers.LlamaModel(config).save_pretrained(tmp_path)
+def test_a_head_that_the_checkpoint_or_the_model_lacks_is_told(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(WeightsMismatchError, match=r"1 unexpected: 'lm_head\.weight'"):
+        load_pretrained(transformers.AutoModel, llama)
+    model = load_pretrained(transformers.AutoModel, llama, strict=False)
+    wanted = transformers.AutoModel.from_pretrained(llama)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    wanted.save_pretrained(tmp_path)
     load_pretrained(transformers.AutoModel, tmp_path)
     with pytest.raises(WeightsMismatchError, match=r"1 missing: 'lm_head\.weight'"):
         load(tmp_path)
-
-
-def test_a_checkpoint_of_a_model_with_a_head_loads_into_one_without(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**TEXT)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(WeightsMismatchError, match=r"1 unexpected: 'lm_head\.weight'"):
-        load_pretrained(transformers.AutoModel, tmp_path)
-    model = load_pretrained(transformers.AutoModel, tmp_path, strict=False)
-    wanted = transformers.AutoModel.from_pretrained(tmp_path)
-    for name, tensor in wanted.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
 
 
 def test_budgets_that_cannot_be_met_are_told(mixtral: Path) -> None:
@@ -310,11 +310,9 @@ def test_budgets_that_cannot_be_met_are_told(mixtral: Path) -> None:
     [{}, {"device_map": {"": "disk"}}, {"device_map": {"model.embed_tokens": "disk", "": "cpu"}}],
     ids=["host", "disk", "disk first"],
 )
-def test_a_pipeline_takes_a_dispatched_model(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_a_pipeline_takes_a_dispatched_model(llama: Path, how: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, pad_token_id=0)).save_pretrained(tmp_path)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(97)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
@@ -324,7 +322,7 @@ def test_a_pipeline_takes_a_dispatched_model(tmp_path: Path, how: dict[str, Any]
         return pipeline("w3 w4", max_new_tokens=5, do_sample=False)
 
     model_class = transformers.AutoModelForCausalLM
-    assert said(load_pretrained(model_class, tmp_path, **how)) == said(model_class.from_pretrained(tmp_path))
+    assert said(load_pretrained(model_class, llama, **how)) == said(model_class.from_pretrained(llama))
 
 
 def test_the_map_that_others_see_begins_with_a_device_that_computes(mixtral: Path, tmp_path: Path) -> None:
