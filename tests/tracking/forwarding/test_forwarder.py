@@ -2,6 +2,7 @@ import gc
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,21 @@ from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
 
 
+@dataclass
 class Kept:
     """A platform in memory, whose content outlives its trackers as a server's would."""
 
-    def __init__(self) -> None:
-        self.events: list[object] = []
-        self.records: list[LoggedRecord] = []
-        self.fail_after: int | None = None  # so many records are taken, then a call fails
-        self.refused = -1  # the step of a record that is never taken
-        self.takes_no_plan = False
-        self.is_media_at_fault = False  # a record of such a step is taken without its media
-        self.poisonous: set[int] = set()  # steps at which the library fails on the content
+    fail_after: int | None = None  # so many records are taken, then a call fails
+    refused: int = -1  # the step of a record that is never taken
+    takes_no_plan: bool = False
+    is_media_at_fault: bool = False  # a record of such a step is taken without its media
+    poisonous: frozenset[int] = frozenset()  # steps at which the library fails on the content
+    events: list[object] = field(default_factory=list)
+    records: list[LoggedRecord] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int | None]:
+        return [record.step for record in self.records]
 
 
 class KeptTracker:
@@ -69,10 +74,6 @@ class KeptTracker:
     def finish(self) -> None:
         self.kept.events.append("finish")
 
-    @property
-    def steps(self) -> list[int | None]:
-        return [record.step for record in self.kept.records]
-
 
 NOTE = StoredMedium(kind="text", data="hello")
 
@@ -87,6 +88,11 @@ def deliver_whatever_fails(log: JSONLTracker, kept: Kept) -> int:
             continue
         return failures
     raise AssertionError("it never ends")
+
+
+def log_steps(log: JSONLTracker, *steps: int) -> None:
+    for step in steps:
+        log.log({"loss": 1.0}, step=step)
 
 
 @pytest.fixture
@@ -124,10 +130,8 @@ def test_a_run_is_delivered_as_it_was_logged(log: JSONLTracker) -> None:
 def test_after_a_failure_in_a_batch_every_record_is_there_once(
     log: JSONLTracker, taken: int, is_killed: bool
 ) -> None:
-    for step in range(8):
-        log.log({"loss": 1.0}, step=step)
-    kept = Kept()
-    kept.fail_after = taken
+    log_steps(log, *range(8))
+    kept = Kept(fail_after=taken)
     forwarder = Forwarder(log.path, KeptTracker(kept))
     with pytest.raises(OSError, match="out of quota"):
         forwarder.deliver()
@@ -135,9 +139,9 @@ def test_after_a_failure_in_a_batch_every_record_is_there_once(
         forwarder.close()  # releases the lock, as the end of its process does
         forwarder = Forwarder(log.path, KeptTracker(kept))
     kept.fail_after = None
-    log.log({"loss": 1.0}, step=8)
+    log_steps(log, 8)
     forwarder.deliver()
-    assert [record.step for record in kept.records] == list(range(9))
+    assert kept.steps == list(range(9))
     assert forwarder.delivery.num_delivered == 10  # nine records and the start
     started = ("start", "bytes", {"lr": 0.1, "limit": float("inf")}, "")
     # Each process opens the platform's run again.
@@ -148,12 +152,10 @@ def test_after_a_failure_in_a_batch_every_record_is_there_once(
 def test_a_record_on_which_the_library_fails_is_passed_once_the_next_is_taken(
     log: JSONLTracker, poisonous: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for step in range(8):
-        log.log({"loss": 1.0}, step=step)
-    kept = Kept()
-    kept.poisonous = poisonous
+    log_steps(log, *range(8))
+    kept = Kept(poisonous=frozenset(poisonous))
     failures = deliver_whatever_fails(log, kept)
-    assert [record.step for record in kept.records] == [step for step in range(8) if step not in poisonous]
+    assert kept.steps == [step for step in range(8) if step not in poisonous]
     assert failures <= 4 * len(poisonous)  # in a batch, and three times by itself; the fourth finds out
     for step in poisonous:
         assert f"does not take 'loss' of step {step}, which stay in the log: RuntimeError" in caplog.text
@@ -162,37 +164,32 @@ def test_a_record_on_which_the_library_fails_is_passed_once_the_next_is_taken(
 def test_a_plan_that_is_not_taken_blocks_nothing(log: JSONLTracker, caplog: pytest.LogCaptureFixture) -> None:
     log.record_plan({"backend": "ddp"})
     log.record_info({"python": "3.11"})
-    for step in range(3):
-        log.log({"loss": 1.0}, step=step)
-    kept = Kept()
-    kept.takes_no_plan = True
+    log_steps(log, 0, 1, 2)
+    kept = Kept(takes_no_plan=True)
     deliver_whatever_fails(log, kept)
     assert ("info", {"python": "3.11"}) in kept.events
-    assert [record.step for record in kept.records] == [0, 1, 2]
+    assert kept.steps == [0, 1, 2]
     assert "does not take 'plan'" in caplog.text
 
 
 def test_values_are_taken_where_media_are_at_fault(log: JSONLTracker) -> None:
-    log.log({"loss": 1.0}, step=0)
+    log_steps(log, 0)
     log.write([LoggedRecord(time=log.now(), step=1, values={"loss": 0.5}, media={"note": NOTE})])
-    kept = Kept()
-    kept.poisonous, kept.is_media_at_fault = {1}, True
+    kept = Kept(poisonous=frozenset({1}), is_media_at_fault=True)
     deliver_whatever_fails(log, kept)  # also at the end of the log, where no record follows
     assert [(record.step, dict(record.media)) for record in kept.records] == [(0, {}), (1, {})]
 
 
 def test_while_a_platform_is_down_nothing_is_passed_over(log: JSONLTracker) -> None:
-    for step in range(8):
-        log.log({"loss": 1.0}, step=step)
-    kept = Kept()
-    kept.fail_after = 3
+    log_steps(log, *range(8))
+    kept = Kept(fail_after=3)
     forwarder = Forwarder(log.path, KeptTracker(kept))
     for _ in range(20):
         with pytest.raises(OSError, match="out of quota"):
             forwarder.deliver()
     kept.fail_after = None
     forwarder.deliver()
-    assert [record.step for record in kept.records] == list(range(8))
+    assert kept.steps == list(range(8))
     assert forwarder.delivery.num_refused == 0
 
 
@@ -209,13 +206,12 @@ def test_a_file_that_is_gone_leaves_its_record_without_it(
 
 
 def test_a_long_log_is_read_in_parts(log: JSONLTracker) -> None:
-    for step in range(1000):
-        log.log({"loss": 1.0}, step=step)
-    tracker = KeptTracker(Kept())
-    forwarder = Forwarder(log.path, tracker)
+    log_steps(log, *range(1000))
+    kept = Kept()
+    forwarder = Forwarder(log.path, KeptTracker(kept))
     waiting: list[int] = []
     forwarder.deliver(on_progress=lambda _: waiting.append(forwarder.num_waiting))
-    assert tracker.steps == list(range(1000))
+    assert kept.steps == list(range(1000))
     assert max(waiting) <= 256
 
 
@@ -223,45 +219,39 @@ def test_a_long_log_is_read_in_parts(log: JSONLTracker) -> None:
 def test_a_record_that_is_never_taken_is_counted_and_passed(
     log: JSONLTracker, refused: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for step in range(8):
-        log.log({"loss": 1.0}, step=step)
-    tracker = KeptTracker(Kept())
-    tracker.kept.refused = refused
-    forwarder = Forwarder(log.path, tracker)
+    log_steps(log, *range(8))
+    kept = Kept(refused=refused)
+    forwarder = Forwarder(log.path, KeptTracker(kept))
     with caplog.at_level(logging.WARNING):
         forwarder.deliver()
-    assert tracker.steps == [step for step in range(8) if step != refused]
+    assert kept.steps == [step for step in range(8) if step != refused]
     assert (forwarder.delivery.num_refused, forwarder.delivery.num_delivered) == (1, 8)
-    assert (
+    told = (
         f"does not take 'loss' of step {refused}, which stay in the log: ValueNotLoggableError: not this one"
-        in caplog.text
     )
+    assert told in caplog.text
 
 
 def test_media_that_a_platform_lacks_stay_beside_the_log(log: JSONLTracker) -> None:
-    media = {
-        "note": NOTE,
-        "sample": StoredMedium(kind="image", path=log.path.parent / "media" / "1.png", caption="a cat"),
-    }
-    log.write([LoggedRecord(time=log.now(), step=1, media=media)])
+    image = StoredMedium(kind="image", path=log.path.parent / "media" / "1.png", caption="a cat")
+    log.write([LoggedRecord(time=log.now(), step=1, media={"note": NOTE, "sample": image})])
     tracker = KeptTracker(Kept())
     Forwarder(log.path, tracker).deliver()
-    assert tracker.kept.records[0].media == {"note": media["note"]}
+    assert tracker.kept.records[0].media == {"note": NOTE}
 
 
 def test_damaged_lines_are_passed_over_and_the_good_part_is_sent(log: JSONLTracker) -> None:
-    for step in range(3):
-        log.log({"loss": 1.0}, step=step)
+    log_steps(log, 0, 1, 2)
     log.finish()
     lines = log.path.read_bytes().splitlines(keepends=True)
     lines[0] = lines[0].replace(b"bytes", b"bites")  # the line of the start, too
     lines[2] = lines[2].replace(b"1.0", b"9.0")
     log.path.write_bytes(b"".join(lines))
-    tracker = KeptTracker(Kept())
-    forwarder = Forwarder(log.path, tracker)
+    kept = Kept()
+    forwarder = Forwarder(log.path, KeptTracker(kept))
     assert forwarder.deliver()
-    assert (tracker.steps, forwarder.num_damaged) == ([0, 2], 2)
-    assert tracker.kept.events[0] == ("start", log.path.parent.name, {}, "")
+    assert (kept.steps, forwarder.num_damaged) == ([0, 2], 2)
+    assert kept.events[0] == ("start", log.path.parent.name, {}, "")
 
 
 def test_one_process_delivers_to_a_platform(log: JSONLTracker) -> None:
@@ -296,11 +286,10 @@ class Plain:
 
 
 def test_a_tracker_of_a_users_own_gets_its_three_calls(log: JSONLTracker) -> None:
-    log.log({"loss": 1.0}, step=1)
-    log.log({"loss": 0.5}, step=2)
+    log_steps(log, 1, 2)
     tracker = Plain()
     Forwarder(log.path, tracker).deliver()
-    assert tracker.logged == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
+    assert tracker.logged == [(1, {"loss": 1.0}), (2, {"loss": 1.0})]
 
 
 class EndedTracker(KeptTracker):
@@ -310,15 +299,21 @@ class EndedTracker(KeptTracker):
         self.kept.events.append(state or "let go")
 
 
-def begun_log(folder: Path, *, of: JSONLTracker | None = None) -> Path:
-    """Return a log that ends without its last line: a copy, which no process has open."""
-    log = of or JSONLTracker(folder / "run")
+def started(folder: Path, *steps: int) -> JSONLTracker:
+    log = JSONLTracker(folder)
     log.start("run", {})
-    log.log({"loss": 1.0}, step=1)
-    (folder / "killed").mkdir(exist_ok=True)
-    shutil.copyfile(log.path, folder / "killed" / log.path.name)
+    log_steps(log, *steps)
+    return log
+
+
+@pytest.fixture
+def begun_log(tmp_path: Path) -> Path:
+    """A log that ends without its last line: a copy, which no process has open."""
+    log = started(tmp_path / "run", 1)
+    (tmp_path / "killed").mkdir()
+    shutil.copyfile(log.path, tmp_path / "killed" / log.path.name)
     log.end("failed")
-    return folder / "killed" / log.path.name
+    return tmp_path / "killed" / log.path.name
 
 
 def deliver_after_the_run(log: Path, kept: Kept, tracker: type[KeptTracker] = EndedTracker) -> list[object]:
@@ -334,9 +329,7 @@ def deliver_after_the_run(log: Path, kept: Kept, tracker: type[KeptTracker] = En
 
 @pytest.mark.parametrize("state", ["finished", "failed", "killed"])
 def test_a_platform_is_told_the_state_that_the_log_ends_with(tmp_path: Path, state: RunState) -> None:
-    log, kept = JSONLTracker(tmp_path), Kept()
-    log.start("run", {})
-    log.log({"loss": 1.0}, step=1)
+    log, kept = started(tmp_path, 1), Kept()
     log.end(state)
     assert deliver_after_the_run(log.path, kept) == ["start", state]
     assert deliver_after_the_run(log.path, kept) == [], "it was told"
@@ -345,53 +338,47 @@ def test_a_platform_is_told_the_state_that_the_log_ends_with(tmp_path: Path, sta
     assert deliver_after_the_run(log.path, kept, KeptTracker) == ["start", "finish"], "it has no states"
 
 
-def test_a_log_that_nobody_writes_and_that_does_not_end_is_that_of_a_killed_run(tmp_path: Path) -> None:
-    log, kept = begun_log(tmp_path), Kept()
-    assert deliver_after_the_run(log, kept) == ["start", "killed"]
-    assert deliver_after_the_run(log, kept) == [], "it was told, and nothing came since"
-    again = JSONLTracker(log.parent)
-    again.start("run", {})
-    again.log({"loss": 0.5}, step=2)
-    again.finish()
-    assert deliver_after_the_run(log, kept) == ["start", "finished"]
-    assert [record.step for record in kept.records] == [1, 2]
+def test_a_log_that_nobody_writes_and_that_does_not_end_is_that_of_a_killed_run(begun_log: Path) -> None:
+    kept = Kept()
+    assert deliver_after_the_run(begun_log, kept) == ["start", "killed"]
+    assert deliver_after_the_run(begun_log, kept) == [], "it was told, and nothing came since"
+    started(begun_log.parent, 2).finish()
+    assert deliver_after_the_run(begun_log, kept) == ["start", "finished"]
+    assert kept.steps == [1, 2]
 
 
 def test_a_run_that_goes_on_is_not_taken_for_a_killed_one(tmp_path: Path) -> None:
-    log, kept = JSONLTracker(tmp_path), Kept()
-    log.start("run", {})
-    log.log({"loss": 1.0}, step=1)
+    log, kept = started(tmp_path, 1), Kept()
     assert deliver_after_the_run(log.path, kept) == ["start", "let go"]
-    log.log({"loss": 0.5}, step=2)
+    log_steps(log, 2)
     log.end("failed")
     assert deliver_after_the_run(log.path, kept) == ["start", "failed"]
 
 
-def test_the_end_is_told_by_a_later_process_where_one_was_killed_before_it(tmp_path: Path) -> None:
-    log, kept = begun_log(tmp_path), Kept()
-    forwarder = Forwarder(log, EndedTracker(kept))
+def test_the_end_is_told_by_a_later_process_where_one_was_killed_before_it(
+    tmp_path: Path, begun_log: Path
+) -> None:
+    kept = Kept()
+    forwarder = Forwarder(begun_log, EndedTracker(kept))
     forwarder.deliver()
     del forwarder  # as if it was killed: neither the end nor close() follows
     gc.collect()
-    moved = shutil.copytree(log.parent, tmp_path / "moved")  # where no lock is held
-    assert deliver_after_the_run(moved / log.name, kept) == ["start", "killed"]
+    moved = shutil.copytree(begun_log.parent, tmp_path / "moved")  # where no lock is held
+    assert deliver_after_the_run(moved / begun_log.name, kept) == ["start", "killed"]
 
 
-def test_a_run_that_starts_again_before_its_end_was_killed_in_between(tmp_path: Path) -> None:
-    log, kept = begun_log(tmp_path), Kept()
-    again = JSONLTracker(log.parent)
-    again.start("run", {})
-    again.finish()
-    assert deliver_after_the_run(log, kept) == ["start", "killed", "start", "finished"]
+def test_a_run_that_starts_again_before_its_end_was_killed_in_between(begun_log: Path) -> None:
+    started(begun_log.parent).finish()
+    assert deliver_after_the_run(begun_log, Kept()) == ["start", "killed", "start", "finished"]
 
 
-def test_an_end_that_the_platform_does_not_take_is_tried_again_later(tmp_path: Path) -> None:
+def test_an_end_that_the_platform_does_not_take_is_tried_again_later(begun_log: Path) -> None:
     class Down(EndedTracker):
         def end(self, state: str | None) -> None:
             raise OSError("503: down for maintenance")
 
-    log, kept = begun_log(tmp_path), Kept()
-    forwarder = Forwarder(log, Down(kept))
+    kept = Kept()
+    forwarder = Forwarder(begun_log, Down(kept))
     assert not deliver_until_end(forwarder, seconds_after_end=0.0, is_over=lambda: True)
     forwarder.close()
-    assert deliver_after_the_run(log, kept) == ["start", "killed"]
+    assert deliver_after_the_run(begun_log, kept) == ["start", "killed"]

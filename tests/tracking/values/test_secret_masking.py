@@ -3,45 +3,23 @@ import pytest
 from drivetrain_tracking import plain_config
 from drivetrain_tracking.values.secret_masking import is_secret_name, mask_command, mask_config, mask_text
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "password",
-            "DB_PASSWORD",
-            "api_key",
-            "apiKey",
-            "wandb_api_key",
-            "--hf-token",
-            "token",
-            "accessToken",
-        ),
-        *("aws_secret_access_key", "credentials", "privateKey", "hub_token", "client-secret"),
-        *("MLFLOW_TRACKING_TOKEN", "DVC_STUDIO_TOKEN", "wandb_key", "openai_key", "ssh_key", "pwd"),
-        *("authorization", "api_keys", "access_tokens"),
-    ],
+SECRETS = (
+    "password DB_PASSWORD api_key apiKey wandb_api_key --hf-token token accessToken aws_secret_access_key "
+    "credentials privateKey hub_token client-secret MLFLOW_TRACKING_TOKEN DVC_STUDIO_TOKEN wandb_key openai_key "
+    "ssh_key pwd authorization api_keys access_tokens"
 )
+OTHERS = (
+    "pad_token eos_token_id num_tokens max_new_tokens tokenizer key num_key_value_heads author secretary passes keys "
+    "token_type mask_token primary_key image_key sort_keys loss_per_token image_token max_tokens"
+)
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "pad_token",
-            "eos_token_id",
-            "num_tokens",
-            "max_new_tokens",
-            "tokenizer",
-            "key",
-            "num_key_value_heads",
-        ),
-        *("author", "secretary", "passes", "keys", "token_type", "mask_token", "primary_key"),
-        *("image_key", "sort_keys", "loss_per_token", "image_token", "max_tokens"),
-    ],
-)
+@pytest.mark.parametrize("name", OTHERS.split())
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret_name(name)
 
@@ -93,20 +71,9 @@ def test_objects_of_other_kinds_are_masked() -> None:
 
 
 def test_a_command_line_is_masked() -> None:
-    command = [
-        "python",
-        "train.py",
-        "--api-key",
-        "abc",
-        "--hub-token=xyz",
-        "--lr",
-        "0.1",
-        "--pad-token",
-        "<pad>",
-    ]
-    assert mask_command(command) == [
-        *("python", "train.py", "--api-key", "***", "--hub-token=***", "--lr", "0.1", "--pad-token", "<pad>"),
-    ]
+    command = "python train.py --api-key abc --hub-token=xyz --lr 0.1 --pad-token <pad>"
+    masked = "python train.py --api-key *** --hub-token=*** --lr 0.1 --pad-token <pad>"
+    assert mask_command(command.split()) == masked.split()
 
 
 def test_a_text_is_masked() -> None:

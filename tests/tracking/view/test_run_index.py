@@ -12,15 +12,8 @@ def steps_of(index: RunIndex, name: str) -> list[tuple[int, list[int]]]:
 
 
 def test_values_of_all_kinds_are_curves_by_flat_names(tmp_path: Path) -> None:
-    record = {
-        "step": 1,
-        "time": BEGAN,
-        "loss": 2.5,
-        "lr": {"head": 0.1},
-        "n": 3,
-        "done": True,
-        "per_rank": [1.0, 2],
-    }
+    record = {"step": 1, "time": BEGAN, "loss": 2.5, "lr": {"head": 0.1}, "n": 3, "done": True}
+    record["per_rank"] = [1.0, 2]
     index = read_whole(write_log(tmp_path, [start_line(), {**record, "note": "warm", "big": 10**400}]))
     assert {name: curve.last for name, curve in index.curves.items()} == {
         "loss": 2.5, "lr/head": 0.1, "n": 3, "done": 1, "per_rank/0": 1, "per_rank/1": 2, "big": float("inf"),
@@ -30,9 +23,8 @@ def test_values_of_all_kinds_are_curves_by_flat_names(tmp_path: Path) -> None:
 
 def test_the_strings_that_stand_for_what_is_not_finite_are_marks(tmp_path: Path) -> None:
     values = ["NaN", "Infinity", "-Infinity", 1.0]
-    index = read_whole(
-        write_log(tmp_path, [{"step": n, "time": BEGAN, "loss": v} for n, v in enumerate(values)])
-    )
+    records = [{"step": n, "time": BEGAN, "loss": value} for n, value in enumerate(values)]
+    index = read_whole(write_log(tmp_path, records))
     marks = {kind: list(found[0].points.steps) for kind, found in index.curves["loss"].marks.items()}
     assert marks == {"nan": [0], "inf": [1], "-inf": [2]}
     assert steps_of(index, "loss") == [(1, [3])]
