@@ -53,17 +53,12 @@ def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapp
             f"options of the tracker {tracker.name!r}: {type(tracker).__name__}.{method}() takes no "
             f"{', '.join(unknown)}; of its own it takes {', '.join(taken) or 'none'}"
         )
-    if options_type is not None:
-        _check_choices(tracker.name, options_type, given)
-
-
-def _check_choices(tracker: str, options_type: type[Any], given: Mapping[str, Any]) -> None:
-    """Check the options whose type is a `Literal`, or one and None."""
-    for name, hint in get_type_hints(options_type).items():
+    for name, hint in get_type_hints(options_type).items() if options_type is not None else ():
+        # The choices of an option whose type is a `Literal`, or one and None.
         literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
         choices = [choice for literal in literals for choice in get_args(literal)]
         if choices and name in given and given[name] not in (*choices, None):
             raise ValueError(
-                f"options of the tracker {tracker!r}: {name}={given[name]!r}: must be one of "
+                f"options of the tracker {tracker.name!r}: {name}={given[name]!r}: must be one of "
                 f"{', '.join(map(repr, choices))}; leave it out for the default"
             )

@@ -188,18 +188,15 @@ def _end_of_log(path: Path) -> tuple[StepOrder, float]:
     """Return the order of steps at the end of an earlier log, and the time of its last record."""
     size = path.stat().st_size
     tail = min(_TAIL_BYTES, size)
-    while (found := _end_of_lines(SpoolReader(path, size - tail)))[0].last_step is None and tail < size:
+    while True:
+        last_step, attempt, last_time = None, 1, 0.0
+        for _, record in SpoolReader(path, size - tail).read():
+            last_time = max(last_time, record.get("time", 0.0))
+            step = record.get("last_step" if record.get("event") == "start" else "step")
+            if step is not None:
+                of_record = record.get("attempt", 1)
+                last_step = step if last_step is None or of_record > attempt else max(last_step, step)
+                attempt = max(attempt, of_record)
+        if last_step is not None or tail == size:
+            return StepOrder(last_step, attempt), last_time
         tail = min(2 * tail, size)  # an event, such as the difference to a commit, may be longer than that
-    return found
-
-
-def _end_of_lines(reader: SpoolReader) -> tuple[StepOrder, float]:
-    last_step, attempt, last_time = None, 1, 0.0
-    for _, record in reader.read():
-        last_time = max(last_time, record.get("time", 0.0))
-        step = record.get("last_step" if record.get("event") == "start" else "step")
-        if step is not None:
-            of_record = record.get("attempt", 1)
-            last_step = step if last_step is None or of_record > attempt else max(last_step, step)
-            attempt = max(attempt, of_record)
-    return StepOrder(last_step, attempt), last_time

@@ -1,7 +1,6 @@
 """Send a run's log to a platform after the run: `drivetrain track replay FOLDER --to wandb`."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from drivetrain_tracking.errors import (
 )
 from drivetrain_tracking.forwarding.deliver_until_end import deliver_until_end
 from drivetrain_tracking.forwarding.delivery import Delivery
-from drivetrain_tracking.forwarding.forwarder import Forwarder
 from drivetrain_tracking.forwarding.writer_main import open_forwarder
 from drivetrain_tracking.spool.line import LOG_NAME
 
@@ -51,8 +49,14 @@ def run(arguments: ReplayArguments) -> int:
     if not log.is_file():
         sys.stderr.write(f"{arguments.folder}: there is no {LOG_NAME} in it; name the project_dir of a run\n")
         return _USAGE
+    size_bytes = log.stat().st_size
     try:
-        forwarder = _open(log, arguments)
+        forwarder = open_forwarder(log, arguments.to)  # refuses while another process delivers
+        if arguments.from_start:
+            forwarder.close()
+            # As if all of the log was on its way when a process was killed: so the platform is asked what it holds.
+            Delivery(sending_end=size_bytes).save(forwarder.place)
+            forwarder = open_forwarder(log, arguments.to)
     except (
         UnknownTrackerError,
         MissingLibraryError,
@@ -63,12 +67,19 @@ def run(arguments: ReplayArguments) -> int:
         sys.stderr.write(f"{error}\n")
         return _USAGE
     before = forwarder.delivery
+
+    def show_progress(delivery: Delivery) -> None:
+        if sys.stderr.isatty():
+            share = delivery.offset / max(1, size_bytes)
+            sys.stderr.write(f"\r{share:4.0%} of {format_size(size_bytes)}")
+            sys.stderr.flush()
+
     try:
         is_delivered = deliver_until_end(
             forwarder,
             seconds_after_end=arguments.patience_seconds,
             is_over=lambda: True,
-            on_progress=_show_progress(log.stat().st_size),
+            on_progress=show_progress,
         )
     finally:
         forwarder.close()
@@ -82,23 +93,3 @@ def run(arguments: ReplayArguments) -> int:
         (told if is_delivered else f"{told}; the rest was not taken: run the command again") + "\n"
     )
     return 0 if is_delivered else _UNDELIVERED
-
-
-def _open(log: Path, arguments: ReplayArguments) -> Forwarder:
-    forwarder = open_forwarder(log, arguments.to)  # refuses while another process delivers
-    if not arguments.from_start:
-        return forwarder
-    forwarder.close()
-    # As if all of the log was on its way when a process was killed: so the platform is asked what it holds.
-    Delivery(sending_end=log.stat().st_size).save(forwarder.place)
-    return open_forwarder(log, arguments.to)
-
-
-def _show_progress(size_bytes: int) -> Callable[[Delivery], None]:
-    def show(delivery: Delivery) -> None:
-        if sys.stderr.isatty():
-            share = delivery.offset / max(1, size_bytes)
-            sys.stderr.write(f"\r{share:4.0%} of {format_size(size_bytes)}")
-            sys.stderr.flush()
-
-    return show

@@ -30,22 +30,23 @@ class Image(Medium):
         """Write a PNG file, or copy the given one; see `Medium.store`."""
         if isinstance(self.data, str | PathLike):
             return copied(Path(self.data), stem, "image", self.caption)
-        picture = self.data if hasattr(self.data, "save") else _picture(self._pixels())
+        picture = self.data
+        if not hasattr(picture, "save"):
+            pixels = as_array(self.data, "Image")
+            if self.channels_first and pixels.ndim == 3:
+                pixels = pixels.transpose(1, 2, 0)
+            if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
+                hint = (
+                    "; pass channels_first=True" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
+                )
+                raise ValueNotLoggableError(
+                    f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) "
+                    f"of 1, 3 or 4 channels{hint}"
+                )
+            picture = _picture(pixels)
         path = stem.with_name(stem.name + ".png")
         picture.save(path)
         return StoredMedium(kind="image", path=path, caption=self.caption)
-
-    def _pixels(self) -> Any:
-        pixels = as_array(self.data, "Image")
-        if self.channels_first and pixels.ndim == 3:
-            pixels = pixels.transpose(1, 2, 0)
-        if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
-            hint = "; pass channels_first=True" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
-            raise ValueNotLoggableError(
-                f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) of "
-                f"1, 3 or 4 channels{hint}"
-            )
-        return pixels
 
 
 @dataclass(frozen=True, slots=True)

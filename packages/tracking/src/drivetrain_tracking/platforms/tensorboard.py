@@ -149,7 +149,10 @@ def _medium_value(name: str, medium: StoredMedium) -> Any:
     if medium.kind == "histogram":
         return _histogram(name, cast("Mapping[str, list[float]]", medium.data))
     if medium.kind == "table":
-        return _text(name, _markdown(cast("Mapping[str, Any]", medium.data)))
+        table = cast("Mapping[str, Any]", medium.data)
+        rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+        cells = [[str(one).replace("|", "\\|").replace("\n", " ") for one in row] for row in rows]
+        return _text(name, "\n".join(f"| {' | '.join(row)} |" for row in cells))
     if medium.kind == "text":
         return _text(name, str(medium.data))
     assert medium.path is not None
@@ -211,11 +214,3 @@ def _histogram(name: str, data: Mapping[str, list[float]]) -> Any:
         bucket=[0.0, *counts],
     )
     return summary.Summary.Value(tag=name, histo=histogram)
-
-
-def _markdown(table: Mapping[str, Any]) -> str:
-    rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-    return "\n".join(
-        "| " + " | ".join(str(one).replace("|", "\\|").replace("\n", " ") for one in row) + " |"
-        for row in rows
-    )

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from drivetrain_tracking.errors import SpoolInUseError, TrackerStateError
@@ -102,8 +103,11 @@ class Spool:
             # One write for both: the record of what was lost goes only together with one that was not.
             line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
         try:
-            _write_whole(self._file, line, self._end)
+            if os.pwrite(self._file, line, self._end) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            with suppress(OSError):  # a part of a line is no record, and the next one is written over it
+                os.ftruncate(self._file, self._end)
             self.lose(error)
             return
         self._end += len(line)
@@ -151,15 +155,3 @@ def _cut_unfinished_line(file: int) -> int:
     if whole < end:
         os.ftruncate(file, whole)
     return whole
-
-
-def _write_whole(file: int, line: bytes, end: int) -> None:
-    """Write a line at the end of the file, or nothing."""
-    try:
-        if os.pwrite(file, line, end) == len(line):
-            return
-    except OSError:
-        os.ftruncate(file, end)
-        raise
-    os.ftruncate(file, end)
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 from drivetrain_tracking.spool.files import open_regular
@@ -132,11 +132,12 @@ def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
     """
     marked = [line for line in lines if line[_MARK] == CHECKSUM_MARK]
     whole = [line for line in marked if _is_whole(line)]
-    # Lines that no checksum vouches for are parsed one by one: two broken ones could be valid JSON together.
-    records = _parse_together(whole) if len(marked) == len(lines) else None
-    if records is None:
+    # As one JSON array they are parsed three times as fast. Lines that no checksum vouches for are parsed one by one:
+    # two broken ones could be valid JSON together.
+    found = _parse(b"[%b]" % b",".join(whole)) if len(marked) == len(lines) else None
+    if found is None or len(found) != len(whole) or any(type(record) is not dict for record in found):
         found = [_parse(line) for line in lines if line[_MARK] != CHECKSUM_MARK or _is_whole(line)]
-        records = [record for record in found if record is not None]
+    records: list[dict[str, Any]] = [record for record in found if isinstance(record, dict)]
     return records, len(lines) - len(records)
 
 
@@ -144,19 +145,8 @@ def _is_whole(line: bytes) -> bool:
     return line[_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 
-def _parse_together(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
-    """Parse lines as one JSON array, three times as fast as one by one; return None if any is no object."""
+def _parse(text: bytes) -> Any:
     try:
-        found = json.loads(b"[%b]" % b",".join(lines))
-    except (ValueError, RecursionError):
-        return None
-    are_records = len(found) == len(lines) and all(type(record) is dict for record in found)
-    return cast("list[dict[str, Any]]", found) if are_records else None
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: brackets nested thousands of levels deep
         return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
