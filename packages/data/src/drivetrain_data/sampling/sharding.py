@@ -13,31 +13,18 @@ from drivetrain_data.shard import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSharding:
-    """A division of a loader's data, as one shard reads it.
-
-    Attributes:
-        shard: The shard to read for.
-        even: The treatment of an epoch's tail.
-        split: Whether the loader's batch size is the sum over shards.
-        strategy: The assignment of samples to shards.
-        num_blocks: The number of blocks of data that shards keep to; 1 if they take turns over all of it.
-        seed: The seed of shuffled orders.
-        for_all: Whether one rank reads for all shards.
-        group: The process group of the ranks that share the data; None if unknown.
-        compares_streams: Whether ranks compare the first samples of what can only be read forwards.
-        draws_apart: Whether a map-style dataset that is read without workers draws as in a worker.
-    """
+    """A division of a loader's data, as one shard reads it."""
 
     shard: Shard
-    even: UnevenPolicy
-    split: bool
-    strategy: ShardingStrategy | IndexFunction
-    num_blocks: int
+    even: UnevenPolicy  # what becomes of an epoch's tail
+    split: bool  # whether the loader's batch size is the sum over shards
+    strategy: ShardingStrategy | IndexFunction  # assigns samples to shards
+    num_blocks: int  # blocks of data that shards keep to; 1 if they take turns over all of it
     seed: int
-    for_all: bool
-    group: dist.ProcessGroup | None = None
-    compares_streams: bool = False
-    draws_apart: bool = False
+    for_all: bool  # whether one rank reads for all shards
+    group: dist.ProcessGroup | None = None  # of the ranks that share the data; None if unknown
+    compares_streams: bool = False  # whether ranks compare the first samples that only a loop can read
+    draws_apart: bool = False  # whether a map-style dataset that is read without workers draws as in a worker
 
     @property
     def agreement(self) -> RankAgreement | None:

@@ -22,21 +22,14 @@ _SILENCE_SECONDS = 60.0  # after which a platform that takes nothing is told of,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterCommand:
-    """The arguments of a writer process.
-
-    Attributes:
-        tracker: The name by which it makes its tracker.
-        platform: The tracker's own name, which its files beside the log have.
-        seconds_after_end: The seconds for which it tries a failing platform again once this process is gone.
-        left_out: Environment variables that the writer does not inherit.
-    """
+    """The arguments of a writer process."""
 
     log: Path
-    tracker: str
-    platform: str
-    seconds_after_end: float
+    tracker: str  # the name by which it makes its tracker
+    platform: str  # the tracker's own name, which its files beside the log have
+    seconds_after_end: float  # for which it tries a failing platform again once this process is gone
     import_path: Sequence[str] = ()
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str] = ()  # environment variables that the writer does not inherit
 
     def arguments(self, parent: int) -> list[str]:
         """Return the command line of a writer that belongs to the process `parent`."""

@@ -19,23 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """A rule of what a platform takes as a name of one kind.
+    """A rule of what a platform takes as a name of one kind, and for `lead` and `trail` as each part of a path."""
 
-    Attributes:
-        unlike: The pattern of a character that may not stand in a name.
-        lead: The characters that a name, or a part of one that is a path, may not begin with.
-        trail: The characters that a name, or a part of one that is a path, may not end with.
-        is_path: Whether `/` divides a name into folders, of which none is empty, `.` or `..`.
-        longest_bytes: The most bytes of a name.
-        taken: The pattern of names that the platform or its tracker has for itself.
-    """
-
-    unlike: str = r"[\x00-\x1f\x7f\ud800-\udfff]"
-    lead: str = ""
-    trail: str = ""
-    is_path: bool = False
+    unlike: str = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a character that may not stand in a name
+    lead: str = ""  # characters that a name may not begin with
+    trail: str = ""  # characters that a name may not end with
+    is_path: bool = False  # whether `/` divides a name into folders, of which none is empty, `.` or `..`
     longest_bytes: int = 1000
-    taken: str = r"(?!)"
+    taken: str = r"(?!)"  # names that the platform or its tracker has for itself
 
     def name_of(self, given: str) -> str:
         """Return the name itself if the platform takes it, else one with a mark that no other name gets. Pure."""

@@ -71,11 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_alone(path: Path, *, taken: Exception) -> int:
-    """Open a file to read and write, created if need be, and lock it. A file system without locks is warned of.
-
-    Raises:
-        Exception: `taken`, if another process has locked the file.
-    """
+    """Open a file to read and write, created if need be, and lock it, or raise `taken`; without locks, warn."""
     file = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,13 +12,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class SpooledRecord(NamedTuple):
-    """A record of a spool.
+    """A record of a spool."""
 
-    Attributes:
-        end: The offset of the next line in the file, in bytes, by which a reader goes on later.
-    """
-
-    end: int
+    end: int  # the offset of the next line in the file, in bytes, by which a reader goes on later
     record: dict[str, Any]
 
 

@@ -13,17 +13,11 @@ _MOST_PENDING = 16  # a device that is further behind is waited for, so that not
 
 
 class CopiedValues(NamedTuple):
-    """Values whose numbers are on their way from a device.
+    """Values whose numbers are on their way from a device."""
 
-    Attributes:
-        values: The values, with tensors on the host in place of those on a device; the copies fill them.
-        plain: The values as plain ones; without a meaning while a copy is under way.
-        events: An event for each device that copies; all are over once the values are there.
-    """
-
-    values: Mapping[str, Any]
-    plain: dict[str, Plain]
-    events: tuple[Any, ...]
+    values: Mapping[str, Any]  # with tensors on the host in place of those on a device, which the copies fill
+    plain: dict[str, Plain]  # the values as plain ones; without a meaning while a copy is under way
+    events: tuple[Any, ...]  # one for each device that copies; all are over once the values are there
 
     def are_ready(self) -> bool:
         """Return whether all numbers are on the host. Never waits."""

@@ -19,22 +19,14 @@ _MOST_MEDIA = 200  # the newest; each is a picture to load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveQuestion:
-    """A question for one metric of some runs.
-
-    Attributes:
-        runs: The runs, by index.
-        axis: Steps, times, or seconds since the start of each run.
-        low: The left end; None for the first point.
-        high: The right end; None for the last point.
-        num_columns: The width of the picture in pixels.
-    """
+    """A question for one metric of some runs."""
 
     metric: str
-    runs: Sequence[int]
-    axis: ShownAxis
-    low: float | None
-    high: float | None
-    num_columns: int
+    runs: Sequence[int]  # by index
+    axis: ShownAxis  # steps, times, or seconds since the start of each run
+    low: float | None  # None for the first point
+    high: float | None  # None for the last point
+    num_columns: int  # the width of the picture in pixels
 
 
 def describe_run(index: int, run: RunIndex) -> dict[str, Any]:

@@ -20,17 +20,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a branch.
-
-    Attributes:
-        stop: The index behind its last point.
-        is_replaced: True if a later attempt has logged these steps again.
-    """
+    """A part of a branch."""
 
     branch: Branch
     start: int
-    stop: int
-    is_replaced: bool
+    stop: int  # behind its last point
+    is_replaced: bool  # a later attempt has logged these steps again
 
 
 class Curve:

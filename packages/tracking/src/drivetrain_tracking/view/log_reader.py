@@ -24,13 +24,9 @@ _MARK = slice(-_TAIL, _SUM_BEGIN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlace:
-    """The place of a run's log.
+    """The place of a run's log."""
 
-    Attributes:
-        label: A short name, unique among the places of one search: the folder's path below the one that was given.
-    """
-
-    label: str
+    label: str  # unique among the places of one search: the folder's path below the one that was given
     path: Path
 
 
@@ -59,18 +55,12 @@ def find_logs(folders: Sequence[Path]) -> tuple[LogPlace, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogChunk:
-    """The lines of a log that one read returned.
+    """The lines of a log that one read returned."""
 
-    Attributes:
-        records: The records of whole lines, in order; a checksum is a member `crc`.
-        is_replaced: True if the log is another file than before, or was cut: what was read of it is void.
-        is_last: True if no whole line is left to read at present.
-    """
-
-    records: Sequence[dict[str, Any]] = ()
+    records: Sequence[dict[str, Any]] = ()  # of whole lines, in order; a checksum is a member `crc`
     num_damaged: int = 0
-    is_replaced: bool = False
-    is_last: bool = True
+    is_replaced: bool = False  # the log is another file, or was cut: what was read of it is void
+    is_last: bool = True  # no whole line is left to read at present
 
 
 class LogReader:
@@ -88,7 +78,15 @@ class LogReader:
         """Read the next whole lines, about a megabyte; a line without its break is left for the next call."""
         file = open_regular(self._path)
         try:
-            if self._is_replaced(file):
+            status = os.fstat(file)
+            identity = (status.st_dev, status.st_ino)
+            before, self._identity, self.size_bytes = self._identity, identity, status.st_size
+            # A file that only grew is the same.
+            if before is not None and (
+                before != identity
+                or status.st_size < self.offset
+                or os.pread(file, len(self._head), 0) != self._head
+            ):
                 self.offset, self._head, self._chunk_bytes = 0, b"", _CHUNK_BYTES
                 return LogChunk(is_replaced=True, is_last=False)
             if len(self._head) < _HEAD_BYTES:
@@ -110,26 +108,9 @@ class LogReader:
         records, num_damaged = parse_lines(chunk[: end - 1].split(b"\n"))
         return LogChunk(records=records, num_damaged=num_damaged, is_last=self.offset >= self.size_bytes)
 
-    def _is_replaced(self, file: int) -> bool:
-        """Return whether the open file is another than before; a file that only grew is the same."""
-        status = os.fstat(file)
-        identity = (status.st_dev, status.st_ino)
-        before, self._identity, self.size_bytes = self._identity, identity, status.st_size
-        if before is None:
-            return False
-        if before != identity or status.st_size < self.offset:
-            return True
-        return os.pread(file, len(self._head), 0) != self._head
-
 
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Parse lines without their line breaks.
-
-    A line with a checksum must match it; one without, as older versions wrote, must be a JSON object.
-
-    Returns:
-        The records, and the number of lines that hold none.
-    """
+    """Return the records of lines, and how many lines hold none: a checksum must match; older versions wrote none."""
     marked = [line for line in lines if line[_MARK] == CHECKSUM_MARK]
     whole = [line for line in marked if _is_whole(line)]
     # As one JSON array they are parsed three times as fast. Lines that no checksum vouches for are parsed one by one:

@@ -28,20 +28,14 @@ DOWNLOAD = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedMedium:
-    """A medium as a log names it.
-
-    Attributes:
-        time: When it was logged, in seconds since the epoch.
-        file: The path of its file, as it stands in the log; None where `data` holds all.
-        data: A table, a histogram or a text.
-    """
+    """A medium as a log names it."""
 
     name: str
     kind: str
     step: int | None
-    time: float
-    file: str | None
-    data: Plain
+    time: float  # in seconds since the epoch
+    file: str | None  # its path in the log; None where `data` holds all
+    data: Plain  # a table, a histogram or a text
     caption: str
 
 

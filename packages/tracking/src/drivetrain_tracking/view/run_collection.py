@@ -15,11 +15,7 @@ _SEARCH_SECONDS = 10.0
 
 
 class RunCollection:
-    """The runs of some folders. Use it as a context: a thread reads the logs, and looks for new ones.
-
-    Attributes:
-        runs: The runs; new ones are appended, so that an index stays valid.
-    """
+    """The runs of some folders, new ones last. As a context, a thread reads the logs, and looks for new ones."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)

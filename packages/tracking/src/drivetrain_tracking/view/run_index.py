@@ -21,34 +21,23 @@ Rows = dict[str, tuple[list[int], list[float], list[float]]]
 
 @dataclass(slots=True, kw_only=True)
 class RunFacts:
-    """The facts that a log tells of its run, besides curves.
-
-    Attributes:
-        config: The configuration of the newest start.
-        info: Commit, versions, hardware, command.
-        start_time: The time of the first record, in seconds since the epoch; None before.
-        last_step: The newest step, None before the first.
-        attempt: The attempt of the newest step.
-        ended: The log's word for how the run ended; None while it goes on, or where nobody could say its end.
-        num_lost: The number of records that the run itself could not write.
-        num_foreign: The number of lines that hold JSON of another kind.
-        texts: The newest value of each name that was logged with a string.
-        media: All media, in order.
-    """
+    """The facts that a log tells of its run, besides curves."""
 
     run_name: str = ""
-    config: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    config: Mapping[str, Plain] = field(default_factory=dict[str, Plain])  # of the newest start
     plan: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
-    info: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
-    start_time: float | None = None
+    info: Mapping[str, Plain] = field(default_factory=dict[str, Plain])  # commit, versions, hardware, command
+    start_time: float | None = None  # of the first record, in seconds since the epoch; None before
     last_time: float = 0.0
-    last_step: int | None = None
-    attempt: int = 1
-    ended: RunState | None = None
+    last_step: int | None = None  # the newest one
+    attempt: int = 1  # that of the newest step
+    ended: RunState | None = (
+        None  # the log's word; None while the run goes on, or where nobody could say its end
+    )
     num_damaged: int = 0
-    num_lost: int = 0
-    num_foreign: int = 0
-    texts: dict[str, str] = field(default_factory=dict[str, str])
+    num_lost: int = 0  # records that the run itself could not write
+    num_foreign: int = 0  # lines that hold JSON of another kind
+    texts: dict[str, str] = field(default_factory=dict[str, str])  # the newest of each name
     media: list[LoggedMedium] = field(default_factory=list[LoggedMedium])
 
 

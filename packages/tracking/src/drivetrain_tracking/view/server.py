@@ -53,15 +53,11 @@ _HEADERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPAnswer:
-    """The answer to a request.
-
-    Attributes:
-        body: The body, or an open file of it, which the sender closes.
-    """
+    """The answer to a request."""
 
     status: HTTPStatus
     content_type: str
-    body: bytes | BinaryIO
+    body: bytes | BinaryIO  # an open file is closed by the sender
     size_bytes: int
 
 
