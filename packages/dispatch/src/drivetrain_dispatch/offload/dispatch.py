@@ -173,8 +173,8 @@ def plan_dispatch(
 def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
     """Check all of a model that can be checked before any tensor is moved."""
     check_not_dispatched(layout.model)
-    tensors = layout.tensors
-    for name, tensor in tensors.items():
+    check_has_weights(layout.tensors.items())
+    for name, tensor in layout.tensors.items():
         if is_offloaded(tensor):
             raise OffloadedError(
                 f"{name!r} belongs to another model that is dispatched: call remove_hooks on that one first"
@@ -185,13 +185,12 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
                 "and load the model outside of it"
             )
         layer = layout.modules[name.rpartition(".")[0]]
-        if name in layout.quantized and not tensor.is_meta and (reason := why_unready(tensor, layer)):
+        if name in layout.quantized and (reason := why_unready(tensor, layer)):
             raise DeviceMapError(
                 f"{name!r} is a quantised weight that {reason}: quantise it and freeze it before the model is "
                 "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
             )
     check_places([place for placement in placements.values() for place in placement])
-    check_has_weights(tensors.items())
 
 
 def _offload_engine(
