@@ -85,9 +85,17 @@ def _to_plain(value: Any, kind: Any, text: bool) -> Any:
         found, valid = value, isinstance(value, kind)
     else:
         raise TypeError(f"{kind} is not a type that a setting may have")
-    if not valid:
-        raise ConversionError(f"must be {describe(kind)}{_quoting_hint(value, kind, text)}")
-    return found
+    if valid:
+        return found
+    hint = ""
+    if not text and kind is str and isinstance(value, (bool, int, float)):
+        hint = "; put it in quotes"
+    elif not text and isinstance(value, str):
+        is_spelled = (
+            value.lower() in _BOOLS if kind is bool else kind is int and _integer(value, True) is not None
+        )
+        hint = "; take it out of its quotes" if is_spelled else ""
+    raise ConversionError(f"must be {describe(kind)}{hint}")
 
 
 def _integer(value: Any, text: bool) -> int | None:
@@ -97,17 +105,6 @@ def _integer(value: Any, text: bool) -> int | None:
         return int(value) if text and isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         return None
-
-
-def _quoting_hint(value: Any, kind: Any, text: bool) -> str:
-    if text:
-        return ""
-    if kind is str and isinstance(value, (bool, int, float)):
-        return "; put it in quotes"
-    is_spelled = isinstance(value, str) and (
-        value.lower() in _BOOLS if kind is bool else kind is int and _integer(value, True) is not None
-    )
-    return "; take it out of its quotes" if is_spelled else ""
 
 
 def _to_union(value: Any, kind: Any, text: bool) -> Any:

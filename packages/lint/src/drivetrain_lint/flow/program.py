@@ -48,7 +48,13 @@ def read_program(document: Document) -> Program:
         signatures = Signatures(names=names, tests=tests)
         for scope in script.all_scopes():
             walk = Walk(signatures=signatures, tests=tests, bindings=bindings)
-            walk.block(scope.body, _one_rank_decorator(scope) if isinstance(scope, Function) else None)
+            cause = None
+            for decorator in scope.decorator_list[::-1] if isinstance(scope, Function) else ():
+                called = decorator.func if isinstance(decorator, ast.Call) else decorator
+                inner = getattr(decorator, "args", [])  # @partial(accelerator.on_process, ...)
+                if any(last_name(each) in ONE_RANK for each in (called, *inner)):
+                    cause = Cause(kind=Parting.DECORATOR, node=decorator, test=f"@{text_of(decorator)}")
+            walk.block(scope.body, cause)
             divergences += walk.divergences()
         # Functions with collectives that are wrapped in a call: `accelerator.on_main_process(function)`.
         for call in script.calls():
@@ -69,13 +75,3 @@ def read_program(document: Document) -> Program:
         preparations=tuple(preparations),
         prepared=read_prepared_names(script, preparations),
     )
-
-
-def _one_rank_decorator(function: Function) -> Cause | None:
-    """Return the decorator that runs a function on one rank."""
-    for decorator in function.decorator_list:
-        called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        inner = getattr(decorator, "args", [])  # @partial(accelerator.on_process, ...)
-        if any(last_name(each) in ONE_RANK for each in (called, *inner)):
-            return Cause(kind=Parting.DECORATOR, node=decorator, test=f"@{text_of(decorator)}")
-    return None

@@ -29,7 +29,16 @@ def _visit_partings(
 def _describe(divergence: Divergence) -> Iterator[Hit]:
     cause, first = divergence.cause, divergence.reached[0]
     if cause.departure is not None:
-        yield Hit(node=cause.departure, what=_describe_departure(divergence))
+        line = getattr(cause.departure, "lineno", 0)
+        waiting = [each for each in divergence.reached if not each.collective.trains] or divergence.reached
+        missed = next((each for each in waiting if each.line > line), waiting[0])
+        word = _DEPARTURES.get(type(cause.departure).__name__, "exit")
+        where = f"line {missed.line}" if missed.line > line else f"line {missed.line}, in the next round"
+        what = (
+            f"`{word}` on the ranks where `{cause.test}` (line {cause.line}) holds: they skip "
+            f"{missed.described()} at {where}"
+        )
+        yield Hit(node=cause.departure, what=what)
     elif cause.kind is Parting.HANDLER and first.line < cause.line:
         what = (
             f"`{cause.test}` lets a rank go on after an error in the block that calls {first.described()} "
@@ -54,19 +63,6 @@ def _describe(divergence: Divergence) -> Iterator[Hit]:
         if first.collective.trains and cause.kind in (Parting.CONDITION, Parting.DECORATOR):
             what += "; the weights of these ranks change, those of the others do not"
         yield Hit(node=first.call, what=what)
-
-
-def _describe_departure(divergence: Divergence) -> str:
-    cause = divergence.cause
-    line = getattr(cause.departure, "lineno", 0)
-    waiting = [each for each in divergence.reached if not each.collective.trains] or list(divergence.reached)
-    first = next((each for each in waiting if each.line > line), waiting[0])
-    word = _DEPARTURES.get(type(cause.departure).__name__, "exit")
-    where = f"line {first.line}" if first.line > line else f"line {first.line}, in the next round"
-    return (
-        f"`{word}` on the ranks where `{cause.test}` (line {cause.line}) holds: they skip "
-        f"{first.described()} at {where}"
-    )
 
 
 RULES = (

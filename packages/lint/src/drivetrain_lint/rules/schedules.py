@@ -42,7 +42,19 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
         yield Hit(node=second, what=what)
     others = [call for node, call in steps.items() if node not in repeated and not node.args and call.loops]
     for outer in others:
-        inner = next((each for each in others if _is_inside(each, outer)), None)
+        around, name = outer.loops, ast.unparse(outer.node.func)
+        inner = next(
+            (
+                each
+                for each in others
+                if ast.unparse(each.node.func) == name
+                and len(each.loops) > len(around)
+                and each.loops[-len(around) :] == around
+                and not outer.conditions(until=around[0])
+                and not each.conditions(until=around[0])
+            ),
+            None,
+        )
         if inner is not None:
             what = (
                 f"`{ast.unparse(outer.node.func)}()` steps once an epoch, and at line "
@@ -79,18 +91,6 @@ def _repeated(
             if name in first:
                 yield first[name], call
             first[name] = call
-
-
-def _is_inside(inner: VisitedCall, outer: VisitedCall) -> bool:
-    """Return whether a schedule that steps in a loop steps in a loop within it too."""
-    around, loops = outer.loops, inner.loops
-    return (
-        ast.unparse(inner.node.func) == ast.unparse(outer.node.func)
-        and len(loops) > len(around)
-        and loops[-len(around) :] == around
-        and not outer.conditions(until=around[0])
-        and not inner.conditions(until=around[0])
-    )
 
 
 def _is_schedule_step(call: VisitedCall) -> bool:
