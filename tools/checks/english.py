@@ -78,7 +78,7 @@ def findings_in(source: Source) -> list[Finding]:
 
 def _of_summary(node: ast.AST, summary: str) -> Iterator[str]:
     first = re.split(r"[\s,;:.]", summary.strip(), maxsplit=1)[0].strip("`").lower()
-    is_call = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node)
+    is_call = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_value(node)
     refused = _CLAUSES | _PRONOUNS | _OTHERS
     if is_call:
         if first in refused | _ARTICLES:
@@ -89,8 +89,10 @@ def _of_summary(node: ast.AST, summary: str) -> Iterator[str]:
         yield f"the summary {summary!r} has fewer than {_LEAST_WORDS} words: say what it does"
 
 
-def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+def _is_value(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether decorators make a value of a function: a property, or a rule of the linter."""
+    written = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any("property" in each or each.startswith("rule(") for each in written)
 
 
 def _of_items(text: str) -> Iterator[str]:

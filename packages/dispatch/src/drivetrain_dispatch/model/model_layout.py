@@ -84,7 +84,7 @@ class ModelLayout:
 
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
-        """What checkpoints of the model hold, by name; a hook of the model may add entries."""
+        """The contents of the model's checkpoints, by name; a hook of the model may add entries."""
         return self.model.state_dict(keep_vars=True)
 
     @cached_property

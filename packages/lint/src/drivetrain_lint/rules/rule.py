@@ -41,14 +41,14 @@ def rule(
     mend: str,
     visits: Callable[[Visitor], Iterable[Part]],
 ) -> Callable[[Callable[[Part], Iterable[Hit]]], Rule[Part]]:
-    """Make a check a rule, whose summary is the docstring."""
+    """Make a rule of a check, with the check's docstring as its summary."""
 
     def decorate(check: Callable[[Part], Iterable[Hit]]) -> Rule[Part]:
         return Rule(
             code=code,
             name=name,
             severity=severity,
-            summary=check.__doc__ or "",
+            summary=check.__doc__ or name.replace("-", " "),  # python -OO drops docstrings
             why=why,
             mend=mend,
             visits=visits,
