@@ -2,7 +2,7 @@
 
 `install()` puts modules named `accelerate` in front of the import system: a program, or a library such as
 transformers, that imports `accelerate` then gets the interface of Accelerate over drivetrain. Importing this package
-changes nothing.
+changes nothing. Functions take the arguments that Accelerate documents; docstrings here say where they differ.
 """
 
 from typing import TYPE_CHECKING

@@ -17,16 +17,7 @@ if TYPE_CHECKING:
 class LocalSGD:
     """A block in which each rank trains its replica by itself, until the weights are averaged again.
 
-    The method is that of Stich, "Local SGD converges fast and communicates little" (2019).
-
-    Args:
-        accelerator: The Accelerator that prepared the model.
-        model: The prepared model.
-        local_sgd_steps: The number of calls of `step` between two averages.
-        enabled: Whether to train so; if false, and on one process, the block trains as usual.
-
-    Raises:
-        NotImplementedError: Ranks hold parts of the model, not replicas.
+    The method is that of Stich, "Local SGD converges fast and communicates little" (2019). It refuses sharded models.
     """
 
     def __init__(

@@ -16,12 +16,9 @@ _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Forget objects, collect garbage and return cached memory.
+    """Forget objects, collect garbage and return cached memory; return a None for each object.
 
     Call it as `model, optimizer = release_memory(model, optimizer)`: what has other references stays as it is.
-
-    Returns:
-        A None for each object.
     """
     count = len(objects)
     del objects
@@ -42,11 +39,6 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     A decorator, with or without arguments. A second call of the decorated function starts at the size that fitted.
-
-    Args:
-        function: The function; its first argument is the batch size, which callers omit.
-        starting_batch_size: The first size to try.
-        reduce_batch_size_fn: A function without arguments that returns the next size; None takes nine tenths.
 
     Raises:
         TypeError: The function takes no batch size; at a call, the arguments do not fit it.

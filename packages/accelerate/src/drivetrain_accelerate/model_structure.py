@@ -39,12 +39,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
-    """Return the modules of a model, each after those that it holds.
-
-    Args:
-        model: The model, which comes last.
-        return_fqns: Whether to return pairs of the full name and the module.
-    """
+    """Return the modules of a model, each after those that it holds."""
     pairs = list(_bottom_up(model, ""))
     return pairs if return_fqns else [module for _, module in pairs]
 
@@ -73,14 +68,7 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """Return the model inside of DDP, DataParallel and DeepSpeed's engine.
-
-    Args:
-        model: The model, wrapped or not.
-        keep_fp32_wrapper: Whether its forward still computes in mixed precision; else its own one is put back.
-        keep_torch_compile: Whether a compiled model comes back compiled.
-        recursive: Whether to unwrap the modules inside too, in place.
-    """
+    """Return the model inside of DDP, DataParallel and DeepSpeed's engine."""
     compiled = model if is_compiled_module(model) else None
     outer = compiled.get_submodule(COMPILED_MODULE) if compiled is not None else model
     inner = _unwrapped(outer)
@@ -124,10 +112,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     Blocks of one class share their compiled code, which takes less time to compile than the whole. What holds no
     such blocks is compiled whole.
-
-    Args:
-        module: The model to compile.
-        **compile_kwargs: Arguments of `torch.compile`.
     """
     if is_repeated_blocks(module):
         return nn.ModuleList(_compiled(block, compile_kwargs) for block in module.children())

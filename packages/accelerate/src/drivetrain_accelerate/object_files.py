@@ -58,17 +58,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save an object from the main process, or from the first process of each node; the others return.
-
-    Args:
-        obj: The object; with `safe_serialization`, tensors by name.
-        f: The path of the file; without `safe_serialization` also a file.
-        save_on_each_node: Whether each node has a disk of its own to save to.
-        safe_serialization: Whether to write safetensors in place of torch's own format.
-
-    Raises:
-        StateError: With `safe_serialization`, something is no tensor.
-    """
+    """Save an object from the main process, or from the first process of each node; the others return."""
     topology = current_context().topology
     if not (topology.is_local_main if save_on_each_node else topology.is_main):
         return
@@ -80,11 +70,6 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Load an object that `save` wrote in torch's format; classes that could run code are refused.
-
-    Args:
-        f: The path of the file, or the file.
-        map_location: The device, as `torch.load` takes it.
-        **kwargs: Further arguments of `torch.load`; `weights_only=False` trusts the file.
 
     Raises:
         WeightFilesError: The path names no regular file, or, with `mmap`, a file that cannot be mapped.

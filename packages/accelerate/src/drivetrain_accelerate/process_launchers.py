@@ -25,27 +25,10 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run a function on several processes of this machine, each a fresh interpreter.
+    """Run a function on several processes of this machine, each a fresh interpreter with this interface.
 
-    The processes import modules by themselves, and see the interface of Accelerate as this one does.
-
-    Args:
-        function: The function, called as `function(*args)` on each process.
-        args: The arguments of the function.
-        num_processes: The number of processes; None for one per accelerator, or one if there is none.
-        mixed_precision: The precision of the processes, which their code may override.
-        use_port: The port of the rendezvous; the default takes any free one.
-        master_addr: The address of this machine; another is refused.
-        node_rank: The number of this machine; another than 0 is refused.
-        num_nodes: The number of machines; more than one are refused.
-        rdzv_backend: The way in which ranks meet: "static" or "c10d", which are one on one machine, where the ranks
-            meet at this process; others are refused, and so are values of the next three.
-        rdzv_endpoint: The place where ranks meet.
-        rdzv_conf: Options of their meeting.
-        rdzv_id: The name of their meeting.
-        max_restarts: The number of restarts; others than 0 are refused.
-        monitor_interval: The seconds between two looks at the processes; others are refused.
-        log_line_prefix_template: A prefix of lines; any is refused.
+    More than one machine, and options of restarts and of the ranks' meeting, are refused. The default `use_port`
+    takes any free port.
 
     Raises:
         LaunchError: The processes cannot be launched so; the message says what to do.
@@ -71,17 +54,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several CPU processes, to test that it works on more than one.
-
-    Args:
-        function: The function, called as `function(*args)` on each process.
-        args: The arguments of the function.
-        num_processes: The number of processes.
-
-    Raises:
-        LaunchError: The processes cannot be launched so; the message says what to do.
-        RankFailedError: A rank fails; the message shows its traceback.
-    """
+    """Run a function on several CPU processes, to test that it works on more than one."""
     launch_on_cpu(_with_interface(function), args, num_processes)
 
 

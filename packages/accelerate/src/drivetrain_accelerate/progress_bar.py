@@ -6,17 +6,7 @@ from drivetrain_accelerate.states.partial_state import current_context
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a progress bar that is shown on the first process of each node.
-
-    Args:
-        *args: The arguments of `tqdm.auto.tqdm`.
-        main_process_only: Whether the other processes show none.
-        **kwargs: Further arguments of it; `disable=True` shows none at all.
-
-    Raises:
-        ImportError: tqdm is not installed.
-        ValueError: The first argument is a bool, which older versions of Accelerate took.
-    """
+    """Return a progress bar of tqdm that is shown on the first process of each node."""
     try:
         from tqdm.auto import tqdm as bar
     except ImportError as error:

@@ -15,16 +15,9 @@ from drivetrain_state.detect import device_module
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy, torch and its accelerators.
+    """Seed Python, NumPy, torch and its accelerators; `device_specific` adds the rank to the seed.
 
-    Args:
-        seed: The seed of all generators.
-        device_specific: Whether each rank adds its index to the seed, so that their numbers differ.
-        deterministic: Whether torch may use only deterministic kernels from now on. On CUDA, cuBLAS then asks for
-            CUBLAS_WORKSPACE_CONFIG=:4096:8.
-
-    Raises:
-        ValueError: The seed is negative.
+    With `deterministic`, torch uses only deterministic kernels; cuBLAS then asks for CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
     if importlib.util.find_spec("numpy") is not None:  # only generators that are imported are seeded
         importlib.import_module("numpy")

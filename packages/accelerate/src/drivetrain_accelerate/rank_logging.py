@@ -9,12 +9,7 @@ from drivetrain_state import RankLogger
 
 
 class MultiProcessAdapter(RankLogger):
-    """A logger that logs on the main process, or on all: `main_process_only=False`, `in_order=True`.
-
-    Args:
-        logger: The logger that writes the lines.
-        extra: Attributes of every record.
-    """
+    """A logger that logs on the main process, or on all: `main_process_only=False`, `in_order=True`."""
 
     prefix = "[RANK {}] "
 
@@ -41,13 +36,7 @@ class MultiProcessAdapter(RankLogger):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger of a name, for several processes. It may be created before the ranks connect.
-
-    Args:
-        name: The name, as for `logging.getLogger`.
-        log_level: The level, which the root logger gets too, as in Accelerate; None takes the environment's
-            ACCELERATE_LOG_LEVEL, if set.
-    """
+    """Return the logger of a name, for several processes. It may be created before the ranks connect."""
     level = log_level or environ.read("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:

@@ -44,28 +44,8 @@ NOT_SAID = object()
 class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods, HandlerProperties):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
-    Args:
-        device_placement: Whether models and batches go to the device; drivetrain always places them.
-        split_batches: Whether a loader's batch size is the sum over processes.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None for what the launch says.
-        gradient_accumulation_steps: The number of micro-batches in one optimizer step.
-        cpu: Whether to compute on the CPU even where there is an accelerator.
-        dataloader_config: The division of loaders.
-        deepspeed_plugin: A plugin of DeepSpeed, or several by name.
-        fsdp_plugin: The options of sharding.
-        torch_tp_plugin: Tensor parallelism, which drivetrain does not have yet.
-        megatron_lm_plugin: Megatron, which drivetrain does not have yet.
-        rng_types: Not used: the order of data needs no generator to be synchronised.
-        log_with: The trackers to log to.
-        project_dir: The folder of the run.
-        project_config: The folders of results.
-        gradient_accumulation_plugin: The options of accumulation.
-        step_scheduler_with_optimizer: Whether schedulers follow the optimizers' steps.
-        kwargs_handlers: Options by handler, such as `DistributedDataParallelKwargs`.
-        dynamo_backend: The backend of torch.compile.
-        dynamo_plugin: The options of compilation.
-        deepspeed_plugins: The same as `deepspeed_plugin`.
-        parallelism_config: The parallel dimensions.
+    `device_placement` and `rng_types` change nothing: drivetrain always places models and batches, and the order of
+    data needs no generator to be synchronised. Tensor parallelism and Megatron are refused.
 
     Raises:
         ValueError: A value is unknown, two arguments contradict each other, or another Accelerator of this process

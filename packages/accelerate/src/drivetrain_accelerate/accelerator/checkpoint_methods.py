@@ -58,11 +58,7 @@ class CheckpointMethods(PrepareMethods):
         return SavedObjects(self._models, self._optimizers, self._schedulers, self._custom_objects)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run.
-
-        Raises:
-            ValueError: An object has no such methods.
-        """
+        """Register objects with `state_dict` and `load_state_dict`, to be saved and loaded with the run."""
         if unfit := [
             each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
         ]:
@@ -74,8 +70,8 @@ class CheckpointMethods(PrepareMethods):
     def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Register a function of (models, weights, output_dir), called before each save.
 
-        Programs write models of their own kind in it, and take what they have written out of `weights`. What is in
-        `output_dir` when all hooks have run is moved into the folder of the checkpoint when that is committed.
+        A program writes models of its own kind there, and takes them out of `weights`. The commit moves what all
+        hooks have left in `output_dir` into the folder of the checkpoint.
         """
         return _registered(self._save_hooks, hook)
 
@@ -91,13 +87,7 @@ class CheckpointMethods(PrepareMethods):
     ) -> Path:
         """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
 
-        Args:
-            output_dir: The folder; with automatic names, the next `checkpoints/checkpoint_N` of the project.
-            safe_serialization: Warned of if false: tensors are written as safetensors.
-            **save_model_func_kwargs: Warned of: they change nothing.
-
-        Returns:
-            The folder.
+        Tensors are always written as safetensors; a warning names other options, which change nothing.
 
         Raises:
             ValueError: No folder is said; or the automatic ones hold a checkpoint with this number or a higher one.
@@ -147,12 +137,7 @@ class CheckpointMethods(PrepareMethods):
         """Load what `save_state` saved, here or under Accelerate, at any number of ranks. Called on all ranks.
 
         Loaders go on where they were; with `strict=False` they begin their epoch anew, as in Accelerate, and the
-        program skips what it has counted.
-
-        Args:
-            input_dir: The folder; with automatic names, the newest one of the project.
-            load_kwargs: Warned of: only tensors and plain values are read.
-            **load_model_func_kwargs: `strict`, which must not be false, and `map_location`, which changes nothing.
+        program skips what it has counted. A warning names options that change nothing.
 
         Raises:
             ValueError: No folder is said, or there is none; or a part of the weights is to be loaded.
@@ -181,14 +166,9 @@ class CheckpointMethods(PrepareMethods):
     ) -> None:
         """Write a model's full weights, as `from_pretrained` reads them. Called on all ranks.
 
-        Args:
-            model: A prepared model, or another one that is whole on each process, such as an average of weights.
-            save_directory: The folder to write to.
-            max_shard_size: The most bytes of a file, as a number or as "10GB".
-            safe_serialization: Whether safetensors are written; if false, files of torch's own.
+        The model may be unprepared if it is whole on each process, such as an average of weights.
 
         Raises:
-            TypeError: The argument is not a module.
             ValueError: The size is invalid; or the model is divided among ranks, and not prepared by this Accelerator
                 or forgotten since.
             OtherRankFailedError: The main process could not write.
@@ -205,13 +185,7 @@ class CheckpointMethods(PrepareMethods):
         on_main(context, write, doing=f"the export to {folder}")
 
     def save(self, obj: Any, f: str | PathLike[str] | Any, safe_serialization: bool = False) -> None:
-        """Write an object on the main process, or on that of each node if the project says so.
-
-        Args:
-            obj: The object; a dict of tensors for safetensors.
-            f: The file to write to.
-            safe_serialization: Whether to write safetensors.
-        """
+        """Write an object on the main process, or on that of each node if the project says so."""
         on_each_node = self.options.project.save_on_each_node
         object_files.save(obj, f, on_each_node, safe_serialization)
 

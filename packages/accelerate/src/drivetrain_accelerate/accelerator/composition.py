@@ -90,16 +90,7 @@ def plan_composition(
     is_sharding_in_settings: bool = False,
     is_strict: bool = True,
 ) -> CompositionPlan:
-    """Return the arguments of drivetrain's Accelerator.
-
-    Args:
-        options: The program's arguments, with what all Accelerators share.
-        deepspeed_plugin: The selected plugin of DeepSpeed; None without.
-        num_processes: The number of ranks.
-        is_sharding_in_settings: Whether drivetrain's settings say how to shard models; a plugin of FSDP then only
-            shows them to programs.
-        is_strict: Whether what Accelerate does wrong without a word is put right.
-    """
+    """Return the arguments of drivetrain's Accelerator."""
     check_project(options.project)
     settings = SourcedSettings()
     _add_run(settings, options, deepspeed_plugin)

@@ -35,16 +35,9 @@ class PrepareMethods(HeldObjects):
     """The part of an Accelerator that prepares objects, together or one by one."""
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders; other objects come back as they are.
+        """Prepare models, optimizers, schedulers and loaders; return other objects as they are.
 
-        Called on all ranks with the same kinds of objects.
-
-        Args:
-            *args: The objects, in any order.
-            device_placement: Not used: models and batches go to the device of their process.
-
-        Returns:
-            The prepared objects in the order given; a single object is returned by itself.
+        Called on all ranks with the same kinds of objects, in any order. `device_placement` changes nothing.
 
         Raises:
             ValueError: An optimizer holds partitions of a DeepSpeed engine that `free_memory` has ended; or the
@@ -65,13 +58,9 @@ class PrepareMethods(HeldObjects):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model alone.
+        """Prepare a model alone; with `evaluation_mode`, place it in the run's precision without a wrapper.
 
-        Args:
-            model: The model to prepare.
-            device_placement: Not used: the model goes to the device of its process.
-            evaluation_mode: Whether it is not trained: it then goes to its device, computes in the run's precision,
-                and nothing wraps it. Checkpoints hold its weights all the same.
+        Checkpoints hold the weights of both.
         """
         del device_placement
         if any(model is each for each in self._models):
@@ -91,16 +80,7 @@ class PrepareMethods(HeldObjects):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare a loader alone. Called on all ranks.
-
-        Args:
-            data_loader: The loader to prepare.
-            device_placement: Not used: batches go to the device of their process.
-            slice_fn_for_dispatch: Not supported: drivetrain slices batches of any nesting.
-
-        Raises:
-            ValueError: A slicing function is given.
-        """
+        """Prepare a loader alone; refuse a slicing function. Called on all ranks."""
         del device_placement
         refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
         if isinstance(data_loader, DataLoaderAdapter):
@@ -169,16 +149,7 @@ class PrepareMethods(HeldObjects):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the module as the user built it, with the trained parameters.
-
-        Args:
-            model: A prepared model; another one is returned without DDP's wrapper.
-            keep_fp32_wrapper: Whether its forward goes on in the run's precision.
-            keep_torch_compile: Whether torch.compile's wrapper stays around it.
-
-        Raises:
-            AttributeError: The argument is not a module.
-        """
+        """Return the module as the user built it, with the trained parameters."""
         found = self.inner.unwrap_model(model, keep_autocast=keep_fp32_wrapper)
         if not keep_torch_compile:
             return unwrap_compiled(found)
@@ -187,14 +158,9 @@ class PrepareMethods(HeldObjects):
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return a model's full weights and buffers on the CPU, on every rank. Called on all ranks.
-
-        Args:
-            model: A prepared model, or another one that is whole on each process, such as an average of weights.
-            unwrap: Not used: names have no wrapper's prefix.
+        """Return a model's full weights and buffers on the CPU, without a wrapper's prefix. Called on all ranks.
 
         Raises:
-            TypeError: The argument is not a module.
             ValueError: The model is divided among ranks, and not prepared by this Accelerator or forgotten since.
         """
         del unwrap

@@ -100,23 +100,13 @@ class RankMethods(ComposedRun):
         """Gather results of the current batch, each sample once. Called on all ranks.
 
         Of each rank's rows the first are those of its real samples; what the tail repeats is left out.
-
-        Args:
-            input_data: Nested tensors with samples in dimension 0; or a list of any objects, one per sample.
-            use_gather_object: Whether to gather objects.
         """
         gathered = gather_real_rows if self.is_strict else gather_first_rows
         active = self.gradient_state.active_dataloader
         return gathered(self.state.context, active, input_data, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors of equal shapes over ranks. Called on all ranks.
-
-        Args:
-            tensor: Lists, tuples and mappings of tensors, nested.
-            reduction: "mean", "sum", "max" or "min"; "none" returns this rank's tensors.
-            scale: Not applied, with a warning: Accelerate applies it on XLA devices alone.
-        """
+        """Reduce nested tensors of equal shapes over ranks; `scale` is for XLA alone. Called on all ranks."""
         return reduce_over_ranks(tensor, reduction, scale)
 
     def pad_across_processes(

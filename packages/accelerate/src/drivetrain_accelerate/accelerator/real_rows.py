@@ -96,14 +96,7 @@ def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: i
 
 
 def kept_rows(num_rows: int, size: int, real: int, *, full: int | None) -> int:
-    """Return how many of a rank's rows belong to real samples; they come first.
-
-    Args:
-        num_rows: The rows that the rank gave.
-        size: The samples that its batch holds, repeats included.
-        real: The real samples among them.
-        full: The samples of a full batch; a program may give a row for each of these, such as a mean loss repeated.
-    """
+    """Return how many of a rank's rows belong to real samples; they come first."""
     if num_rows in (size, full):
         return min(num_rows, real)
     if size and num_rows % size == 0:  # several rows a sample

@@ -36,13 +36,7 @@ class ResultMethods(ComposedRun):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Start the trackers of `log_with`. Called on all ranks; the main process logs.
-
-        Args:
-            project_name: The project that the run belongs to.
-            config: The configuration of the run.
-            init_kwargs: Arguments of a tracker's own start, by the tracker's name.
-        """
+        """Start the trackers of `log_with`. Called on all ranks; the main process logs."""
         options = init_kwargs or {}
         self._are_finished = False
         if self.options.log_with:
@@ -59,15 +53,7 @@ class ResultMethods(ComposedRun):
             for_each_tracker(started, lambda tracker: tracker.store_init_configuration(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name; one that does nothing on other ranks, and before any is started.
-
-        Args:
-            name: The name of the tracker.
-            unwrap: Whether to return the platform's own object.
-
-        Raises:
-            ValueError: The run has no such tracker.
-        """
+        """Return a tracker by its name; one that does nothing on other ranks, and before any is started."""
         if not self.trackers:
             return GeneralTracker(_blank=True)
         found = next((each for each in self.trackers if each.name == name), None)
@@ -79,16 +65,7 @@ class ResultMethods(ComposedRun):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values from the main process. A tracker that fails does not keep the others from them.
-
-        Args:
-            values: Values by name, as the trackers take them; each gets them as they are.
-            step: The step they belong to.
-            log_kwargs: Arguments of a tracker's own log, by the tracker's name.
-
-        Raises:
-            RuntimeError: `end_training` has finished trackers of drivetrain's form.
-        """
+        """Log values from the main process, to the other trackers too where one fails."""
         options = log_kwargs or {}
         if self._are_finished and self.options.log_with:
             raise RuntimeError(
@@ -115,11 +92,7 @@ class ResultMethods(ComposedRun):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[torch_profile]:
-        """Profile the block with torch's profiler. May be called on any rank.
-
-        Args:
-            profile_handler: The options of the profiler, and the folder to write a trace of each rank to.
-        """
+        """Profile the block with torch's profiler. May be called on any rank."""
         handler = profile_handler or self.options.handlers.profile or ProfileKwargs()
         with handler.build() as profiler:
             yield profiler

@@ -37,11 +37,7 @@ class TrainingMethods(PrepareMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches in one optimizer step; it applies from the next window on.
-
-        Raises:
-            ValueError: It is set to no integer of at least 1.
-        """
+        """The number of micro-batches in one optimizer step; it applies from the next window on."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -52,9 +48,7 @@ class TrainingMethods(PrepareMethods):
     def accumulate(self, *models: nn.Module) -> Generator[None]:
         """Run a micro-batch: gradients are reduced and optimizers step when its window closes.
 
-        Args:
-            *models: The models trained in it. An exception that leaves the block drops the gradients of its window
-                so far, and the loop may go on with the next micro-batch.
+        An exception that leaves the block drops the gradients of the window so far; the loop may go on.
         """
         closes_at_end = self.gradient_state.sync_with_dataloader
         at_end = closes_at_end and self.gradient_state.end_of_dataloader
@@ -92,14 +86,7 @@ class TrainingMethods(PrepareMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None]:
-        """Run a loop in which ranks may have different numbers of batches.
-
-        A loop that is running when the block begins goes on as it was.
-
-        Args:
-            joinables: The models trained in it.
-            even_batches: Whether the prepared loaders fill their tails in the block; None, as when prepared.
-        """
+        """Run a loop in which ranks may have different numbers of batches; a running loop goes on as it was."""
         del joinables  # drivetrain's loaders give all ranks equally many steps
         with ExitStack() as stack:
             for loader in self._dataloaders if self.state.num_processes > 1 else ():
@@ -111,16 +98,14 @@ class TrainingMethods(PrepareMethods):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of a loss. Called on all ranks.
 
+        The loss is the mean over this rank's micro-batch, of shape (). A window of several micro-batches takes the
+        mean over them, unless the program itself says which closes the window (see `GradientState`): then it adds
+        its losses as they are. Outside `accumulate` the loss is divided by the number of micro-batches in a step.
+
         Args:
-            loss: The mean over this rank's micro-batch, of shape (). In a window of several micro-batches the mean
-                over them is taken, unless the program itself says which of them closes the window (see
-                `GradientState`): then its losses are added as they are. Outside `accumulate` it is divided by the
-                number of micro-batches in a step, and the program steps when it has added them up.
-            **kwargs: `retain_graph`, whether the graph is kept for another backward, and `inputs`, the leaves that
-                get gradients, on one device and under DDP; `create_graph`, whether gradients have a graph,
-                on one device; `model`, whose loss it is: said where DeepSpeed trains several. `scale_wrt_gas`
-                concerns DeepSpeed's own division and changes nothing here. Others, such as the `learning_rate` of
-                LOMO's optimizers, are refused.
+            loss: The loss to accumulate.
+            **kwargs: `retain_graph` and `inputs` on one device and under DDP; `create_graph` on one device; `model`
+                where DeepSpeed trains several. `scale_wrt_gas` changes nothing. Others are refused.
 
         Raises:
             ValueError: An argument is not supported.
@@ -189,14 +174,9 @@ class TrainingMethods(PrepareMethods):
     ) -> Tensor:
         """Clip the gradients' global norm once the window is closed. Called on all ranks.
 
-        Args:
-            parameters: Parameters of one prepared model.
-            max_norm: The largest norm.
-            norm_type: The order of the norm.
-
         Returns:
-            The norm before clipping, of shape (). In an open window, in which nothing is clipped, that of the
-            gradients which this rank has accumulated so far.
+            The norm before clipping, of shape (). An open window clips nothing, and returns the norm of this rank's
+            gradients so far.
 
         Raises:
             ValueError: No prepared model trains the parameters.

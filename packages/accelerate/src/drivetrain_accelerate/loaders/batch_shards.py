@@ -15,10 +15,6 @@ Value = TypeVar("Value")
 class SeedableRandomSampler(RandomSampler):
     """A random order that follows from a seed and the epoch, the same on all processes.
 
-    Args:
-        *args: The arguments of `RandomSampler`.
-        **kwargs: The same by name, and `data_seed`, the seed; torch's initial seed by default.
-
     Attributes:
         initial_seed: The seed of epoch 0; that of epoch n is larger by n.
         epoch: The number of the next loop, which each loop raises by one.
@@ -44,19 +40,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process out of those of a batch sampler.
-
-    Args:
-        batch_sampler: The batches of all processes. Where only the last is smaller than its `batch_size`, an end that
-            not all processes have is filled by samples; batches of other sizes stay whole.
-        num_processes: The number of processes.
-        process_index: The number of the process.
-        split_batches: Whether each batch is cut into parts, one for each process; else each process gets whole ones.
-        even_batches: Whether the end is filled with what came at the beginning, so that all get as many batches.
-
-    Raises:
-        ValueError: Batches cannot be cut into equal parts.
-    """
+    """The batches of one process out of those of a batch sampler."""
 
     def __init__(
         self,
@@ -130,12 +114,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
-
-    Args:
-        batch_sampler: The batches to read.
-        skip_batches: The number of batches to leave out.
-    """
+    """A batch sampler without its first batches."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -156,19 +135,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process: every process reads all of the dataset, and keeps its part of each batch.
-
-    Args:
-        dataset: The dataset, which yields the same samples on all processes.
-        batch_size: The number of samples in a batch of a process; with `split_batches`, of all processes.
-        drop_last: Whether an incomplete last batch is dropped; else it is filled with samples of the beginning.
-        num_processes: The number of processes.
-        process_index: The number of the process.
-        split_batches: Whether `batch_size` is the sum over processes.
-
-    Raises:
-        ValueError: Batches cannot be cut into equal parts.
-    """
+    """The samples of one process: every process reads all of the dataset, and keeps its part of each batch."""
 
     def __init__(
         self,

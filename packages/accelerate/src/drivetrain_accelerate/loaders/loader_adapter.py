@@ -54,12 +54,6 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter(DataLoader[Any]):
     """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's.
 
-    Args:
-        dataset: The dataset to read.
-        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
-        batch_sampler: The batches of this process.
-        **kwargs: Further arguments of DataLoader.
-
     Attributes:
         users_loader: The user's DataLoader.
         base_dataloader: The loader whose attributes this one shows.
@@ -96,13 +90,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         sharded: ShardedLoader[Any] | SkippedBatches[Any],
         device: torch.device | None = None,
     ) -> Self:
-        """Return the prepared form of a user's loader.
-
-        Args:
-            base: The loader as the user built it.
-            sharded: The loader of this process's batches.
-            device: The device that `sharded` copies batches to.
-        """
+        """Return the prepared form of a user's loader."""
         loader = cls.__new__(cls)
         loader._set(base, sharded, device)
         return loader
@@ -241,12 +229,7 @@ def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoade
 
 
 def _shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
-    """Return the loader whose attributes a prepared loader has; nothing is read by it.
-
-    Args:
-        loader: The loader as the program built it; it is shown itself where it has no batches of indices.
-        sharded: The loader of this process's batches.
-    """
+    """Return the loader whose attributes a prepared loader has; nothing is read by it."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if not is_stock(loader) or isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader

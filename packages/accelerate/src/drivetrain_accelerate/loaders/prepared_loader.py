@@ -19,19 +19,6 @@ from drivetrain_state import broadcast_object
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """The loader of this process's part of the data.
 
-    Args:
-        dataset: The dataset to read.
-        device: The device to copy batches to.
-        rng_types: Kept for programs that read it: the order needs no generator to be synchronised.
-        synchronized_generator: Kept, for the same reason.
-        skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
-        _drop_last: Not used: the arguments of DataLoader say whether the incomplete last batch is dropped.
-        _non_blocking: Whether to copy pinned batches without waiting.
-        torch_device_mesh: The mesh of the parallel dimensions.
-        iteration: The number of loops that have read their epoch to its end.
-        **kwargs: Further arguments of DataLoader.
-
     Attributes:
         passed_batches: The batches that a loop which goes on in an epoch has received; None without one.
     """
@@ -113,11 +100,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return getattr(self.users_loader, "sampler", None)
 
     def set_sampler(self, sampler: Sampler[Any]) -> None:
-        """Refuse: the order was divided among the ranks when the loader was prepared.
-
-        Raises:
-            RuntimeError: Raised by every call.
-        """
+        """Refuse: the order was divided among the ranks when the loader was prepared."""
         raise RuntimeError(
             f"set_sampler({type(sampler).__name__}): the order of a prepared loader is divided among processes; "
             "build a DataLoader with the sampler and prepare() it"
@@ -134,23 +117,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """The loader of this process's part of data that the main process reads for all. Constructed on all ranks.
-
-    Args:
-        dataset: The dataset to read; only the main process does.
-        split_batches: Whether the batch size is the sum over processes.
-        skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
-        _drop_last: Whether the incomplete last batch is dropped; else it is filled with repeats.
-        _non_blocking: Whether to copy pinned batches without waiting.
-        slice_fn: Not supported: drivetrain slices batches of any nesting.
-        torch_device_mesh: The mesh of the parallel dimensions, of which only data parallel ones are supported.
-        iteration: The number of loops that have read their epoch to its end.
-        **kwargs: Further arguments of DataLoader.
-
-    Raises:
-        ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
-    """
+    """The loader of this process's part of data that the main process reads for all. Constructed on all ranks."""
 
     def __init__(
         self,
@@ -188,14 +155,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader whose epochs leave out their first batches.
-
-    Args:
-        dataset: The dataset to read.
-        skip_batches: The number of batches to leave out of each epoch.
-        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
-        **kwargs: Further arguments of DataLoader.
-    """
+    """A loader whose epochs leave out their first batches."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -208,15 +168,7 @@ class SkipDataLoader(DataLoaderShard):
 def choose_kind(
     base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None, is_placed: bool = True
 ) -> type[DataLoaderShard]:
-    """Return the class of a prepared loader: a dispatcher where one process reads for all.
-
-    Args:
-        base: The loader as the user built it.
-        sharded: The loader of this process's batches.
-        is_dispatched: Whether the program wants one process to read for all; None if it does not say: streams are
-            dispatchers even on one process, as with Accelerate, unless their batches stay on the CPU.
-        is_placed: Whether batches are put on the process's device, which may be the CPU.
-    """
+    """Return the class of a prepared loader: a dispatcher where one process reads for all."""
     if is_dispatched is None:
         is_dispatched = is_placed and isinstance(getattr(base, "dataset", None), IterableDataset)
     return DataLoaderDispatcher if is_dispatched or sharded.is_dispatched else DataLoaderShard
@@ -267,15 +219,7 @@ def _seed_of(loader: Any, data_seed: int | None) -> int:
 
 
 def refuse_slicing(slice_fn: Callable[..., Any] | None, argument: str) -> None:
-    """Refuse a program's own slicing of batches.
-
-    Args:
-        slice_fn: The function; None for drivetrain's slicing.
-        argument: The argument that it was given as, for the message.
-
-    Raises:
-        ValueError: A function is given.
-    """
+    """Refuse a program's own slicing of batches."""
     if slice_fn is not None:
         raise ValueError(
             f"{argument}=: batches are sliced along dimension 0 of their tensors; "

@@ -25,11 +25,7 @@ _INSTEAD = (
 
 
 def check_skipped(sharded: ShardedLoader[Any], num_batches: int) -> None:
-    """Check the number of batches that a program skips in the epoch it goes on in.
-
-    Raises:
-        DataStateError: They have become larger or smaller, and are not the samples that were read.
-    """
+    """Check the number of batches that a program skips in the epoch it goes on in."""
     state = GradientState()
     saved, stride = state.resumed_from, sharded.position_after(1)
     if not num_batches or saved is None:
@@ -63,9 +59,6 @@ def check_epoch(sharded: ShardedLoader[Any], epoch: int) -> None:
 class PassedBatches:
     """The batches that a loop over a resumed loader has received before the first backward.
 
-    Args:
-        num_read: The number of batches of the epoch that were read before the checkpoint was saved.
-
     Attributes:
         has_ended: Whether the loop has come to the end of its epoch.
     """
@@ -82,14 +75,7 @@ class PassedBatches:
             self._num_received += 1
 
     def check(self, num_steps: int) -> None:
-        """Check them at the first backward, and no more at later ones.
-
-        Args:
-            num_steps: The number of micro-batches in an optimizer step, which a program may take at once.
-
-        Raises:
-            DataStateError: The program has passed over as many as were read before, or over all that were left.
-        """
+        """Check them at the first backward, and no more at later ones."""
         if self._is_checked:
             return
         self._is_checked = True

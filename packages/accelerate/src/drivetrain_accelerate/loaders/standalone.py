@@ -41,27 +41,9 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
-    """Return the loader of one process's part of a loader's data. Called on all ranks.
+    """Return the loader of one process's part of a loader's data; refuse a slicing function. Called on all ranks.
 
-    Args:
-        dataloader: The loader as the program built it.
-        device: The device to copy batches to, with `put_on_device`; None for that of this process.
-        num_processes: The number of processes; None for the ranks of the run.
-        process_index: The number of the process; None for this rank.
-        split_batches: Whether the loader's batch size is the sum over processes.
-        put_on_device: Whether to copy batches to the device.
-        rng_types: Not used: the order needs no generator to be synchronised.
-        dispatch_batches: Whether the main process reads for all; None: for data without indices.
-        even_batches: Whether the tail is filled with repeats.
-        slice_fn_for_dispatch: Not supported: batches of any nesting are sliced.
-        use_seedable_sampler: Not used: the order always follows from a seed and the epoch.
-        data_seed: The seed of that order; None for that of the loader's generator, or torch's.
-        non_blocking: Whether to copy pinned batches without waiting.
-        use_stateful_dataloader: Whether the loader is torchdata's StatefulDataLoader, and has its state.
-        torch_device_mesh: The mesh of the parallel dimensions, of which only data parallel ones are supported.
-
-    Raises:
-        ValueError: A slicing function is given, or the batch size is no multiple of the processes that split it.
+    `rng_types` and `use_seedable_sampler` change nothing: the order always follows from a seed and the epoch.
     """
     del rng_types, use_seedable_sampler, torch_device_mesh
     refuse_slicing(slice_fn_for_dispatch, "prepare_data_loader(slice_fn_for_dispatch")
@@ -87,17 +69,13 @@ def prepare_data_loader(
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
 
-    After `load_state` a loader goes on where the checkpoint left it, at any number of processes. Programs skip the
-    batches that they have counted themselves: that loader comes back as it is. Where a program loads an optimizer's
-    state alone, as transformers' Trainer does, what it counts has to fit what was read.
-
-    Args:
-        dataloader: A prepared loader, or a DataLoader, which is then read by this process alone.
-        num_batches: The number of batches to leave out on this process.
+    After `load_state` a loader goes on where the checkpoint left it, at any number of processes, and comes back as it
+    is: programs skip the batches that they have counted themselves. Where a program loads an optimizer's state alone,
+    as transformers' Trainer does, its count has to fit what was read.
 
     Raises:
-        DataStateError: The batches have become larger or smaller since the optimizer's state was saved, and are
-            not those that were read.
+        DataStateError: The batches have another size than when the optimizer's state was saved, and are not those
+            that were read.
     """
     if not isinstance(dataloader, DataLoaderAdapter):
         dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))

@@ -23,18 +23,7 @@ _META = torch.device("meta")
 
 
 class AlignDevicesHook(ModelHook):
-    """A hook by which a module computes on a device, whatever the device of its inputs and weights.
-
-    Args:
-        execution_device: The device that computes; None to leave weights and inputs where they are.
-        offload: Whether the weights leave the device after each forward.
-        io_same_device: Whether outputs go back to the device of the inputs.
-        weights_map: The values of offloaded weights by name; None to keep them in host memory.
-        offload_buffers: Whether buffers are offloaded too.
-        place_submodules: Whether the weights of the modules inside are placed too, at once.
-        skip_keys: Names of inputs, or of items of outputs, that stay on their device.
-        tied_params_map: The copies of tied weights by their address, each device's once.
-    """
+    """A hook by which a module computes on a device, whatever the device of its inputs and weights."""
 
     def __init__(
         self,
@@ -172,12 +161,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Generator[None]:
-    """Have the weights of a module on a device inside of the block, and where they were afterwards.
-
-    Args:
-        module: The module that holds the weights.
-        execution_device: The device; None for that of the module's hook.
-    """
+    """Have the weights of a module on a device inside of the block, and where they were afterwards."""
     hook = hook_of(module)
     if isinstance(hook, AlignDevicesHook) and hook.offload:
         before = hook.execution_device
@@ -220,17 +204,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, str | Tensor],
     device_to_put_offload: Where = "cpu",
 ) -> dict[str, str | Tensor]:
-    """Fill the values of the weights of an offloaded module into a state dict.
-
-    Args:
-        module: The module whose weights are offloaded.
-        module_name: The name of one of its weights.
-        state_dict: The state dict; changed in place.
-        device_to_put_offload: The device of the values.
-
-    Returns:
-        The same state dict.
-    """
+    """Fill the values of the weights of an offloaded module into a state dict."""
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
     with align_module_device(module, _device(device_to_put_offload)):

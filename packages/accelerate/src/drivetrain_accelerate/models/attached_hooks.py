@@ -83,15 +83,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Have a module and those inside that hold weights compute on a device, unless they have hooks.
-
-    Args:
-        module: The module; changed in place.
-        execution_device: The device to compute on.
-        skip_keys: Names of inputs that stay on their device.
-        preload_module_classes: Names of classes whose modules are seen as one.
-        tied_params_map: The copies of tied weights.
-    """
+    """Have a module and those inside that hold weights compute on a device, unless they have hooks."""
     if hook_of(module) is None and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
@@ -114,19 +106,7 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Offload each module inside of one that holds weights itself, and bring it to a device at its forward.
-
-    Args:
-        module: The module; changed in place.
-        execution_device: The device that computes.
-        offload: Whether weights are offloaded.
-        weights_map: The values of the weights by name; None to keep them in host memory.
-        offload_buffers: Whether buffers are offloaded too.
-        module_name: The name of the module in `weights_map`.
-        skip_keys: Names of inputs that stay on their device.
-        preload_module_classes: Names of classes whose modules are brought as a whole.
-        tied_params_map: The copies of tied weights.
-    """
+    """Offload each module inside of one that holds weights itself, and bring it to a device at its forward."""
     hooks = _Hooks(
         weights_map=weights_map,
         offload_buffers=offload_buffers,
@@ -148,19 +128,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Have each named module inside of one compute on its device, offloaded or not.
-
-    Args:
-        module: The module; changed in place.
-        execution_device: The device of each named module, or of all.
-        offload: Whether each named module is offloaded, or all are.
-        weights_map: The values of offloaded weights by name; None to keep them in host memory.
-        offload_buffers: Whether buffers are offloaded too.
-        module_name: The name of the module in the other arguments.
-        skip_keys: Names of inputs that stay on their device.
-        preload_module_classes: Names of classes whose modules are brought as a whole.
-        tied_params_map: The copies of tied weights.
-    """
+    """Have each named module inside of one compute on its device, offloaded or not."""
     hooks = _Hooks(
         weights_map=weights_map,
         offload_buffers=offload_buffers,

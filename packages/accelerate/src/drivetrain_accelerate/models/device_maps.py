@@ -23,11 +23,9 @@ _LAST = ("mps", "cpu", "disk")  # behind the accelerators, in this order
 
 
 def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict[int | str, int]:
-    """Return the memory budget of each device in bytes, accelerators first.
+    """Return the memory budget of each device in bytes, accelerators first; by default 95 % of what is free.
 
-    Args:
-        max_memory: Sizes such as "5GB" by device, which become bytes in place, as transformers relies on; None for
-            95 % of what is free now on the accelerators and the host.
+    Sizes such as "5GB" become bytes in place, as transformers relies on.
     """
     if max_memory is None:
         free = memory_budgets()
@@ -49,16 +47,7 @@ def get_balanced_memory(
     special_dtypes: dict[str, str | torch.device] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, int]:
-    """Return budgets by which a model is spread evenly over the accelerators.
-
-    Args:
-        model: The model, ideally on the meta device.
-        max_memory: Sizes by device; None for what is free now.
-        no_split_module_classes: Names of classes of modules that stay whole.
-        dtype: The dtype that floating-point tensors will have.
-        special_dtypes: The dtypes of single tensors by name.
-        low_zero: Whether the first accelerator gets only what the others cannot hold.
-    """
+    """Return budgets by which a model is spread evenly over the accelerators."""
     budgets = get_max_memory(max_memory)
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
     layout = ModelLayout.of(model, dtype=plain, special_sizes=sizes)
@@ -68,10 +57,7 @@ def get_balanced_memory(
 
 
 def present_classes(model: nn.Module, classes: str | Collection[str] | None) -> list[str]:
-    """Return the classes among those named of which the model has modules.
-
-    Libraries name the classes of every model of a family.
-    """
+    """Return the named classes of which the model has modules: libraries name those of every model of a family."""
     return sorted({*listed(classes or ())} & {type(module).__name__ for module in model.modules()})
 
 
@@ -89,17 +75,6 @@ def infer_auto_device_map(
     """Plan where each part of a model goes. Nothing is moved or loaded.
 
     Where no plan keeps the budgets in a forward, a warning says so, and the budgets hold what is stored alone.
-
-    Args:
-        model: The model, ideally on the meta device.
-        max_memory: Sizes by device; None for what is free now. The disk takes what is left.
-        no_split_module_classes: Names of classes of modules that stay whole.
-        dtype: The dtype that floating-point tensors will have.
-        special_dtypes: The dtypes of single tensors by name.
-        verbose: Whether the plan is logged.
-        clean_result: Whether modules whose parts are all on one device are one entry.
-        offload_buffers: Whether buffers will be offloaded too.
-        fallback_allocation: Without effect: the plan finds whatever fits by itself.
 
     Raises:
         DeviceMapError: The disk has a budget that does not hold what is left.
@@ -133,11 +108,7 @@ def plan_budgets(
     no_split_module_classes: list[str] | None,
     dtype: str | torch.dtype | None = None,
 ) -> dict[int | str, int | str]:
-    """Return the budgets of a planned map that is named by the way in which it fills devices.
-
-    Raises:
-        ValueError: There is no such way.
-    """
+    """Return the budgets of a planned map that is named by the way in which it fills devices."""
     if way not in _WAYS:
         raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
     if way == "sequential":
@@ -160,11 +131,7 @@ def _list_parts(module: nn.Module, name: str, whole: Collection[str]) -> Iterato
 
 
 def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.device]) -> None:
-    """Check that a device map gives each parameter and buffer a device; warn of names that the model lacks.
-
-    Raises:
-        ValueError: A parameter or buffer has no device.
-    """
+    """Refuse a map in which a parameter or buffer has no device; warn of names that the model lacks."""
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     known = {*tensors, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     if unknown := [name for name in device_map if name not in known]:
@@ -178,15 +145,7 @@ def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.d
 def clean_device_map(
     device_map: dict[str, int | str | torch.device], module_name: str = ""
 ) -> dict[str, int | str | torch.device]:
-    """Make modules whose parts are all on one device one entry of a map.
-
-    Args:
-        device_map: The map; changed in place.
-        module_name: The module to begin with; the whole model by default.
-
-    Returns:
-        The same map.
-    """
+    """Make modules whose parts are all on one device one entry of a map."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     devices = {device_map[name] for name in inside}

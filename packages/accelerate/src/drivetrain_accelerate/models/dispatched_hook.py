@@ -18,14 +18,7 @@ from drivetrain_dispatch.planning.device_map import place_of
 
 
 class DispatchedHook(AlignDevicesHook):
-    """A hook that does not run in forwards: the dispatch sees to those. Made anew for another module, it does.
-
-    Args:
-        execution_device: The device that computes the module.
-        io_same_device: Whether outputs go back to the device of the inputs.
-        skip_keys: Names of inputs that stay on their device.
-        module: The module of the dispatched model; None for an `AlignDevicesHook` like any other.
-    """
+    """A hook that does not run in forwards: the dispatch sees to those. Made anew for another module, it does."""
 
     def __init__(
         self,

@@ -11,13 +11,7 @@ from drivetrain_dispatch.model.sizes import listed
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A hook by which a layer computes in another dtype than the one its weights are stored in.
-
-    Args:
-        storage_dtype: The dtype of its weights between the forwards.
-        compute_dtype: The dtype in a forward.
-        non_blocking: Whether copies may go on after the call.
-    """
+    """A hook by which a layer computes in another dtype than the one its weights are stored in."""
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype
@@ -49,16 +43,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Add a `LayerwiseCastingHook` to each linear layer, convolution and embedding in a module.
-
-    Args:
-        module: The module; changed in place.
-        storage_dtype: The dtype of weights between the forwards.
-        compute_dtype: The dtype in a forward.
-        skip_modules_pattern: Regular expressions; modules whose name one is found in are left as they are.
-        skip_modules_classes: Classes of modules that are left as they are, with all inside.
-        non_blocking: Whether copies may go on after the call.
-    """
+    """Add a `LayerwiseCastingHook` to each linear layer, convolution and embedding in a module."""
     patterns = listed(skip_modules_pattern or ())
 
     def attach(each: nn.Module, name: str) -> None:

@@ -28,23 +28,14 @@ _LOGGER = logging.getLogger(__name__)
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
-    """Build models in the block with parameters on the meta device.
-
-    Args:
-        include_buffers: Whether buffers go there too; None for no.
-    """
+    """Build models in the block with parameters on the meta device."""
     with build_empty(include_buffers=bool(include_buffers)):
         yield
 
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Generator[None]:
-    """Build models in the block with parameters on a device from the moment they are registered.
-
-    Args:
-        device: The device of the parameters.
-        include_buffers: Whether buffers go there too; None for no.
-    """
+    """Build models in the block with parameters on a device from the moment they are registered."""
     with build_on_device(device, include_buffers=bool(include_buffers)):
         yield
 
@@ -52,12 +43,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 def load_state_dict(
     checkpoint_file: Folder, device_map: Mapping[str, Where] | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a weight file, each on its device.
-
-    Args:
-        checkpoint_file: A safetensors file, or one that `torch.save` wrote.
-        device_map: Devices by name; what is for the disk is in host memory, as pages of the file.
-    """
+    """Return the tensors of a weight file, each on its device."""
     path = Path(checkpoint_file)
     if path.suffix != ".safetensors":
         return dict(read_torch_file(path))
@@ -86,19 +72,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load weights into a model, each straight to its device; those for the disk stay in the checkpoint's files.
 
-    Args:
-        model: The model; changed in place.
-        checkpoint: A weight file, the index of several, or a folder that holds one of them.
-        device_map: Devices by name; None keeps each tensor on its device.
-        offload_folder: The folder for weights on the disk that no file holds in their final form.
-        dtype: The dtype of floating-point tensors; None keeps the model's.
-        offload_state_dict: Without effect: no weight takes host memory twice.
-        offload_buffers: Without effect: buffers are loaded by the map like parameters.
-        keep_in_fp32_modules: Names of modules at any depth whose tensors stay in fp32.
-        offload_8bit_bnb: Without effect: packed weights are offloaded as they are.
-        strict: Whether the checkpoint must have exactly the model's names; otherwise what differs is logged.
-        full_state_dict: Must be true.
-        broadcast_from_rank0: Whether rank 0 reads for all ranks, all of which call this.
+    The offload options change nothing: no weight takes host memory twice, and the map places buffers like
+    parameters. With `broadcast_from_rank0`, all ranks call it and rank 0 reads.
 
     Raises:
         ValueError: `full_state_dict` is false, or another argument is wrong.
@@ -147,32 +122,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> AnyModule:
-    """Load and dispatch a model that may be larger than the accelerator or the machine.
-
-    Args:
-        model: The model, usually from `init_empty_weights`; changed in place.
-        checkpoint: A weight file, the index of several, or a folder that holds one of them.
-        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential"; None only loads.
-        max_memory: The memory budget of each device for a planned map; None for what is free now.
-        no_split_module_classes: Names of classes of modules that a planned map keeps whole.
-        offload_folder: The folder for weights on the disk that no file holds in their final form.
-        offload_buffers: Whether buffers are offloaded too.
-        dtype: The dtype of floating-point tensors; None keeps the model's.
-        offload_state_dict: Without effect: no weight takes host memory twice.
-        skip_keys: Keyword arguments that stay on their device.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
-        force_hooks: Whether a model on one device gets hooks too.
-        strict: Whether the checkpoint must have exactly the model's names.
-        full_state_dict: Must be true.
-        broadcast_from_rank0: Whether rank 0 reads for all ranks, all of which call this.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: `device_map` is a string that is none of those, or another argument is wrong.
-        WeightsMismatchError: Names or shapes do not fit.
-    """
+    """Load and dispatch a model that may be larger than the accelerator or the machine."""
     if isinstance(device_map, str):
         budgets = plan_budgets(device_map, model, max_memory, no_split_module_classes, dtype)
         chosen: Any = infer_auto_device_map(

@@ -70,21 +70,6 @@ def dispatch_model(
 ) -> AnyModule:
     """Place each part of a model by a device map, and prefetch offloaded weights while earlier modules compute.
 
-    Args:
-        model: The model; changed in place.
-        device_map: Devices by the names of modules, parameters or buffers; "disk" for files.
-        main_device: The accelerator for modules that the map names before any; by default the first in the map.
-        state_dict: The values of weights that the model has on the meta device.
-        offload_dir: The folder for weights on the disk that are in no file yet, or the one that holds them.
-        offload_index: The index of files that hold the values of weights that the model has on the meta device.
-        offload_buffers: Whether buffers are offloaded too.
-        skip_keys: Keyword arguments that stay on their device.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
-        force_hooks: Whether a model on one device gets hooks too.
-
-    Returns:
-        The same model. Its attribute `hf_device_map` is the map.
-
     Raises:
         ValueError: The map does not cover the model, or weights are for the disk and nothing says where.
     """
@@ -116,18 +101,7 @@ def cpu_offload(
     state_dict: dict[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Keep all weights of a model in host memory, and prefetch each while earlier modules compute.
-
-    Args:
-        model: The model; changed in place.
-        execution_device: The device that computes; None for that of the first parameter.
-        offload_buffers: Whether buffers are offloaded too.
-        state_dict: The values of weights that the model has on the meta device.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
-
-    Returns:
-        The same model.
-    """
+    """Keep all weights of a model in host memory, and prefetch each while earlier modules compute."""
     device = _device_of(model) if execution_device is None else execution_device
     _forget(model)
     sources = _fill_from_sources(model, state_dict, None, None)
@@ -144,18 +118,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Write the weights of a model to a file, and use them from there.
-
-    Args:
-        model: The model; changed in place. What is on the meta device is in the folder already.
-        offload_dir: The folder for the file.
-        execution_device: The device that computes; None for that of the first parameter.
-        offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: Names of module classes whose weights are fetched all at once.
-
-    Returns:
-        The same model.
-    """
+    """Write the weights of a model to a file, and use them from there."""
     device = _device_of(model) if execution_device is None else execution_device
     _forget(model)
     sources = _fill_from_sources(model, None, offload_dir, None)
@@ -217,11 +180,7 @@ def _show_hooks(model: nn.Module, placements: Mapping[str, Placement], main_devi
 def _cover(
     layout: ModelLayout, device_map: Mapping[str, Where], sources: WeightSources, *, has_folder: bool
 ) -> dict[str, Where]:
-    """Return a map without names that the model lacks, in which tensors without a device stay where they are.
-
-    Raises:
-        ValueError: A weight for the disk is in no file, and there is no folder for one.
-    """
+    """Return a map without names that the model lacks, in which tensors without a device stay where they are."""
     known = {
         name: device
         for name, device in device_map.items()
@@ -254,17 +213,7 @@ def _fill_from_sources(
     offload_dir: str | PathLike[str] | None,
     offload_index: Mapping[str, Entry] | None,
 ) -> WeightSources:
-    """Give the tensors of a model that have no memory their values.
-
-    Args:
-        model: The model; changed in place.
-        state_dict: Weights in memory.
-        offload_dir: The folder of offloaded weights.
-        offload_index: The index of offloaded weights; None for that of the folder.
-
-    Returns:
-        Where the weights on the disk are.
-    """
+    """Give the tensors of a model that have no memory their values; return where the weights on the disk are."""
     layout = ModelLayout.of(model)
     remembered = vars(model).pop(_LOADED, None)
     sources = remembered if isinstance(remembered, WeightSources) else WeightSources()

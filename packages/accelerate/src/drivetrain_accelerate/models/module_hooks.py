@@ -49,11 +49,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """A hook that runs others, each method in their order.
-
-    Args:
-        hooks: The hooks to run.
-    """
+    """A hook that runs others, each method in their order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -91,16 +87,7 @@ def hook_of(module: nn.Module) -> Any:
 
 
 def add_hook_to_module(module: AnyModule, hook: ModelHook, append: bool = False) -> AnyModule:
-    """Add a hook to a module, whose forward is kept as `_old_forward`.
-
-    Args:
-        module: The module; changed in place.
-        hook: The hook to add.
-        append: Whether a hook that the module has is kept and runs first; otherwise it is removed.
-
-    Returns:
-        The same module.
-    """
+    """Add a hook to a module, whose forward is kept as `_old_forward`."""
     if (present := hook_of(module)) is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(present, hook) if append else hook
@@ -114,15 +101,7 @@ def add_hook_to_module(module: AnyModule, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: AnyModule, recurse: bool = False) -> AnyModule:
-    """Remove the hook of a module, if it has one.
-
-    Args:
-        module: The module; changed in place.
-        recurse: Whether the hooks of all modules inside are removed too. A dispatched model is then ordinary again.
-
-    Returns:
-        The same module.
-    """
+    """Remove the hook of a module, if it has one."""
     for each in list(module.modules()) if recurse else [module]:
         _remove(each)
     if recurse:

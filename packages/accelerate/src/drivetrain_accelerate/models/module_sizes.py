@@ -22,11 +22,7 @@ NamedPart = tuple[str, nn.Module]
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Return a size in bytes, given with a unit such as "5GB" or "5GiB"; "Gb" means bits.
-
-    Raises:
-        ValueError: The size has no unit that is known.
-    """
+    """Return a size in bytes, given with a unit such as "5GB" or "5GiB"; "Gb" means bits."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]i?B)\s*", size, re.IGNORECASE)
@@ -51,14 +47,7 @@ def compute_module_sizes(
     special_dtypes: dict[str, str | torch.device] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes of a model, as `""`, and of each module and tensor in it.
-
-    Args:
-        model: The model to measure.
-        dtype: The dtype that floating-point tensors will have; None for that they have.
-        special_dtypes: The dtypes of single tensors by name.
-        buffers_only: Whether only buffers count.
-    """
+    """Return the bytes of a model, as `""`, and of each module and tensor in it."""
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
     each = sizes_of_modules(model, dtype=plain, special_sizes=sizes)
     if not buffers_only:
@@ -106,13 +95,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: list[tuple[str, nn.Module]], module_sizes: dict[str, int], no_split_module_classes: list[str]
 ) -> tuple[int, list[str]]:
-    """Return the bytes of the largest layer among some parts of a model, and the names of those of that size.
-
-    Args:
-        modules: The parts and their names.
-        module_sizes: The bytes of each name.
-        no_split_module_classes: Names of classes that count as one layer.
-    """
+    """Return the bytes of the largest layer among some parts of a model, and the names of those of that size."""
     names = list(_layers(modules, listed(no_split_module_classes or ())))
     largest = max((module_sizes.get(name, 0) for name in names), default=0)
     return largest, [name for name in names if module_sizes.get(name, 0) == largest]
@@ -137,14 +120,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: list[NamedPart],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Return the bytes of a module together with those that share weights with it, and these modules.
-
-    Args:
-        tied_params: The names of the shared weights in the others.
-        module_size: The bytes of the module.
-        module_sizes: The bytes of each name.
-        modules_to_treat: The modules among which the others are.
-    """
+    """Return the bytes of a module together with those that share weights with it, and these modules."""
     names, modules, size = list[str](), list[nn.Module](), module_size
     for tied in tied_params:
         found = next(
@@ -165,18 +141,7 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """Return the first module that fits into a size, and the parts that are left without it.
-
-    Args:
-        modules: The parts of a model.
-        module_sizes: The bytes of each name.
-        size_limit: The size that the module must fit into.
-        no_split_module_classes: Names of classes that are not divided.
-        tied_parameters: The names of weights with several; modules that share one are not looked at.
-
-    Returns:
-        The name of the module, the module, and the parts left; both None if nothing fits.
-    """
+    """Return the first module that fits into a size, with its name, and the parts that are left without it."""
     limit = convert_file_size_to_int(size_limit)
     whole = listed(no_split_module_classes or ())
     shared = [name for group in tied_parameters or () for name in group]

@@ -18,11 +18,7 @@ _NON_PERSISTENT = "_non_persistent_buffers_set"  # torch has no public name for 
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a dtype that is given by its name, such as "float16".
-
-    Raises:
-        ValueError: torch has no dtype of that name.
-    """
+    """Return a dtype that is given by its name, such as "float16"."""
     if not isinstance(dtype, str):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
@@ -37,14 +33,7 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module, then its buffers, with their names.
-
-    Args:
-        module: The module that holds the tensors.
-        include_buffers: Whether buffers are among them.
-        recurse: Whether those of the modules inside are too.
-        remove_non_persistent: Whether buffers that a state dict does not hold are left out.
-    """
+    """Yield the parameters of a module, then its buffers, with their names."""
     yield from module.named_parameters(recurse=recurse)
     left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
     for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
@@ -53,13 +42,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers of a module that a state dict does not hold.
-
-    Args:
-        module: The module that holds the buffers.
-        recurse: Whether those of the modules inside are among them.
-        fqns: Whether these have their names as the module sees them; otherwise as their own modules do.
-    """
+    """Return the names of the buffers of a module that a state dict does not hold."""
     found: set[str] = set()
     for prefix, each in module.named_modules() if recurse else [("", module)]:
         own: set[str] = getattr(each, _NON_PERSISTENT)
@@ -80,16 +63,7 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put a parameter or buffer on a device, with its present values or new ones.
 
-    Args:
-        module: The module, or one around it.
-        tensor_name: The name of the tensor in it; dots lead into modules inside.
-        device: The device to put it on.
-        value: The new values; None for the present ones.
-        dtype: The dtype of the new values; None for that of the tensor. Integer and boolean values keep theirs.
-        fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
-        tied_params_map: The copies of tied tensors that are made already, and where a new one is noted.
-        non_blocking: Whether the copy may go on after the call.
-        clear_cache: Without effect: torch's cache is left as it is.
+    Integer and boolean values keep their dtype. `clear_cache` changes nothing: what is freed is used again.
 
     Raises:
         ValueError: The module has no such tensor, the shape differs, or the tensor has no values and none are given.

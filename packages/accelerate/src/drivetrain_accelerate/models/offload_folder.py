@@ -21,16 +21,7 @@ Entry = dict[str, Any]
 
 
 class ValuesFile(MappedFile):
-    """A file of the values of one tensor and nothing else, memory-mapped.
-
-    Args:
-        path: The path of the file.
-        name: The name of the tensor.
-        entry: The entry of the tensor in the index.
-
-    Raises:
-        WeightFilesError: The file is missing, or does not have the size that the entry says.
-    """
+    """A file of the values of one tensor and nothing else, memory-mapped."""
 
     def __init__(self, path: Path, name: str, entry: Entry) -> None:
         self._name, self._entry = name, entry
@@ -51,11 +42,7 @@ class ValuesFile(MappedFile):
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return the dtype that an index names, such as "bfloat16".
-
-    Raises:
-        WeightFilesError: torch has no such dtype.
-    """
+    """Return the dtype that an index names, such as "bfloat16"."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise WeightFilesError(f"{INDEX} says dtype {name!r}, which this torch does not have")
@@ -68,17 +55,7 @@ def offload_weight(
     offload_folder: str | PathLike[str],
     index: dict[str, Entry] | None = None,
 ) -> dict[str, Entry] | None:
-    """Write a weight to a file of its values.
-
-    Args:
-        weight: The weight to write.
-        weight_name: The name of the weight; the file is called so, with ".dat".
-        offload_folder: The folder; it exists.
-        index: The index, to which the weight is added; None for none.
-
-    Returns:
-        The same index.
-    """
+    """Write a weight to a file of its values."""
     values = weight.detach().to("cpu").contiguous()
     path = Path(offload_folder) / f"{weight_name}.dat"
     path.unlink(missing_ok=True)  # what another process has mapped stays as it is
@@ -89,12 +66,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Entry) -> Tensor:
-    """Return the weight in a file of values, as the file's pages.
-
-    Args:
-        weight_file: The path of the file.
-        weight_info: The entry of the weight in the index.
-    """
+    """Return the weight in a file of values, as the file's pages."""
     return ValuesFile(Path(weight_file), "", weight_info).tensor("")
 
 
@@ -123,12 +95,7 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tens
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A mapping of which only the names are seen that begin with a prefix, without it.
-
-    Args:
-        dataset: The mapping with all names.
-        prefix: The prefix of the names that are seen.
-    """
+    """A mapping of which only the names are seen that begin with a prefix, without it."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -147,17 +114,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """The weights of a state dict, and those of an offload folder or an index, by name; read when they are asked for.
-
-    Args:
-        state_dict: Weights in memory.
-        save_folder: An offload folder.
-        index: The index of the others; None for that of the folder.
-        device: The device for weights from safetensors files; None for the host.
-
-    Raises:
-        ValueError: None of the first three is given.
-    """
+    """The weights of a state dict, and those of an offload folder or an index, by name; each read at its use."""
 
     def __init__(
         self,
@@ -211,13 +168,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 def load_offloaded_weights(
     model: nn.Module, index: dict[str, Entry] | None, offload_folder: str | PathLike[str]
 ) -> None:
-    """Read the weights of an offload folder into a model, in host memory.
-
-    Args:
-        model: The model; changed in place.
-        index: The index of the weights to read.
-        offload_folder: The folder that holds the weights.
-    """
+    """Read the weights of an offload folder into a model, in host memory."""
     if not index:
         return
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)

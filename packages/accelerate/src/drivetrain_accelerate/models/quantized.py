@@ -30,24 +30,7 @@ def load_and_quantize_model(
     offload_folder: str | PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
 ) -> AnyModule:
-    """Load a model with its linear layers quantised, each packed as it is read; or quantise a model in memory.
-
-    Args:
-        model: The model; changed in place. On the meta device if its weights are loaded.
-        bnb_quantization_config: The options of quantisation.
-        weights_location: A weight file, the index of several, or a folder that holds one of them.
-        device_map: Devices by name; None for the current accelerator, or the host if there is none.
-        no_split_module_classes: Names of classes of modules that a planned map keeps whole.
-        max_memory: The memory budget of each device for a planned map.
-        offload_folder: The folder for weights on the disk.
-        offload_state_dict: Without effect: no weight takes host memory twice.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: The model is on the meta device and `weights_location` is missing.
-    """
+    """Load a model with its linear layers quantised, each packed as it is read; or quantise a model in memory."""
     config = bnb_quantization_config
     quantization = _quantization(model, config, config.keep_in_fp32_modules or ())
     is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -119,16 +102,7 @@ def get_quantized_model_device_map(
     max_memory: dict[int | str, int | str] | None = None,
     no_split_module_classes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the device map of a model that is to be quantised.
-
-    Args:
-        model: The model to be quantised.
-        bnb_quantization_config: The options of quantisation.
-        device_map: Devices by name; or "auto", "balanced", "balanced_low_0", "sequential"; None for the current
-            accelerator, or the host if there is none.
-        max_memory: The memory budget of each device for a planned map.
-        no_split_module_classes: Names of classes of modules that stay whole.
-    """
+    """Return the device map of a model that is to be quantised."""
     if device_map is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return {"": "cpu" if found is None else torch.accelerator.current_device_index()}
@@ -149,14 +123,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> AnyModule:
-    """Replace the linear layers of a model by those of bitsandbytes, which quantise their weights when they move.
-
-    Args:
-        model: The model; changed in place.
-        bnb_quantization_config: The options of quantisation.
-        modules_to_not_convert: Names of modules that stay.
-        current_key_name: The names of the modules around the model.
-    """
+    """Replace the linear layers of a model by those of bitsandbytes, which quantise their weights when they move."""
     quantization = _quantization(model, bnb_quantization_config)
     for name, module in list(model.named_modules()):
         full = ".".join([*(current_key_name or ()), name])
@@ -204,9 +171,5 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of the first parameter of a module.
-
-    Raises:
-        StopIteration: It has no parameters.
-    """
+    """Return the device of the first parameter of a module."""
     return next(parameter.parameters()).device

@@ -16,12 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of each parameter that has several.
-
-    Args:
-        model: The model to search.
-        kwargs: Accepted and without effect, as in Accelerate.
-    """
+    """Return the names of each parameter that has several."""
     del kwargs
     return find_groups(model)
 

@@ -12,12 +12,7 @@ from drivetrain_dispatch.planning.device_map import place_of
 
 
 class CpuOffload(ModelHook):
-    """A hook that moves a model to its device when it is called, where it stays.
-
-    Args:
-        execution_device: The device; None for the current accelerator, or the host if there is none.
-        prev_module_hook: The hook of the model that is moved to the host before.
-    """
+    """A hook that moves a model to its device when it is called, where it stays."""
 
     def __init__(
         self, execution_device: Where | None = None, prev_module_hook: "UserCpuOffloadHook | None" = None
@@ -46,12 +41,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A model and its hook, for the program to move the model to the host.
-
-    Args:
-        model: The model that is moved.
-        hook: The hook of the model.
-    """
+    """A model and its hook, for the program to move the model to the host."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -71,16 +61,7 @@ def cpu_offload_with_hook(
     execution_device: Where | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in host memory until it is called; then it stays on the device until the next one moves it.
-
-    Args:
-        model: The model; moved to the host at once.
-        execution_device: The device; None for the current accelerator, or the host if there is none.
-        prev_module_hook: The hook that this function returned for the model that is called before.
-
-    Returns:
-        The same model, and the hook by which it is moved to the host.
-    """
+    """Keep a model in host memory until it is called; then it stays on the device until the next one moves it."""
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)

@@ -35,15 +35,10 @@ class DataPosition(TypedDict):
 class GradientState(SharedState):
     """The place of the run: whether the optimizer steps with this micro-batch, and where the loaders are.
 
-    Args:
-        gradient_accumulation_plugin: The options of accumulation; given by the Accelerator.
-
     Attributes:
-        sync_gradients: Whether gradients are reduced and the optimizer steps with the current micro-batch.
         plugin_kwargs: The options of accumulation that differ from their defaults.
         is_window_set: Whether the program itself says which micro-batch closes a window, by `_set_sync_gradients`,
             as transformers' Trainer does.
-        is_xla_gradients_synced: Whether XLA has reduced the gradients of this step.
         resumed_from: The position that was saved with the optimizer's state that was loaded last; None once the
             program has said where it reads on.
     """

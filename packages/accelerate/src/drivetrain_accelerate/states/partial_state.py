@@ -60,20 +60,7 @@ def _view_of(kind: type[SharedState]) -> SharedState:
 class PartialState(SharedState):
     """The ranks and the device of this process. The first instance connects the ranks; called on all of them.
 
-    Args:
-        cpu: Whether to compute on the CPU even where there is an accelerator.
-        **kwargs: Arguments of `init_process_group`: `timeout`, and `backend` or `init_method`, which must fit the
-            group that the launcher described.
-
-    Attributes:
-        context: The context of drivetrain that this is a view of.
-        device: The device of this process.
-        distributed_type: The way in which processes train together.
-        num_processes: The number of ranks.
-        process_index: The rank of this process.
-        local_process_index: The rank of this process on its node.
-        backend: The name of the group's communication backend; None for a single process.
-        debug: Whether collectives compare what the ranks hand them.
+    The keywords are those of `init_process_group`; `backend` and `init_method` must fit the launcher's group.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}

@@ -13,12 +13,7 @@ from drivetrain_accelerate.strictness import is_strict
 
 @dataclass
 class TensorInformation:
-    """The shape and dtype of a tensor, without its values.
-
-    Attributes:
-        shape: The sizes of its dimensions.
-        dtype: The type of its elements.
-    """
+    """The shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -58,19 +53,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return nested data with a function applied to its leaves; the classes of containers are kept.
-
-    Args:
-        func: The function, which takes a leaf.
-        data: Lists, tuples, mappings and dataclasses, nested.
-        *args: Further arguments of the function.
-        test_type: Whether a leaf is one to apply the function to; tensors are by default.
-        error_on_other_type: Whether another leaf is an error; it is kept otherwise.
-        **kwargs: Further arguments of the function.
-
-    Raises:
-        TypeError: A leaf is of another type, with `error_on_other_type`.
-    """
+    """Return nested data with a function applied to its leaves; the classes of containers are kept."""
 
     def again(value: Any) -> Any:
         return recursively_apply(
@@ -130,14 +113,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """Return nested data with its tensors, and whatever else has a method `to`, on a device.
-
-    Args:
-        tensor: Lists, tuples, mappings and dataclasses, nested.
-        device: The device to move to.
-        non_blocking: Whether to copy pinned tensors without waiting.
-        skip_keys: The key, or the keys, of mappings whose values stay where they are.
-    """
+    """Return nested data with its tensors, and whatever else has a method `to`, on a device."""
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
     def again(value: Any) -> Any:

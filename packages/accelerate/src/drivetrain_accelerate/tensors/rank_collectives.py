@@ -62,9 +62,6 @@ def gather_object(object: Any) -> Any:
     """Join the ranks' lists of any objects to one, by pickling. Called on all ranks.
 
     Tensors on an accelerator arrive on the accelerator of the rank that receives them.
-
-    Raises:
-        TypeError: The object is no list or other iterable of the objects to gather.
     """
     context = current_context()
     if context.topology.world_size == 1:
@@ -105,8 +102,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Fill nested tensors with those of one rank, in place, and return them. Called on all ranks.
 
     Raises:
-        ValueError: There is no such rank.
-        TypeError: A leaf is no tensor, where there are several ranks.
         DistributedOperationException: Structures, dtypes or shapes differ between ranks.
     """
     context = current_context()
@@ -122,12 +117,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
-    """Fill a list with the objects of one rank's list, in place, and return it. Called on all ranks.
-
-    Raises:
-        ValueError: There is no such rank.
-        TypeError: It is no list, where there are several ranks.
-    """
+    """Fill a list with the objects of one rank's list, in place, and return it. Called on all ranks."""
     context = current_context()
     if context.topology.world_size == 1:
         return object_list
@@ -143,16 +133,10 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 
 
 def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> Any:
-    """Reduce nested tensors over ranks, elementwise. Called on all ranks.
-
-    Args:
-        tensor: Lists, tuples and mappings of tensors, nested.
-        reduction: "mean", "sum", "max" or "min"; "none" returns this rank's tensors.
-        scale: Not applied, with a warning: Accelerate applies it on XLA devices alone.
+    """Reduce nested tensors over ranks, elementwise, without `scale`, as on all devices but XLA. Called on all ranks.
 
     Raises:
         ValueError: The reduction is unknown, or the mean is of integers, where there are several ranks.
-        TypeError: A leaf is no tensor.
         DistributedOperationException: Structures, dtypes or shapes differ between ranks.
     """
     if reduction not in _REDUCED_BY_ACCELERATE and not is_strict():
@@ -194,14 +178,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors in one dimension to the largest size on any rank; dtypes are kept. Called on all ranks.
 
-    Args:
-        tensor: Lists, tuples and mappings of tensors, nested; a tensor without this dimension stays as it is.
-        dim: The dimension; a negative one counts from the last.
-        pad_index: The value to pad with.
-        pad_first: Whether to pad before the data instead of after it.
-
     Raises:
-        TypeError: A leaf is no tensor.
         ValueError: A tensor of whole numbers is to be padded with a fraction.
         DistributedOperationException: Structures, dtypes or numbers of dimensions differ between ranks.
     """
@@ -256,30 +233,16 @@ def _check_paddable(leaf: torch.Tensor, pad_index: float) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Return the shape and the dtype of a tensor that one rank has. Called on all ranks.
+    """Return the shape and dtype of the tensor of one rank; the others give None. Called on all ranks.
 
-    Args:
-        tensor: The tensor on the rank that has it, and None on the others.
-
-    Returns:
-        The shape, as an int32 tensor of shape (dimensions, 1), and the dtype by its number in `TENSOR_TYPE_TO_INT`.
-
-    Raises:
-        ValueError: No rank has a tensor, or several have.
+    The shape is an int32 tensor of shape (dimensions, 1), the dtype its number in `TENSOR_TYPE_TO_INT`.
     """
     _, shape, dtype = _only_one(current_context(), tensor)
     return torch.tensor(shape, dtype=torch.int32).view(-1, 1), TENSOR_TYPE_TO_INT[dtype]
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return, on each rank's device, the tensor that one rank has. Called on all ranks.
-
-    Args:
-        tensor: The tensor on the rank that has it, and None on the others.
-
-    Raises:
-        ValueError: No rank has a tensor, or several have.
-    """
+    """Return on each rank's device the tensor of one rank; the others give None. Called on all ranks."""
     context = current_context()
     source, shape, dtype = _only_one(context, tensor)
     if tensor is not None:
@@ -307,14 +270,7 @@ def GatheredParameters(  # noqa: N802 Accelerate's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Generator[Any]:
-    """Run the block with whole parameters, where DeepSpeed's ZeRO stage 3 divided them. Called on all ranks.
-
-    Args:
-        params: The parameters; others than those of stage 3 are whole already.
-        modifier_rank: The rank whose changes of the values count; None if none are made.
-        fwd_module: A module that is called in the block.
-        enabled: Whether to gather.
-    """
+    """Run the block with whole parameters, where DeepSpeed's ZeRO stage 3 divided them. Called on all ranks."""
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(hasattr(each, "ds_id") for each in given):  # ZeRO marks what it divides
         yield

@@ -17,12 +17,7 @@ from drivetrain_accelerate.tensors.nested_tensors import (
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the size of the first dimension of the first leaf.
-
-    Raises:
-        TypeError: The first leaf is no tensor.
-        ValueError: There is no leaf, or the first one has no dimension.
-    """
+    """Return the size of the first dimension of the first leaf, which must be a tensor."""
     if isinstance(data, (tuple, list, Mapping)):
         items = cast("Mapping[Any, Any]", data).values() if isinstance(data, Mapping) else data
         for first in cast("Sequence[Any]", items):
@@ -78,25 +73,13 @@ def listify(data: Any) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return nested data with a slice of each tensor.
-
-    Args:
-        data: Lists, tuples and mappings of tensors, nested.
-        tensor_slice: The slice of dimension 0, or whatever else indexes a tensor.
-        process_index: The rank; it changes nothing.
-        num_processes: The number of ranks; it changes nothing.
-    """
+    """Return nested data with a slice of each tensor."""
     del process_index, num_processes
     return recursively_apply(torch.Tensor.__getitem__, data, tensor_slice)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join nested tensors of the same structure, leaf by leaf.
-
-    Raises:
-        TypeError: A leaf is no tensor, and there are several.
-        ValueError: There is nothing to join, or structures differ.
-    """
+    """Join nested tensors of the same structure, leaf by leaf."""
     if not data:
         raise ValueError("there is nothing to concatenate: the list is empty")
     first = data[0]
@@ -122,17 +105,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return nested tensors whose last row is repeated until the batch divides by the number of processes.
-
-    Args:
-        tensor: Lists, tuples and mappings of tensors, nested.
-        batch_size: The number of rows of the batch.
-        num_processes: The number of processes that share it.
-        dim: The dimension of rows.
-
-    Raises:
-        TypeError: A leaf is no tensor.
-    """
+    """Return nested tensors whose last row is repeated until the batch divides by the number of processes."""
     missing = -batch_size % num_processes
 
     def padded(leaf: torch.Tensor) -> torch.Tensor:
@@ -154,11 +127,7 @@ def _is_half(leaf: Any) -> bool:
 
 
 class ConvertOutputsToFp32:
-    """A callable that calls another, and converts what it returns to float32.
-
-    Args:
-        model_forward: The callable to wrap.
-    """
+    """A callable that calls another, and converts what it returns to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward

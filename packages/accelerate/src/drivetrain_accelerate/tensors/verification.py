@@ -23,12 +23,6 @@ class DistributedOperationException(CollectiveMismatchError):  # noqa: N818 the 
 def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ: bool = False) -> None:
     """Compare the calls of all ranks by a hash, at the price of one collective of 16 bytes. Called on all ranks.
 
-    Args:
-        context: The context of this process.
-        operation: The name of the collective with the arguments that must be equal.
-        data: The nested tensors.
-        sizes_differ: Whether sizes may differ, though not the number of dimensions.
-
     Raises:
         DistributedOperationException: On all ranks, if the calls differ; the message shows each rank's.
     """
@@ -61,12 +55,7 @@ def without_check(context: Context) -> Context:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective so that in debug mode the ranks compare its first argument, `tensor`, before it runs.
-
-    Raises:
-        DistributedOperationException: At a call in debug mode, if the ranks' data differs, or lies on another kind of
-            device than this process computes on.
-    """
+    """Decorate a collective so that in debug mode the ranks compare its first argument, `tensor`, before it runs."""
     operation = f"{function.__module__}.{function.__name__}"
 
     @wraps(function)

@@ -9,11 +9,7 @@ from drivetrain_accelerate.training.stepped_scheduler import AcceleratedSchedule
 
 
 class DeepSpeedEngineWrapper:
-    """An engine that steps in backward, when gradients are to be reduced.
-
-    Args:
-        engine: The engine of DeepSpeed.
-    """
+    """An engine that steps in backward, when gradients are to be reduced."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -32,11 +28,7 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """An optimizer whose steps the engine takes.
-
-    Args:
-        optimizer: The optimizer of DeepSpeed.
-    """
+    """An optimizer whose steps the engine takes."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine does so in its step."""
@@ -51,12 +43,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A schedule that the optimizer's step advances, so that a program's own call has nothing left to do.
-
-    Args:
-        scheduler: The schedule of learning rates.
-        optimizers: The optimizer of the schedule, or several.
-    """
+    """A schedule that the optimizer's step advances, so that a program's own call has nothing left to do."""
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
         """Do nothing: the schedule has advanced with its optimizer."""

@@ -27,7 +27,6 @@ class EngineMethods:
     Attributes that neither these methods nor the model have are the engine's.
 
     Attributes:
-        accelerator: Drivetrain's Accelerator, which prepared the model.
         schedules: The schedules that advance with the model's optimizer, which a checkpoint holds too.
     """
 
@@ -58,20 +57,12 @@ class EngineMethods:
         return None if norm is None else norm.item()
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a backward belongs to its window of accumulation.
-
-        Raises:
-            RuntimeError: Raised by every call.
-        """
+        """Refuse: a backward belongs to its window of accumulation."""
         del args, kwargs
         raise RuntimeError("engine.backward(loss): call accelerator.backward(loss), which knows the window")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: an optimizer steps when its window closes.
-
-        Raises:
-            RuntimeError: Raised by every call.
-        """
+        """Refuse: an optimizer steps when its window closes."""
         del args, kwargs
         raise RuntimeError("engine.step(): call optimizer.step() of the prepared optimizer")
 
@@ -83,18 +74,7 @@ class EngineMethods:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the model, its optimizer and its schedules, for any number of ranks. Called on all ranks.
-
-        Args:
-            save_dir: The folder of the checkpoints.
-            tag: The name of the checkpoint; by default `global_stepN`.
-            client_state: Values of the program's own, the same on all ranks.
-            save_latest: Whether a load that names no checkpoint takes this one.
-            exclude_frozen_parameters: Whether frozen parameters are left out.
-
-        Returns:
-            True.
-        """
+        """Save the model, its optimizer and its schedules, for any number of ranks. Called on all ranks."""
         prepared = self._prepared()
         step = max((each.num_steps for each in prepared.optimizers), default=0)
         folder, name = Path(save_dir), str(tag or f"global_step{step}")
@@ -133,14 +113,6 @@ class EngineMethods:
     ) -> tuple[str, Mapping[str, Any]]:
         """Load what `save_checkpoint` saved on any number of ranks. Called on all ranks.
 
-        Args:
-            load_dir: The folder of the checkpoints.
-            tag: The name of the checkpoint; by default the latest.
-            load_module_strict: Whether frozen parameters that were left out are an error.
-            load_optimizer_states: Whether to load the optimizer's state.
-            load_lr_scheduler_states: Whether to load the schedules' states.
-            load_module_only: Whether to load nothing but the model.
-
         Returns:
             The folder of the checkpoint, and the program's own values.
 
@@ -174,11 +146,7 @@ class EngineMethods:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole weights into one file, in the dtype that they are computed in. Called on all ranks.
-
-        Returns:
-            True.
-        """
+        """Write the whole weights into one file, in the dtype that they are computed in. Called on all ranks."""
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.accelerator.context.topology.is_main:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -211,12 +179,7 @@ class EngineMethods:
 
 
 def _find_checkpoint(folder: Path, tag: str | None) -> Path:
-    """Return the folder of a checkpoint, by default of the latest.
-
-    Raises:
-        FileNotFoundError: The folder does not name its latest checkpoint.
-        NoCheckpointError: DeepSpeed itself wrote the checkpoint.
-    """
+    """Return the folder of a checkpoint, by default of the latest."""
     if not tag and not (folder / _LATEST).is_file():
         raise FileNotFoundError(f"{folder} has no file {_LATEST} that names a checkpoint: say tag=")
     place = folder / (tag or (folder / _LATEST).read_text().strip())

@@ -11,12 +11,7 @@ from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
 
 
 class LossScaleView:
-    """The loss scale of a run, to be read, saved and loaded; drivetrain scales, unscales and updates by itself.
-
-    Args:
-        accelerator: A function that returns drivetrain's Accelerator.
-        handler: The factors by which the scale moves; the defaults if None.
-    """
+    """The loss scale of a run, to be read, saved and loaded; drivetrain scales, unscales and updates by itself."""
 
     def __init__(self, accelerator: Callable[[], Accelerator], handler: GradScalerKwargs | None) -> None:
         self._accelerator = accelerator
@@ -54,11 +49,7 @@ class LossScaleView:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the scale of a saved run, here or of a GradScaler; the factors stay those of this run.
-
-        Raises:
-            ValueError: The scale is below the run's smallest.
-        """
+        """Load the scale of a saved run, here or of a GradScaler; the factors stay those of this run."""
         self._accelerator().load_loss_scale_state(
             {"scale": state_dict["scale"], "growth_tracker": state_dict["_growth_tracker"]}
         )
@@ -70,15 +61,7 @@ class LossScaleView:
 
 
 def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
-    """Check a scaler that a program sets on its Accelerator: it must leave the run as it is.
-
-    Args:
-        scaler: A GradScaler of the program's, the run's own view, or None.
-        is_scaled: Whether the run scales its losses.
-
-    Raises:
-        ValueError: It would scale losses, or take the place of the run's own scale.
-    """
+    """Check a scaler that a program sets on its Accelerator: it must leave the run as it is."""
     is_idle = scaler is None or not scaler.is_enabled()
     if isinstance(scaler, LossScaleView) if is_scaled else is_idle:
         return
@@ -91,12 +74,7 @@ def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a scale for the loss of fp16, for the current accelerator.
-
-    Args:
-        distributed_type: The way in which processes train together: sharded gradients have a scaler of their own.
-        kwargs: The options of the scaler.
-    """
+    """Return a scale for the loss of fp16, for the current accelerator."""
     found = torch.accelerator.current_accelerator()
     device = "cuda" if found is None else found.type
     if distributed_type == DistributedType.FSDP:

@@ -28,15 +28,9 @@ def _of_inner(name: str, doc: str) -> Any:
 class AcceleratedOptimizer(Optimizer):
     """The user's optimizer, with its groups and state, stepped by drivetrain.
 
-    Args:
-        optimizer: The user's optimizer, or drivetrain's prepared one.
-        device_placement: Not used: states lie where their parameters do.
-        scaler: The loss scale of fp16, for programs that look at it.
-
     A deep copy or pickle holds a copy of the user's optimizer: a snapshot, or one to be prepared with its own model.
 
     Attributes:
-        optimizer: The user's optimizer.
         schedules: The schedules that each of its steps advances.
     """
 
@@ -85,11 +79,7 @@ class AcceleratedOptimizer(Optimizer):
         self._prepared.zero_grad()
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step if the window is closed. Called on all ranks.
-
-        Raises:
-            RuntimeError: No prepared model has its parameters, so that each process would train its own.
-        """
+        """Step if the window is closed, and some prepared model has its parameters. Called on all ranks."""
         if not self.gradient_state.sync_gradients:
             return
         if self.is_waiting and PartialState().num_processes > 1:

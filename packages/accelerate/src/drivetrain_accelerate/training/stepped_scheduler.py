@@ -10,15 +10,7 @@ from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimize
 
 
 class AcceleratedScheduler:
-    """The user's scheduler, advanced when the optimizers step.
-
-    Args:
-        scheduler: The user's scheduler.
-        optimizers: The prepared optimizers that it belongs to.
-        step_with_optimizer: Whether `step` follows the optimizers; if false, each call advances the scheduler once.
-        split_batches: Whether a loader's batch size is the sum over processes. If not, a step of all processes counts
-            as one for each process, since a schedule is written for the loader of one.
-    """
+    """The user's scheduler, advanced when the optimizers step."""
 
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
