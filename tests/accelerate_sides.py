@@ -1,6 +1,6 @@
 """The real Accelerate, the interface, and the interface with `strict=False`, under the same names in one process."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -48,6 +48,15 @@ class Side:
 
 SIDES = (Side("theirs"), Side("ours"), Side("restored"))
 THEIRS, OURS, RESTORED = SIDES
+
+
+def on_sides(call: Callable[..., Any], sides: Sequence[Side] = (THEIRS, OURS), **options: Any) -> list[Any]:
+    """Return what a function of an Accelerator returns on each side."""
+    found: list[Any] = []
+    for side in sides:
+        with side.accelerator(**options) as accelerator:
+            found.append(call(accelerator))
+    return found
 
 
 def said(call: Callable[[], Any]) -> Any:

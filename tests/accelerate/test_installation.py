@@ -1,27 +1,35 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
+from multiprocessing import spawn
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 import drivetrain_accelerate
+from accelerate_programs import run_program
 from drivetrain_accelerate import UnknownVersionError
+from drivetrain_accelerate.installation import carry_to_spawned, stop_carrying
 
 # Not importorskip, which would take the folder of these tests for it.
 found = find_spec("accelerate")
 needs_real = pytest.mark.skipif(found is None or found.origin is None, reason="the real one is not installed")
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of its own: what an import system finds belongs to a process."""
-    command = [sys.executable, *(arguments or ("-c",)), code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(
+    *words: str, folder: Path | None = None, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, since what an import system finds belongs to a process."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def output(code: str) -> str:
-    done = run(code)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -68,7 +76,7 @@ def test_a_second_call_does_nothing() -> None:
 @needs_real
 @pytest.mark.slow
 def test_after_the_real_package_was_imported_it_is_refused_by_the_name_of_who_holds_it() -> None:
-    done = run("import accelerate; import drivetrain_accelerate as d; d.install()")
+    done = run("-c", "import accelerate; import drivetrain_accelerate as d; d.install()")
     assert "AlreadyImportedError: accelerate " in done.stderr
     assert "was imported before by __main__" in done.stderr
     assert "python -m drivetrain_accelerate" in done.stderr
@@ -105,7 +113,7 @@ def test_a_module_and_a_name_that_are_not_there_are_named() -> None:
     install = "import drivetrain_accelerate as d; d.install(); "
     assert (
         "No module named 'accelerate.zq' in the interface that drivetrain_accelerate provides"
-        in run(install + "import accelerate.zq").stderr
+        in run("-c", install + "import accelerate.zq").stderr
     )
 
 
@@ -131,7 +139,7 @@ told("from accelerate.state import zq")
 print(hasattr(accelerate, "Acelerator"))
 accelerate.utils.set_sed
 """
-    done = run(code)
+    done = run("-c", code)
     assert done.stdout.splitlines() == [
         "cannot import name 'Acelerator' from 'accelerate'; did you mean Accelerator",
         "cannot import name 'set_sed' from 'accelerate.utils'; did you mean set_seed",
@@ -168,14 +176,7 @@ accelerate.utils.set_sed
 def test_what_cannot_be_run_is_told_without_a_traceback(
     words: list[str], variables: dict[str, str], told: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_accelerate", *words],
-        cwd=tmp_path,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run("-m", "drivetrain_accelerate", *words, folder=tmp_path, variables=variables)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -188,24 +189,15 @@ def test_a_script_and_a_module_run_with_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     expected = "InterfaceModule ['--lr', '1'] __main__"
-    command = [sys.executable, "-m", "drivetrain_accelerate"]
     for program in ([str(script)], ["-m", "train"]):
-        done = subprocess.run(
-            [*command, *program, "--lr", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = run("-m", "drivetrain_accelerate", *program, "--lr", "1", folder=tmp_path)
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
 def test_a_command_of_accelerate_runs_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["-m", "accelerate.commands.launch", "--dry-run", "--cpu", "--num_processes", "1", "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_accelerate", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run("-m", "drivetrain_accelerate", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "-m drivetrain_accelerate train.py" in done.stdout
 
@@ -222,9 +214,7 @@ def test_a_debugger_finds_the_code_of_a_command_and_nothing_to_do_in_other_modul
 
 
 def test_without_a_program_the_usage_is_shown() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_accelerate"], capture_output=True, text=True, timeout=120
-    )
+    done = run("-m", "drivetrain_accelerate")
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m drivetrain_accelerate [--strict | --no-strict] (SCRIPT |")
 
@@ -241,17 +231,21 @@ def test_pytest_installs_it_where_it_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import accelerate\n\n\ndef test_it():\n    assert type(accelerate).__name__ == 'InterfaceModule'\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "drivetrain_accelerate.pytest_plugin",
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    plugins = ["-p", "no:cacheprovider", "-p", "drivetrain_accelerate.pytest_plugin"]
+    done = run("-m", "pytest", "-q", *plugins, str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_spawned_processes_have_the_interface_before_they_import_the_program() -> None:
+    found = run_program("with_spawned", ours=True)
+    assert found == dict.fromkeys(("here", "spawn", "forkserver"), "drivetrain_accelerate")
+
+
+def test_what_is_carried_is_taken_back() -> None:
+    before = spawn.get_preparation_data
+    carry_to_spawned(drivetrain_accelerate.install)
+    carry_to_spawned(drivetrain_accelerate.install)
+    assert "drivetrain_accelerate" in spawn.get_preparation_data("a")
+    stop_carrying()
+    stop_carrying()
+    assert spawn.get_preparation_data is before

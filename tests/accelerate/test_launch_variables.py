@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_accelerate.launch_variables import launch_variables, told_variables
+from drivetrain_accelerate.launch_variables import told_variables
 from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.parser import build_parser
@@ -15,11 +15,11 @@ from drivetrain_launcher.cli.parser import build_parser
 
 def of_flags(*flags: str) -> dict[str, str]:
     parser = build_parser("launch", LaunchArguments, "")
-    return launch_variables(parser.parse([*flags, "--config", "none", "train.py"]).layers)
+    return told_variables(parser.parse([*flags, "--config", "none", "train.py"]).layers)
 
 
 def test_nothing_said_is_no_variable() -> None:
-    assert launch_variables(Layers({})) == {}
+    assert told_variables(Layers({})) == {}
 
 
 def test_what_a_run_says() -> None:

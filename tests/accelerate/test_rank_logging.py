@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.progress_bar import tqdm
-from drivetrain_accelerate.rank_logging import MultiProcessAdapter, get_logger
+from drivetrain_accelerate.rank_logging import MultiProcessAdapter, get_logger, tqdm
 from drivetrain_accelerate.states.partial_state import PartialState
 
 pytest.importorskip("accelerate")

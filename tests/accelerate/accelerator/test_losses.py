@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_sides import SIDES
+from accelerate_sides import OURS, SIDES, on_sides, said
 
 pytest.importorskip("accelerate")
 
@@ -138,39 +138,28 @@ def raises_a_flag(accelerator: Any) -> list[Any]:
 )
 @pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True:UserWarning")
 def test_one_process_finds_what_the_real_one_finds(found_by: Any, num_micro_batches: int) -> None:
-    found: list[list[Any]] = []
-    for side in SIDES:
-        with side.accelerator(gradient_accumulation_steps=num_micro_batches) as accelerator:
-            found.append(found_by(accelerator))
+    found = on_sides(found_by, SIDES, gradient_accumulation_steps=num_micro_batches)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
 def on_each_rank() -> tuple[list[list[Any]], str]:
-    found: list[list[float]] = []
-    told = ""
-    for side in SIDES[:2]:
-        for found_by, number in (
-            (keeps_a_graph, 1),
-            (counts_itself, 2),
-            (prepares_no_optimizer, 1),
-            (prepares_no_optimizer_but_accumulates, 2),
-            (chooses_inputs, 1),
-        ):
-            with side.accelerator(gradient_accumulation_steps=number) as accelerator:
-                found.append(found_by(accelerator))
-    plugin = SIDES[1]("accelerate.FullyShardedDataParallelPlugin")()
-    with SIDES[1].accelerator(fsdp_plugin=plugin) as accelerator:
-        try:
-            keeps_a_graph(accelerator)
-        except RuntimeError as error:
-            told = str(error)
-    return found, told
+    by_number = {
+        1: (keeps_a_graph, prepares_no_optimizer, chooses_inputs),
+        2: (counts_itself, prepares_no_optimizer_but_accumulates),
+    }
+    found = [
+        on_sides(found_by, gradient_accumulation_steps=number)
+        for number, functions in by_number.items()
+        for found_by in functions
+    ]
+    with OURS.accelerator(fsdp_plugin=OURS("accelerate.FullyShardedDataParallelPlugin")()) as accelerator:
+        return found, said(lambda: keeps_a_graph(accelerator))
 
 
 @pytest.mark.slow
 def test_two_processes_find_what_those_of_the_real_one_find(run_ranks: Any) -> None:
     for found, told in run_ranks(on_each_rank):
-        for theirs, ours in zip(found[:5], found[5:], strict=True):
+        for theirs, ours in found:
             assert ours == pytest.approx(theirs, rel=1e-5)
         assert "FSDP frees the gathered parameters" in told

@@ -2,25 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_sides import OURS, THEIRS, Side
-from drivetrain_accelerate.accelerator.accelerator import Accelerator
-from drivetrain_accelerate.states.accelerator_state import AcceleratorState
+from accelerate_sides import OURS, THEIRS, Side, on_sides, said
 
-accelerate: Any = pytest.importorskip("accelerate")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_states() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+pytest.importorskip("accelerate")
 
 
 def trained_with_early_optimizer(accelerator: Any) -> list[list[float]]:
@@ -45,31 +35,25 @@ def trained_with_early_optimizer(accelerator: Any) -> list[list[float]]:
 
 
 def test_an_optimizer_may_be_prepared_before_its_model() -> None:
-    ours = trained_with_early_optimizer(Accelerator(cpu=True))
-    theirs = trained_with_early_optimizer(accelerate.Accelerator(cpu=True))
+    theirs, ours = on_sides(trained_with_early_optimizer)
     assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
 
 
-def early_on_each_rank() -> tuple[list[list[float]], list[list[float]], str]:
-    mine = Accelerator(cpu=True)
-    ours = trained_with_early_optimizer(mine)
-    alone = torch.nn.Linear(1, 1)
-    told = ""
-    try:
-        mine.prepare(torch.optim.SGD(alone.parameters(), lr=0.1)).step()
-    except RuntimeError as error:
-        told = str(error)
-    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
-    return ours, trained_with_early_optimizer(accelerate.Accelerator(cpu=True)), told
+def early_on_each_rank() -> tuple[list[Any], str]:
+    with OURS.accelerator() as accelerator:
+        alone = torch.nn.Linear(1, 1)
+        optimizer = accelerator.prepare(torch.optim.SGD(alone.parameters(), lr=0.1))
+        told = said(optimizer.step)
+    return on_sides(trained_with_early_optimizer), told
 
 
 @pytest.mark.slow
 def test_ranks_train_one_model_with_it_and_a_model_that_is_never_prepared_is_told(run_ranks: Any) -> None:
     outcomes = run_ranks(early_on_each_rank)
-    for ours, theirs, told in outcomes:
+    for (theirs, ours), told in outcomes:
         assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
         assert "nothing averages their gradients" in told
-    assert outcomes[0][0] == outcomes[1][0]
+    assert outcomes[0][0][1] == outcomes[1][0][1]
 
 
 def steps_with_a_look_inside(accelerator: Any) -> list[bool]:
@@ -109,8 +93,8 @@ def gradients_and_compilations(side: Side) -> list[Any]:
     found: list[Any] = []
     handler = side("accelerate.utils.DistributedDataParallelKwargs")
     is_compiled = side("accelerate.utils.is_compiled_module")
-    for said in (None, handler(), handler(gradient_as_bucket_view=True), handler(broadcast_buffers=False)):
-        with side.accelerator(kwargs_handlers=said and [said]) as accelerator:
+    for options in (None, handler(), handler(gradient_as_bucket_view=True), handler(broadcast_buffers=False)):
+        with side.accelerator(kwargs_handlers=options and [options]) as accelerator:
             actor = TrainsAPart()
             optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
             model, _, optimizer = accelerator.prepare(actor, torch.nn.Linear(2, 1), optimizer)
@@ -150,8 +134,7 @@ def test_gradients_can_be_detached_and_a_compilation_stays_on_ranks_as_with_the_
 
 
 def test_a_look_at_a_loader_does_not_end_the_loop_around_it() -> None:
-    ours = steps_with_a_look_inside(Accelerator(cpu=True, gradient_accumulation_steps=2))
-    theirs = steps_with_a_look_inside(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2))
+    theirs, ours = on_sides(steps_with_a_look_inside, gradient_accumulation_steps=2)
     assert ours == theirs == [False, True, False, True, True]
 
 
@@ -166,8 +149,7 @@ def outputs_in_bf16(accelerator: Any) -> list[tuple[torch.dtype, list[float]]]:
 
 
 def test_what_a_model_returns_is_fp32_and_was_computed_in_bf16_also_if_it_is_not_trained() -> None:
-    ours = outputs_in_bf16(Accelerator(cpu=True, mixed_precision="bf16"))
-    theirs = outputs_in_bf16(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
+    theirs, ours = on_sides(outputs_in_bf16, mixed_precision="bf16")
     assert ours == theirs
     assert ours[0][0] is torch.float32
 

@@ -1,7 +1,5 @@
 """What libraries do between two loops: free memory, prepare again, set even_batches; beside the real Accelerate."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +7,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from accelerate_sides import OURS, SIDES
-from drivetrain_accelerate.accelerator.accelerator import Accelerator
+from accelerate_sides import OURS, on_sides
 
-accelerate: Any = pytest.importorskip("accelerate")
-BOTH = (Accelerator, accelerate.Accelerator)
-
-
-@contextmanager
-def made(kind: Any, **settings: Any) -> Generator[Any]:
-    torch.manual_seed(0)
-    accelerator = kind(cpu=True, **settings)
-    try:
-        yield accelerator
-    finally:
-        accelerator.free_memory()
-        accelerator.state._reset_state(reset_partial_state=True)
+pytest.importorskip("accelerate")
 
 
 def loader() -> DataLoader[Any]:
@@ -33,6 +18,7 @@ def loader() -> DataLoader[Any]:
 
 
 def outcome(accelerator: Any) -> list[float]:
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accelerator.prepare_model(model, evaluation_mode=True)  # a Trainer that evaluates before it trains
@@ -54,15 +40,13 @@ def outcome(accelerator: Any) -> list[float]:
 
 
 def test_a_loop_after_free_memory_goes_on_with_the_optimizer_and_the_masks_of_the_real_one() -> None:
-    found: list[list[float]] = []
-    for kind in BOTH:
-        with made(kind) as accelerator:
-            found.append(outcome(accelerator))
+    found = on_sides(outcome)
     assert found[0] == pytest.approx(found[1])
     assert found[0][1::2] == [4, 3, 4, 3]
 
 
 def referred(accelerator: Any) -> list[float]:
+    torch.manual_seed(0)
     reference = torch.nn.Linear(4, 3)
     accelerator.prepare_model(reference, evaluation_mode=True)
     accelerator.free_memory()  # a Trainer's train() begins with it
@@ -72,10 +56,7 @@ def referred(accelerator: Any) -> list[float]:
 
 
 def test_a_reference_model_computes_in_the_runs_precision_after_free_memory_as_with_the_real_one() -> None:
-    found: list[list[float]] = []
-    for kind in BOTH:
-        with made(kind, mixed_precision="bf16") as accelerator:
-            found.append(referred(accelerator))
+    found = on_sides(referred, mixed_precision="bf16")
     assert found[0] == found[1]
     assert torch.tensor(found[0]).bfloat16().tolist() == found[0]
 
@@ -90,9 +71,7 @@ def kept_after(accelerator: Any) -> list[Any]:
 
 
 def test_a_prepared_model_comes_back_as_it_is_and_pairs_with_a_later_optimizer() -> None:
-    for kind in BOTH:
-        with made(kind) as accelerator:
-            assert kept_after(accelerator) == [(True, True), True, True, 1]
+    assert on_sides(kept_after) == [[(True, True), True, True, 1]] * 2
 
 
 def rates(accelerator: Any, folder: Path) -> list[float]:
@@ -129,16 +108,13 @@ class Counted:
 
 
 def test_free_memory_forgets_schedules_and_keeps_what_the_program_registered(tmp_path: Path) -> None:
-    found: list[list[float]] = []
-    for kind in BOTH:
-        with made(kind) as accelerator:
-            found.append(rates(accelerator, tmp_path / kind.__module__))
+    found = on_sides(lambda accelerator: rates(accelerator, tmp_path / type(accelerator).__module__))
     assert found[0] == pytest.approx(found[1])
     assert found[0][-1] == 3
 
 
 def test_a_prepared_schedule_belongs_to_the_checkpoints_again_after_free_memory(tmp_path: Path) -> None:
-    with made(Accelerator) as accelerator:
+    with OURS.accelerator() as accelerator:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -179,20 +155,14 @@ def wrapper_kept_over_free_memory(accelerator: Any) -> list[float]:
     [{"mixed_precision": "bf16"}, pytest.param({"dynamo_backend": "eager"}, marks=pytest.mark.slow)],
 )
 def test_a_model_kept_over_free_memory_trains_with_its_optimizer(options: dict[str, Any]) -> None:
-    found: list[list[float]] = []
-    for side in SIDES[:2]:
-        with side.accelerator(**options) as accelerator:
-            found.append(wrapper_kept_over_free_memory(accelerator))
+    found = on_sides(wrapper_kept_over_free_memory, **options)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def on_replicas_and_divided() -> list[list[float]]:
     plugin = OURS("accelerate.FullyShardedDataParallelPlugin")(fsdp_version=2)
-    found: list[list[float]] = []
-    for options in ({}, {"fsdp_plugin": plugin}):
-        with OURS.accelerator(**options) as accelerator:
-            found.append(wrapper_kept_over_free_memory(accelerator))
-    return found
+    both = ({}, {"fsdp_plugin": plugin})
+    return [on_sides(wrapper_kept_over_free_memory, [OURS], **options)[0] for options in both]
 
 
 def test_a_divided_model_kept_over_free_memory_trains_as_replicas_do(run_ranks: Any) -> None:
@@ -201,11 +171,8 @@ def test_a_divided_model_kept_over_free_memory_trains_as_replicas_do(run_ranks: 
 
 
 def on_each_rank() -> list[Any]:
-    found: list[Any] = []
-    for side in SIDES[:2]:
-        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
-            found.append(wrapper_kept_over_free_memory(accelerator))
-    with SIDES[1].accelerator() as accelerator:
+    found = on_sides(wrapper_kept_over_free_memory, gradient_accumulation_steps=2)
+    with OURS.accelerator() as accelerator:
         model = torch.nn.Linear(1, 1)
         wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.free_memory()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate_sides import OURS, SIDES, THEIRS, said
+from accelerate_sides import OURS, SIDES, on_sides, said
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.states.partial_state import distributed_type_on
@@ -20,26 +20,44 @@ NUMBERS = (
 
 @pytest.mark.parametrize("index", [0, 1, 5, -1, None])
 def test_one_process_runs_what_is_for_one_rank_whichever_that_is(index: int | None) -> None:
-    found: list[list[str]] = []
-    for side in (THEIRS, OURS):
-        with side.accelerator() as accelerator:
-            found.append(
-                [
-                    accelerator.on_process(lambda: "a", process_index=index)(),
-                    accelerator.on_local_process(lambda: "b", local_process_index=index)(),
-                ]
-            )
-    assert found[0] == found[1] == ["a", "b"]
+    def run(accelerator: Any) -> list[str]:
+        return [
+            accelerator.on_process(lambda: "a", process_index=index)(),
+            accelerator.on_local_process(lambda: "b", local_process_index=index)(),
+        ]
+
+    assert on_sides(run) == [["a", "b"]] * 2
+
+
+def outcomes(accelerator: Any) -> list[Any]:
+    rank = accelerator.process_index
+    own = torch.tensor([float(rank + 1)])
+    return [
+        accelerator.gather({"a": own})["a"].tolist(),
+        accelerator.reduce(own).tolist(),
+        accelerator.reduce([own], "mean")[0].tolist(),
+        accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=-1).tolist(),
+        accelerator.on_local_process(lambda: "ran", local_process_index=1)(),
+    ]
+
+
+def outcomes_on_each_rank() -> list[list[Any]]:
+    return on_sides(outcomes)
+
+
+@pytest.mark.slow
+def test_ranks_get_what_the_real_one_gives_them(run_ranks: Any) -> None:
+    for rank, found in enumerate(run_ranks(outcomes_on_each_rank)):
+        padded = [1.0, 1.0] if rank else [1.0, -1.0]
+        assert found == [[[1.0, 2.0], [3.0], [1.5], padded, "ran" if rank else None]] * 2
 
 
 def test_without_parallel_dimensions_their_ranks_are_errors() -> None:
-    found: list[list[str]] = []
-    for side in (THEIRS, OURS):
-        with side.accelerator() as accelerator:
-            assert accelerator.torch_device_mesh is None
-            answers = [said(lambda name=name: getattr(accelerator, name)) for name in NUMBERS]
-            found.append([answer.partition(":")[0] for answer in answers])
-    assert found[0] == found[1] == ["RuntimeError"] * 3 + ["NotImplementedError"] * 2
+    def answers(accelerator: Any) -> list[str]:
+        assert accelerator.torch_device_mesh is None
+        return [said(lambda name=name: getattr(accelerator, name)).partition(":")[0] for name in NUMBERS]
+
+    assert on_sides(answers) == [["RuntimeError"] * 3 + ["NotImplementedError"] * 2] * 2
 
 
 def test_the_scale_of_a_reduction_is_not_applied(caplog: pytest.LogCaptureFixture) -> None:

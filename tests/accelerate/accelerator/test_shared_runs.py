@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.launch_variables import launch_variables
+from drivetrain_accelerate.launch_variables import told_variables
 from drivetrain_accelerate.plugins import fp8_recipes, kwargs_handlers
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
@@ -202,7 +202,7 @@ def test_a_bare_accelerator_accumulates_as_the_launchs_deepspeed_file_says(
     name, _, word = backend.partition("=")
     with environ.exported(**{name: word, file: str(path)}):
         # The second is what a launch with drivetrain's settings tells an interface.
-        with environ.exported(**launch_variables(Layers.of_process())):
+        with environ.exported(**told_variables(Layers.of_process())):
             accelerator = Accelerator(cpu=True)
             assert accelerator.inner.window.next_num_micro_batches == 4
     assert accelerator.gradient_accumulation_steps == 4

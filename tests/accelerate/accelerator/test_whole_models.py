@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate_sides import OURS, THEIRS
+from accelerate_sides import OURS, THEIRS, on_sides
 
 pytest.importorskip("accelerate")
 
@@ -48,10 +48,7 @@ def weights_everywhere(accelerator: Any, folder: Path) -> list[dict[str, list[fl
 
 
 def test_models_that_are_whole_are_saved_whether_or_not_they_are_prepared(tmp_path: Path) -> None:
-    found: list[Any] = []
-    for side in (THEIRS, OURS):
-        with side.accelerator() as accelerator:
-            found.append(weights_everywhere(accelerator, tmp_path / side.name))
+    found = on_sides(lambda each: weights_everywhere(each, tmp_path / type(each).__module__))
     assert found[0] == found[1]
 
 

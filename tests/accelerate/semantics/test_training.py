@@ -1,6 +1,7 @@
 """Rows of the table "Where it differs" about accumulation, gradients and batches, on one process."""
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate_sides import SIDES, Side, said
+from accelerate_sides import SIDES, Side, on_sides, said
 
 pytest.importorskip("accelerate")
 
@@ -19,26 +20,28 @@ class Sample:
     values: torch.Tensor
 
 
-def weight_after_an_epoch(side: Side) -> float:
-    """Return the weight after windows of two micro-batches and of one, whose gradients are -1 for each sample."""
-    with side.accelerator(gradient_accumulation_steps=2) as accelerator:
-        given = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(given.weight)
-        ones: Any = torch.ones(3, 1)
-        model, optimizer, loader = accelerator.prepare(
-            given, torch.optim.SGD(given.parameters(), lr=1.0), DataLoader(ones)
-        )
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(-model(batch).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        return given.weight.item()
+def one_weight(accelerator: Any) -> Any:
+    """Return a prepared weight of 0 and its optimizer; the gradient of `-model(1)` is -1."""
+    given = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(given.weight)
+    return accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
+
+
+def weight_after_an_epoch(accelerator: Any) -> float:
+    """Return the weight after windows of two micro-batches and of one."""
+    ones: Any = torch.ones(3, 1)
+    (model, optimizer), loader = one_weight(accelerator), accelerator.prepare(DataLoader(ones))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(-model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight.item()
 
 
 def test_early_window() -> None:
     """a window of accumulation that closes early"""
-    theirs, ours, restored = map(weight_after_an_epoch, SIDES)
+    theirs, ours, restored = on_sides(weight_after_an_epoch, SIDES, gradient_accumulation_steps=2)
     assert theirs == restored == 1.5
     assert ours == 2.0
 
@@ -113,13 +116,10 @@ def test_dataclasses() -> None:
 
 def test_copies() -> None:
     """`deepcopy` of a prepared loader"""
-    found: list[Any] = []
     numbers: Any = range(3)
-    for side in SIDES:
-        with side.accelerator() as accelerator:
-            loader = accelerator.prepare(DataLoader(numbers))
-            found.append(said(lambda loader=loader: len(copy.deepcopy(loader))))
-    theirs, ours, restored = found
+    theirs, ours, restored = on_sides(
+        lambda each: said(lambda: len(copy.deepcopy(each.prepare(DataLoader(numbers))))), SIDES
+    )
     assert theirs == 3
     assert ours == restored
     assert "copy the DataLoader and prepare() the copy" in ours
@@ -161,14 +161,14 @@ def test_trackers() -> None:
 
 def test_state() -> None:
     """`accelerator.state`"""
-    names = (
+    names = [
         "num_processes",
         "process_index",
         "device",
         "mixed_precision",
         "is_main_process",
         "use_distributed",
-    )
+    ]
     found: list[Any] = []
     for side in SIDES:
         with side.accelerator(mixed_precision="bf16") as accelerator:
@@ -181,10 +181,7 @@ def test_state() -> None:
 
 def test_split_batches_of_the_accelerator() -> None:
     """`Accelerator(split_batches=True)`"""
-    found: list[bool] = []
-    for side in SIDES:
-        with side.accelerator(split_batches=True) as accelerator:
-            found.append(accelerator.split_batches)
+    found = on_sides(lambda accelerator: accelerator.split_batches, SIDES, split_batches=True)
     assert found == [False, True, True]
     for side in SIDES:
         kind = side("accelerate.utils.DataLoaderConfiguration")
@@ -198,87 +195,74 @@ def test_split_batches_of_the_accelerator() -> None:
 
 def test_scalars() -> None:
     """`gather_for_metrics` of a scalar on one process"""
-    found: list[Any] = []
-    for side in SIDES:
-        with side.accelerator() as accelerator:
-            found.append([accelerator.gather_for_metrics(each) for each in (torch.tensor(2.0), 2.0)])
-    theirs, ours, restored = found
+    theirs, ours, restored = on_sides(
+        lambda by: [by.gather_for_metrics(each) for each in (torch.tensor(2.0), 2.0)], SIDES
+    )
     assert theirs[0].shape == restored[0].shape == ()
     assert theirs[1] == restored[1] == 2.0
     assert ours[0].tolist() == ours[1] == [2.0]
 
 
-def one_weight(accelerator: Any) -> Any:
-    """Return a prepared weight of 0 and its optimizer; the gradient of `-model(1)` is -1."""
-    given = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(given.weight)
-    return accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
-
-
-def weights_around_an_error(side: Side) -> list[float]:
+def weights_around_an_error(accelerator: Any) -> list[float]:
     found: list[float] = []
-    with side.accelerator(gradient_accumulation_steps=2) as accelerator:
-        model, optimizer = one_weight(accelerator)
-        for place in range(6):
-            try:
-                with accelerator.accumulate(model):
-                    if place == 1:
-                        raise MemoryError
-                    accelerator.backward(-model(torch.ones(1, 1)).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-            except MemoryError:
-                pass
-            found.append(model.weight.item())
+    model, optimizer = one_weight(accelerator)
+    for place in range(6):
+        with suppress(MemoryError), accelerator.accumulate(model):
+            if place == 1:
+                raise MemoryError
+            accelerator.backward(-model(torch.ones(1, 1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.weight.item())
     return found
 
 
 def test_exceptions() -> None:
     """an exception that leaves `accumulate`, after which the loop goes on"""
-    theirs, ours, restored = map(weights_around_an_error, SIDES)
+    theirs, ours, restored = on_sides(weights_around_an_error, SIDES, gradient_accumulation_steps=2)
     assert theirs == [0, 0, 0, 1.5, 1.5, 2.5]
     assert ours == restored == [0, 0, 0, 1, 1, 2]
 
 
 def test_zero_grad_first() -> None:
     """`zero_grad` before the `backward` of each micro-batch"""
-    found: list[float] = []
-    for side in SIDES:
-        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
-            model, optimizer = one_weight(accelerator)
-            for _ in range(2):
-                with accelerator.accumulate(model):
-                    optimizer.zero_grad()
-                    accelerator.backward(-model(torch.ones(1, 1)).mean())
-                    optimizer.step()
-            found.append(model.weight.item())
-    assert found == [0.5, 1, 1]
+
+    def train(accelerator: Any) -> float:
+        model, optimizer = one_weight(accelerator)
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(-model(torch.ones(1, 1)).mean())
+                optimizer.step()
+        return model.weight.item()
+
+    assert on_sides(train, SIDES, gradient_accumulation_steps=2) == [0.5, 1, 1]
 
 
 def test_clip_in_an_open_window() -> None:
     """`clip_grad_norm_` in an open window"""
-    found: list[list[float]] = []
-    for side in SIDES:
-        with side.accelerator(gradient_accumulation_steps=2) as accelerator:
-            model, optimizer = one_weight(accelerator)
-            norms: list[float] = []
-            for _ in range(2):
-                with accelerator.accumulate(model):
-                    accelerator.backward(-model(torch.ones(1, 1)).mean())
-                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.25).item())
-                    optimizer.step()
-            found.append([*norms, model.weight.item()])
+
+    def train(accelerator: Any) -> list[float]:
+        model, optimizer = one_weight(accelerator)
+        norms: list[float] = []
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(-model(torch.ones(1, 1)).mean())
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.25).item())
+                optimizer.step()
+        return [*norms, model.weight.item()]
+
+    found = on_sides(train, SIDES, gradient_accumulation_steps=2)
     assert found[0] == pytest.approx([0.5, 0.75, 0.25], rel=1e-4)
     assert found[1] == found[2] == pytest.approx([0.5, 1.0, 0.25], rel=1e-4)
 
 
 def test_device_placement() -> None:
     """`device_placement=False`"""
-    found: list[Any] = []
-    for side in SIDES:
-        with side.accelerator(device_placement=False) as accelerator:
-            given = nn.Linear(1, 1, device="meta")
-            found.append(said(lambda given=given, by=accelerator: by.prepare(given).weight.device.type))
+    given = nn.Linear(1, 1, device="meta")
+    found = on_sides(
+        lambda by: said(lambda: by.prepare(given).weight.device.type), SIDES, device_placement=False
+    )
     assert found[0] == "meta"
     assert all(each.startswith("ValueError") for each in found[1:]), found
 
@@ -329,17 +313,15 @@ def test_foreign_parameters() -> None:
 
 def test_losses_of_several_elements() -> None:
     """`backward` of a loss with several elements, and its `gradient`"""
-    found: list[Any] = []
-    for side in SIDES:
-        with side.accelerator() as accelerator:
-            model, _ = one_weight(accelerator)
-            ones = torch.ones(2, 1)
-            told = said(
-                lambda by=accelerator, model=model, ones=ones: by.backward(model(ones), gradient=ones)
-            )
-            alone = said(lambda by=accelerator, model=model, ones=ones: by.backward(model(ones)))
-            found.append((told, alone, model.weight.grad is not None))
-    theirs, ours, restored = found
+    ones = torch.ones(2, 1)
+
+    def outcome(accelerator: Any) -> tuple[Any, Any, bool]:
+        model, _ = one_weight(accelerator)
+        told = said(lambda: accelerator.backward(model(ones), gradient=ones))
+        alone = said(lambda: accelerator.backward(model(ones)))
+        return told, alone, model.weight.grad is not None
+
+    theirs, ours, restored = on_sides(outcome, SIDES)
     assert theirs[0] is None
     assert theirs[2]
     assert "grad can be implicitly created only for scalar outputs" in theirs[1]

@@ -12,8 +12,7 @@ from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.plugins.deepspeed_objects import DummyOptim, DummyScheduler
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
-from drivetrain_accelerate.training.deepspeed_wrappers import DeepSpeedSchedulerWrapper
-from drivetrain_accelerate.training.engine_model import EngineMethods
+from drivetrain_accelerate.training.engine_model import DeepSpeedSchedulerWrapper, EngineMethods
 from drivetrain_checkpoint import NoCheckpointError
 
 pytest.importorskip("deepspeed")

@@ -1,9 +1,12 @@
-"""Put the interface in front of the import system, and take it back."""
+"""Put the interface in front of the import system, here and in spawned processes, and take it back."""
 
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import spawn
 from types import FunctionType, ModuleType
+from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -11,7 +14,6 @@ from drivetrain_accelerate.errors import AlreadyImportedError, UnknownVersionErr
 from drivetrain_accelerate.interface.finder import InterfaceFinder, installed_finder
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_accelerate.launch_variables import told_variables
-from drivetrain_accelerate.spawned_processes import carry_to_spawned, stop_carrying
 from drivetrain_accelerate.strictness import STRICT_VARIABLE
 from drivetrain_config import Layers, environ
 
@@ -117,3 +119,40 @@ def _holds(module: object, real: ModuleType) -> bool:
         )
         for value in values
     )
+
+
+@dataclass(frozen=True)
+class CarriedInstallation:
+    """The installation of the interface in the process that unpickles it."""
+
+    install: Callable[[], None]
+
+    def __reduce__(self) -> Any:
+        return self.install, ()
+
+
+@dataclass(frozen=True)
+class _PreparationWithInterface:
+    """The data that a spawned process reads before it imports the program's main module, with the installation."""
+
+    own: Callable[[str], dict[str, Any]]
+    carried: CarriedInstallation
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        """Return the data for a process."""
+        return {**self.own(name), "drivetrain_accelerate": self.carried}
+
+
+def carry_to_spawned(install: Callable[[], None]) -> None:
+    """Install the interface in the processes that are spawned from now on, before they import the main module."""
+    stop_carrying()
+    # Python has no hook for it. The function that collects the data is replaced: the process unpickles all of the
+    # data, and leaves out keys that it does not know.
+    carried = CarriedInstallation(install)
+    spawn.get_preparation_data = _PreparationWithInterface(spawn.get_preparation_data, carried)
+
+
+def stop_carrying() -> None:
+    """Leave the processes that are spawned from now on as they are."""
+    if isinstance(spawn.get_preparation_data, _PreparationWithInterface):
+        spawn.get_preparation_data = spawn.get_preparation_data.own

@@ -6,7 +6,6 @@ launcher, what the launch says takes the place of what a variable said before.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
@@ -19,59 +18,33 @@ logger = getLogger(__name__)
 _SECTIONS = ("run", "state", "fsdp", "deepspeed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """The text of a variable, and the setting that says it, as "section.field"."""
-
-    text: str
-    setting: str
-
-
-def launch_variables(layers: Layers) -> dict[str, str]:
-    """Return Accelerate's variables for the settings that somebody said."""
-    return {name: told.text for name, told in _translated(_said(layers)[0]).items()}
-
-
 def told_variables(layers: Layers) -> dict[str, str]:
-    """Return the same, and warn of each variable of the environment that says something else and gives way."""
-    said, sources = _said(layers)
-    found = _translated(said)
-    for name, told in found.items():
-        before = environ.read(name)
-        is_first = environ.read("RANK") in (None, "0")
-        if is_first and before is not None and not is_same_word(before, told.text):
-            logger.warning(
-                "%s=%s in the environment gives way to %s=%s, which %s says: unset the one, or leave out the other",
-                name,
-                before,
-                told.setting,
-                told.text,
-                sources[told.setting],
-            )
-    return {name: told.text for name, told in found.items()}
+    """Return Accelerate's variables for the settings that somebody said.
 
-
-def _said(layers: Layers) -> tuple[dict[str, dict[str, Any]], dict[str, Source]]:
-    """Return the fields that are no defaults, by section, and the source of each "section.field"."""
-    said: dict[str, dict[str, Any]] = {}
+    Warn of each variable of the environment that says something else and gives way.
+    """
+    said: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for name, kind in sections(only=_SECTIONS).items():
         found = resolve(kind, section=name, layers=layers)
-        given = {field: source for field, source in found.sources.items() if source.kind != "default"}
-        said[name] = {field: getattr(found.value, field) for field in given}
-        sources |= {f"{name}.{field}": source for field, source in given.items()}
-    return said, sources
-
-
-def _translated(said: Mapping[str, Mapping[str, Any]]) -> dict[str, _Told]:
-    found: dict[str, _Told] = {}
-    backend = str(said.get("run", {}).get("backend"))
-    for setting, variable, text_of in (*_OF_ANY_RUN, *_OF_BACKEND.get(backend, ())):
-        section, _, field = setting.partition(".")
-        value = said.get(section, {}).get(field)
+        for field, source in found.sources.items():
+            if source.kind != "default":
+                said[f"{name}.{field}"] = getattr(found.value, field)
+                sources[f"{name}.{field}"] = source
+    texts: dict[str, tuple[str, str]] = {}
+    for setting, variable, text_of in (*_OF_ANY_RUN, *_OF_BACKEND.get(str(said.get("run.backend")), ())):
+        value = said.get(setting)
         if value is not None and (text := text_of(value)):
-            found[variable] = _Told(text, setting)
-    return found
+            texts[variable] = text, setting
+    for variable, (text, setting) in texts.items():
+        before = environ.read(variable)
+        is_first = environ.read("RANK") in (None, "0")
+        if is_first and before is not None and not is_same_word(before, text):
+            logger.warning(
+                "%s=%s in the environment gives way to %s=%s, which %s says: unset the one, or leave out the other",
+                variable, before, setting, text, sources[setting],
+            )  # fmt: skip
+    return {variable: text for variable, (text, _) in texts.items()}
 
 
 def _always(text: str) -> Callable[[Any], str]:

@@ -63,10 +63,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def extract_model_from_parallel(
-    model: nn.Module,
-    keep_fp32_wrapper: bool = True,
-    keep_torch_compile: bool = True,
-    recursive: bool = False,
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
     """Return the model inside of DDP, DataParallel and DeepSpeed's engine."""
     compiled = model if is_compiled_module(model) else None
@@ -130,23 +127,18 @@ def _compiled(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
-    compile_in_place(module, **compile_kwargs)
-
-
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
-    compile_in_place(module, **compile_kwargs)
-    return module
-
-
-def compile_in_place(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile each block of a list of blocks, and each module that holds no such list; names stay as they are."""
+    """Compile each repeated block of a model in place, and each module that holds none; names stay as they are."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)
     elif has_repeated_blocks(module):
         for child in module.children():
-            compile_in_place(child, **compile_kwargs)
+            compile_regions_deepspeed(child, **compile_kwargs)
     else:
         module.compile(**compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module

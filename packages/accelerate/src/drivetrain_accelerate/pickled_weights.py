@@ -28,7 +28,13 @@ def write_pickled_weights(weights: Mapping[str, Any], folder: Path, *, max_shard
         for file, names in shards.items():
             torch.save({name: weights[name] for name in names}, unfinished[file])
         if len(shards) > 1:
-            unfinished[WEIGHTS_INDEX_NAME].write_text(_index(weights, shards), encoding="utf-8")
+            stored = {_memory(value): _size_bytes(value) for value in weights.values()}
+            index = {
+                "metadata": {"total_size": sum(stored.values())},
+                "weight_map": {name: file for file, names in shards.items() for name in names},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            unfinished[WEIGHTS_INDEX_NAME].write_text(text, encoding="utf-8")
         for path in list(folder.iterdir()):
             if _OF_AN_EXPORT.fullmatch(path.name):
                 path.unlink()
@@ -61,15 +67,6 @@ def plan_shards(weights: Mapping[str, Any], limit_bytes: int) -> dict[str, list[
         return {WEIGHTS_NAME: shards[0]}
     stem = Path(WEIGHTS_NAME).stem
     return {f"{stem}-{i:05d}-of-{len(shards):05d}.bin": names for i, names in enumerate(shards, start=1)}
-
-
-def _index(weights: Mapping[str, Any], shards: Mapping[str, list[str]]) -> str:
-    stored = {_memory(value): _size_bytes(value) for value in weights.values()}
-    content = {
-        "metadata": {"total_size": sum(stored.values())},
-        "weight_map": {name: file for file, names in shards.items() for name in names},
-    }
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def _memory(value: Any) -> Any:

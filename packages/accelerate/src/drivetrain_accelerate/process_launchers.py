@@ -1,9 +1,11 @@
 """Launch a function on several processes, with the arguments of Accelerate's launchers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from drivetrain_accelerate.spawned_processes import CarriedInstallation
+from drivetrain_accelerate.installation import CarriedInstallation, install, is_installed
+from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_launcher import debug_launcher as launch_on_cpu
 from drivetrain_launcher import notebook_launcher as launch_from_notebook
 
@@ -60,35 +62,15 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 def test_launch() -> None:
     """Connect the ranks of this launch, as a check that they find each other. Called on all ranks."""
-    from drivetrain_accelerate.states.partial_state import PartialState
-
     PartialState()
 
 
 def _with_interface(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs in a process which has the interface in front of its imports, if this one has."""
-    from drivetrain_accelerate.installation import is_installed
-
-    return _Launched(function) if is_installed() else function
-
-
-class _Launched:
-    """A function that runs where the interface is installed; a class, so that processes can be sent one."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return self.function(*args)
-
-    def __reduce__(self) -> Any:
-        from drivetrain_accelerate.installation import install
-
-        # The installation is unpickled first: the function's module may import accelerate.
-        return _launched, (CarriedInstallation(install), self.function)
+    # The installation is unpickled first: the function's module may import accelerate.
+    return partial(_call, CarriedInstallation(install), function) if is_installed() else function
 
 
-def _launched(installed: None, function: Callable[..., Any]) -> _Launched:
+def _call(installed: object, function: Callable[..., Any], *args: Any) -> Any:
     del installed
-    return _Launched(function)
+    return function(*args)

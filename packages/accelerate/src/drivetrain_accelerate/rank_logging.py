@@ -1,9 +1,10 @@
-"""Loggers that log on the main process unless a call says otherwise."""
+"""Loggers and progress bars of the main process, or of all where a call says so."""
 
 import logging
 from functools import cache
 from typing import Any
 
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_config import environ
 from drivetrain_state import RankLogger
 
@@ -43,3 +44,16 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a progress bar of tqdm that is shown on the first process of each node."""
+    try:
+        from tqdm.auto import tqdm as bar
+    except ImportError as error:
+        raise ImportError("the progress bar needs tqdm: pip install tqdm") from error
+    if args and isinstance(args[0], bool):
+        raise ValueError(f"tqdm({args[0]}, ...): say main_process_only={args[0]} after the iterable")
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not current_context().topology.is_local_main
+    return bar(*args, **kwargs)

@@ -22,7 +22,6 @@ from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
-from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -80,7 +79,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
-        _check_unsupported(torch_tp_plugin, megatron_lm_plugin)
+        _refuse_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:
             data = replace(data, split_batches=split_batches)  # the program's own stays as it is
@@ -103,7 +102,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         )
-        super().__init__(options, _state_of(options))
+        super().__init__(options, _share_state(options))
         check_fp8_precision(options.handlers.fp8, self.state.mixed_precision)
         self.device_placement = device_placement
         self.rng_types = rng_types or ["generator"]
@@ -132,12 +131,12 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 
     deepspeed_plugin: Any = shown(
-        "state.deepspeed_plugin", "The plugin of DeepSpeed that is selected; None without one."
+        "state.deepspeed_plugin", "The selected plugin of DeepSpeed; None without one."
     )
     is_fsdp2: bool = shown("state.is_fsdp2", "True if models are sharded: drivetrain shards by FSDP2 alone.")
     parallelism_config: Any = shown("state.parallelism_config", "The parallel dimensions; None without.")
     torch_device_mesh: Any = shown(
-        "state.device_mesh", "The mesh of the parallel dimensions of more than one process; None without."
+        "state.device_mesh", "The mesh of the parallel dimensions; None on one process."
     )
 
     @property
@@ -198,12 +197,9 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
         self.options.data = value
 
-    split_batches: bool = shown(
-        "options.data.split_batches", "True if a loader's batch size is the sum over processes."
-    )
+    split_batches: bool = shown("options.data.split_batches", "True if batch sizes are sums over processes.")
     dispatch_batches: bool | None = shown(
-        "options.data.dispatch_batches",
-        "True if the main process reads for all; None: for iterable datasets.",
+        "options.data.dispatch_batches", "True if the main process reads for all."
     )
 
     @property
@@ -215,23 +211,24 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     def even_batches(self, value: bool) -> None:
         self.dataloader_config.even_batches = value
 
-    use_seedable_sampler: bool = shown(
-        "options.data.use_seedable_sampler",
-        "True if the order follows from a seed and the epoch alone; in drivetrain it always does.",
-    )
+    # The order of drivetrain's loaders always follows from a seed and the epoch, and they always have `state_dict`.
+    use_seedable_sampler: bool = shown("options.data.use_seedable_sampler", "As the program has said.")
+    use_stateful_dataloader: bool = shown("options.data.use_stateful_dataloader", "As the program has said.")
     non_blocking: bool = shown(
         "options.data.non_blocking", "True if pinned batches are copied without waiting."
-    )
-    use_stateful_dataloader: bool = shown(
-        "options.data.use_stateful_dataloader", "True if loaders have `state_dict`; drivetrain's always have."
     )
     project_dir: str | None = shown("project_configuration.project_dir", "The folder of the run.")
     logging_dir: str | None = shown("project_configuration.logging_dir", "The folder of logs.")
     save_iteration: int = shown("project_configuration.iteration", "The number of the next checkpoint.")
 
 
-def _state_of(options: RunOptions) -> AcceleratorState:
+def _share_state(options: RunOptions) -> AcceleratorState:
     """Return the state of the run that all Accelerators of a process share; the first one's options set it."""
+    group = {}
+    init = options.handlers.init
+    if init is not None and not is_initialized() and not dist.is_initialized():
+        check_group(init, "cpu" if options.cpu or asks_for_cpu() else best_device_kind())
+        group = {} if init.timeout is None else {"timeout": init.timeout}
     return AcceleratorState(
         options.mixed_precision,
         options.cpu,
@@ -240,20 +237,11 @@ def _state_of(options: RunOptions) -> AcceleratorState:
         fsdp_plugin=options.fsdp_plugin,
         parallelism_config=options.parallelism_config,
         _from_accelerator=True,
-        **_group_arguments(options),
+        **group,
     )
 
 
-def _group_arguments(options: RunOptions) -> dict[str, Any]:
-    """Return what the program says of the process group, for `PartialState`."""
-    init = options.handlers.init
-    if init is None or is_initialized() or dist.is_initialized():
-        return {}  # the group is there
-    check_group(init, "cpu" if options.cpu or asks_for_cpu() else best_device_kind())
-    return {} if init.timeout is None else {"timeout": init.timeout}
-
-
-def _check_unsupported(torch_tp_plugin: TorchTensorParallelPlugin | None, megatron_lm_plugin: Any) -> None:
+def _refuse_unsupported(torch_tp_plugin: Any, megatron_lm_plugin: Any) -> None:
     if torch_tp_plugin is not None:
         check_tensor_parallel(torch_tp_plugin)
     if megatron_lm_plugin is not None:

@@ -60,19 +60,18 @@ def surplus_folders(project: ProjectConfiguration, saved: Path) -> list[Path]:
 
 def numbered_folders(parent: Path, *, beginning: int = 0) -> list[Path]:
     """Return the automatic folders in a folder that hold a checkpoint, by their numbers, from one of them on."""
+
+    def is_committed(folder: Path) -> bool:
+        by_drivetrain = folder.is_dir() and any(each.committed for each in find_checkpoints(folder))
+        return by_drivetrain or find_accelerate_state(folder) is not None
+
     found = [each for each in parent.glob(f"{_PREFIX}*") if each.name.removeprefix(_PREFIX).isdecimal()]
     asked = [each for each in found if _number(each) >= beginning]
-    return sorted(filter(_is_committed, asked), key=_number)
+    return sorted(filter(is_committed, asked), key=_number)
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix(_PREFIX))
-
-
-def _is_committed(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint, of drivetrain or of Accelerate."""
-    are_committed = folder.is_dir() and any(each.committed for each in find_checkpoints(folder))
-    return are_committed or find_accelerate_state(folder) is not None
 
 
 def _automatic(project: ProjectConfiguration) -> Path:

@@ -43,11 +43,6 @@ class CompositionPlan:
     fp8_recipe: Fp8Recipe | None
     settings: SourcedSettings
 
-    @property
-    def sections(self) -> dict[str, dict[str, object]]:
-        """The settings by section, without their sources."""
-        return self.settings.sections
-
 
 def compose(
     options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True

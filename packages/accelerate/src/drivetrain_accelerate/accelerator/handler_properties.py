@@ -1,7 +1,5 @@
 """The handlers of an Accelerator, and what follows from them, under the names that programs read."""
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun, shown
@@ -21,8 +19,17 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
 )
 
 
-def _replace(name: str) -> Callable[[Any, KwargsHandler | None], None]:
-    """Return a setter that replaces a handler until the run is composed."""
+def _handler(name: str, meaning: str, *, kind: type[KwargsHandler] = KwargsHandler) -> Any:
+    """Return a property of a handler, which programs may set until the run is composed.
+
+    It is None unless the handler is of a kind.
+    """
+
+    def read(run: Any) -> Any:
+        held = getattr(run.options.handlers, name)
+        # `FP8RecipeKwargs`, the oldest class, derives from those of two libraries, and counts as neither of them.
+        is_older = isinstance(held, FP8RecipeKwargs) and kind is not FP8RecipeKwargs
+        return held if isinstance(held, kind) and not is_older else None
 
     def replace(run: Any, handler: KwargsHandler | None) -> None:
         if run.is_composed:
@@ -32,23 +39,7 @@ def _replace(name: str) -> Callable[[Any, KwargsHandler | None], None]:
             )
         setattr(run.options.handlers, name, handler)
 
-    return replace
-
-
-def _handler(name: str, meaning: str) -> Any:
-    return property(attrgetter(f"options.handlers.{name}"), _replace(name), doc=meaning)
-
-
-def _fp8_handler(kind: type[KwargsHandler], meaning: str) -> Any:
-    """Return a property of the options of fp8, which is None unless they are of a class."""
-
-    def read(run: Any) -> Any:
-        held = run.options.handlers.fp8
-        # `FP8RecipeKwargs`, the oldest class, derives from those of two libraries, and counts as neither of them.
-        is_of_kind = type(held) is kind or (isinstance(held, kind) and not isinstance(held, FP8RecipeKwargs))
-        return held if is_of_kind else None
-
-    return property(read, _replace("fp8"), doc=meaning)
+    return property(read, replace, doc=meaning)
 
 
 class HandlerProperties(ComposedRun):
@@ -60,15 +51,17 @@ class HandlerProperties(ComposedRun):
     init_handler: InitProcessGroupKwargs | None = shown(
         "options.handlers.init", "The options of the process group, which cannot be set once it is made."
     )
-    fp8_recipe_handler: FP8RecipeKwargs | None = _fp8_handler(
-        FP8RecipeKwargs, "The options of fp8 in the form from before there was a class for each library."
+    fp8_recipe_handler: FP8RecipeKwargs | None = _handler(
+        "fp8", "The options of fp8 without a library's own class.", kind=FP8RecipeKwargs
     )
-    ao_recipe_handler: AORecipeKwargs | None = _fp8_handler(AORecipeKwargs, "The options of fp8 by torchao.")
-    te_recipe_handler: TERecipeKwargs | None = _fp8_handler(
-        TERecipeKwargs, "The options of fp8 by Transformer Engine."
+    ao_recipe_handler: AORecipeKwargs | None = _handler(
+        "fp8", "The options of fp8 by torchao.", kind=AORecipeKwargs
     )
-    msamp_recipe_handler: MSAMPRecipeKwargs | None = _fp8_handler(
-        MSAMPRecipeKwargs, "The options of fp8 by MS-AMP, which is refused where it would run."
+    te_recipe_handler: TERecipeKwargs | None = _handler(
+        "fp8", "The options of fp8 by Transformer Engine.", kind=TERecipeKwargs
+    )
+    msamp_recipe_handler: MSAMPRecipeKwargs | None = _handler(
+        "fp8", "The options of fp8 by MS-AMP, which is refused where it would run.", kind=MSAMPRecipeKwargs
     )
     delayed_fp8_autocast = False  # models compute in fp8 from their preparation on
     has_lomo_optimizer = False  # LOMO's optimizers are refused

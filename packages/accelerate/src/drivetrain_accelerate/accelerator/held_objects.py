@@ -75,11 +75,9 @@ class HeldObjects(ComposedRun):
         """
         if self._inner is not None:
             self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
-        for optimizer in self._optimizers:
-            optimizer.schedules.clear()
-        for model in self._models:
-            if isinstance(model, EngineMethods):
-                model.schedules.clear()
+        engines = [each for each in self._models if isinstance(each, EngineMethods)]
+        for holder in (*self._optimizers, *engines):
+            holder.schedules.clear()
         self._released.keep(each for each in self._models if each not in self._evaluated)
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._evaluated):
             kept.clear()
@@ -114,7 +112,9 @@ class HeldObjects(ComposedRun):
 
     def _as_built(self, model: nn.Module) -> nn.Module:
         """Return a model that another Accelerator has prepared as the user built it, and others as they are."""
-        built = _inside(model)
+        inner = unwrap_compiled(model)
+        forms = [each for each in (model, inner) if isinstance(each, PreparedForward)]
+        built = inner.module if isinstance(inner, ModuleProxy) else next(iter(forms), None)
         if built is None or model in self._released or self._prepared_form(model) is not None:
             return model
         if self.state.num_processes > 1:
@@ -133,14 +133,6 @@ class HeldObjects(ComposedRun):
         for other in others:
             other.free_memory()
         return restore_forward(built)
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    """Return the user's module inside of what a `prepare` returned or changed; None of other models."""
-    inner = unwrap_compiled(model)
-    if isinstance(inner, ModuleProxy):
-        return inner.module
-    return next((each for each in (model, inner) if isinstance(each, PreparedForward)), None)
 
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:

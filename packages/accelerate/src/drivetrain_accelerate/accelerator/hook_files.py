@@ -53,7 +53,10 @@ def settle(folder: Path) -> None:
     before = parent / _BEFORE
     if before.is_file() and before.read_text(encoding="utf-8") != _committed_last(folder):
         for path in staged_folder(folder).iterdir():
-            _replace(path, folder / path.name)
+            place = folder / path.name
+            if place.is_dir():
+                rmtree(place)
+            os.replace(path, place)
     rmtree(parent)
     if not any(folder.iterdir()):
         folder.rmdir()
@@ -73,12 +76,5 @@ class SettleHookFiles(CheckpointHook):
 
 def _committed_last(folder: Path) -> str:
     """Return the name of the save that was committed last in a folder; an empty one if there is none."""
-    newest = next((each for each in find_checkpoints(folder) if each.manifest is not None), None)
-    return "" if newest is None or newest.manifest is None else newest.manifest.save_id
-
-
-def _replace(path: Path, place: Path) -> None:
-    """Move a file or folder to a place, in place of what is there."""
-    if place.is_dir():
-        rmtree(place)
-    os.replace(path, place)
+    manifests = (each.manifest for each in find_checkpoints(folder))
+    return next((each.save_id for each in manifests if each is not None), "")

@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains
 from drivetrain_accelerate.accelerator.whole_models import whole_state
-from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, make_stateful
 from drivetrain_accelerate.loaders.prepared_loader import choose_kind, refuse_slicing
 from drivetrain_accelerate.loaders.standalone import skip_first_batches
-from drivetrain_accelerate.loaders.torchdata_loader import make_stateful
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import (
     DummyOptim,
@@ -23,8 +22,7 @@ from drivetrain_accelerate.plugins.deepspeed_objects import (
     scheduler_for,
 )
 from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
-from drivetrain_accelerate.training.deepspeed_wrappers import DeepSpeedSchedulerWrapper
-from drivetrain_accelerate.training.engine_model import EngineMethods, as_engine
+from drivetrain_accelerate.training.engine_model import DeepSpeedSchedulerWrapper, EngineMethods, as_engine
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_backends import Scheduler, unwrap_compiled

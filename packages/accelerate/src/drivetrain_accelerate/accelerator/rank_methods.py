@@ -1,7 +1,5 @@
 """The methods of an Accelerator that tell of the ranks and exchange data between them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,12 +7,14 @@ import torch
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun, shown
 from drivetrain_accelerate.accelerator.real_rows import gather_first_rows, gather_real_rows
 from drivetrain_accelerate.plugins.enums import DistributedType
+from drivetrain_accelerate.states.partial_state import RankControl
 from drivetrain_accelerate.tensors.rank_collectives import gather as gather_over_ranks
 from drivetrain_accelerate.tensors.rank_collectives import pad_across_processes as pad_to_largest
 from drivetrain_accelerate.tensors.rank_collectives import reduce as reduce_over_ranks
+from drivetrain_state import Context
 
 
-class RankMethods(ComposedRun):
+class RankMethods(RankControl, ComposedRun):
     """The ranks of the run: what each is, what each does alone, and what all exchange.
 
     Attributes:
@@ -25,13 +25,7 @@ class RankMethods(ComposedRun):
         super().__init__(*given)
         self.flag_tensor: torch.Tensor | None = None
 
-    use_distributed: bool = shown("state.use_distributed", "True if there are several ranks.")
-
-    @property
-    def multi_device(self) -> bool:
-        """True if there are several ranks on accelerators."""
-        return self.use_distributed and self.device.type != "cpu"
-
+    context: Context = shown("state.context", "Drivetrain's context of the ranks.")
     distributed_type: DistributedType = shown(
         "state.distributed_type", "The way in which processes train together."
     )
@@ -39,58 +33,11 @@ class RankMethods(ComposedRun):
     process_index: int = shown("state.process_index", "The rank of this process.")
     local_process_index: int = shown("state.local_process_index", "The rank of this process on its node.")
     device: torch.device = shown("state.device", "The device of this process.")
-    is_main_process: bool = shown("state.is_main_process", "True if this process is rank 0.")
-    is_local_main_process: bool = shown(
-        "state.is_local_main_process", "True if this process is rank 0 of its node."
-    )
-    is_last_process: bool = shown("state.is_last_process", "True if this process has the highest rank.")
 
-    def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
-        return self.state.split_between_processes(inputs, apply_padding=apply_padding)
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
-        return self.state.on_main_process if function is None else self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function so that it runs on rank 0 of each node only."""
-        state = self.state
-        return state.on_local_main_process if function is None else state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs on the highest rank only."""
-        return self.state.on_last_process(function)
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank only."""
-        return self.state.on_process(function, process_index=process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank of each node only."""
-        return self.state.on_local_process(function, local_process_index=local_process_index)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0 before the other ranks. Called on all ranks."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
-        return self.state.local_main_process_first()
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank has reached this call. Called on all ranks."""
-        self.state.wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first rank of each node, as `print` does."""
-        self.state.print(*args, **kwargs)
+    @property
+    def multi_device(self) -> bool:
+        """True if there are several ranks on accelerators."""
+        return self.use_distributed and self.device.type != "cpu"
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate nested tensors over ranks, rank by rank, in dimension 0. Called on all ranks."""

@@ -185,12 +185,11 @@ class TrainingMethods(PrepareMethods):
         if self._leaves_steps_alone:
             return nn.utils.clip_grad_norm_(chosen, max_norm, float(norm_type))
         norm = self.inner.clip_grad_norm_(chosen, max_norm, float(norm_type))
-        return self._norm_so_far(chosen, float(norm_type)) if norm is None else norm
-
-    def _norm_so_far(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of what this rank has accumulated, of shape ()."""
+        if norm is not None:
+            return norm
         scale = self.inner.loss_scale_state() if self.state.scales_loss else None
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], norm_type)
+        gradients = [each.grad for each in chosen if each.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, float(norm_type))
         return norm if scale is None else norm / scale["scale"]
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:

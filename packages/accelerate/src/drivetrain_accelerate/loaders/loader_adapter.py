@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain_accelerate.libraries.availability import is_torchdata_stateful_dataloader_available
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
-from drivetrain_accelerate.loaders.torchdata_loader import build_loader
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
 from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches
 from drivetrain_data.skipping_view import SkippedBatches
@@ -35,20 +35,11 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         """Record that a loop begins."""
         self.reset()
-        self.remainder = self._remainder()
         GradientState().add_dataloader(self)
 
     def end(self) -> None:
         """Record that the loop has ended."""
         GradientState().remove_dataloader(self)
-
-    @property
-    def data_position(self) -> DataPosition | None:
-        """The place of its loop in the data; None if it is not known."""
-        return None
-
-    def _remainder(self) -> int:
-        return -1
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -142,17 +133,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         yield from self.sharded
 
     def _draw(self) -> None:
-        """Draw from the global generator what a loop over torch's DataLoader draws, the seed of its workers.
-
-        Nothing is read with it: what follows, such as dropout's masks, is then drawn as with Accelerate. The rest of
-        an epoch has its draw behind it, in the state of the generator that was loaded with the loader's.
-        """
+        """Draw from the global generator the seed of workers, as a loop over torch's DataLoader does."""
+        # Nothing is read with it: dropout's masks, for one, are then drawn as with Accelerate. The rest of an epoch
+        # has its draw behind it, in the state of the generator that was loaded with the loader's.
         base: Any = self.users_loader
-        if (
-            isinstance(base, DataLoader)
-            and base.generator is None
-            and not sharded_of(self.sharded).is_resumed
-        ):
+        is_resumed = sharded_of(self.sharded).is_resumed
+        if isinstance(base, DataLoader) and base.generator is None and not is_resumed:
             torch.empty((), dtype=torch.int64).random_()
 
     def __reduce__(self) -> Any:
@@ -241,3 +227,38 @@ def _shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]
     if isinstance(sharded, SkippedBatches):
         batches = SkipBatchSampler(batches, sharded.num_batches)
     return rebuild(loader, loader.dataset, loader.generator, batch_sampler=batches)
+
+
+def _find_stateful_kind() -> type[DataLoader[Any]]:
+    """Return torchdata's class, which may be missing or too old."""
+    if not is_torchdata_stateful_dataloader_available():
+        raise ImportError(
+            "use_stateful_dataloader=True: torchdata 0.8 or newer is not installed; pip install 'torchdata>=0.8', or "
+            "leave it out: a prepared loader has state_dict() without it"
+        )
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+def make_stateful(loader: Any) -> DataLoader[Any]:
+    """Return torchdata's loader with the data and options of torch's."""
+    kind = _find_stateful_kind()
+    if isinstance(loader, kind):
+        return loader
+    if not is_stock(loader):
+        raise ValueError(
+            f"use_stateful_dataloader=True: {type(loader).__name__} reads in a way of its own, which "
+            "torchdata's loader does not have: pass a DataLoader, or leave it out"
+        )
+    layout: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+    if isinstance(loader.dataset, IterableDataset):
+        layout = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is None:
+        layout = {"batch_size": None, "sampler": loader.sampler}
+    return rebuild(loader, loader.dataset, loader.generator, kind, **layout)
+
+
+def build_loader(use_stateful_dataloader: bool, dataset: Any, **options: Any) -> DataLoader[Any]:
+    """Return a loader of torchdata's kind if it is asked for, else of torch's."""
+    return (_find_stateful_kind() if use_stateful_dataloader else DataLoader)(dataset, **options)

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, DataLoaderStateMixin, sharded_of
+from drivetrain_accelerate.loaders.loader_adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    build_loader,
+    sharded_of,
+)
 from drivetrain_accelerate.loaders.resume_checks import PassedBatches, check_epoch, count_passed_batches
-from drivetrain_accelerate.loaders.torchdata_loader import build_loader
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import BatchPlan, Shard, ShardedLoader, own_seed, shard_loader
 from drivetrain_data.settings import UnevenPolicy
@@ -106,14 +110,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             "build a DataLoader with the sampler and prepare() it"
         )
 
-    def _remainder(self) -> int:
+    def begin(self) -> None:
+        """Record that a loop begins, and how many samples its last step will have, if that is known."""
+        super().begin()
         total = self.total_batch_size
-        is_stream = isinstance(self.dataset, IterableDataset)
-        if not total or self.drops_last or (self.skip_batches and not is_stream):
-            return -1
-        if not hasattr(self.dataset, "__len__"):
-            return -1
-        return self.total_dataset_length % total
+        is_known = not self.skip_batches or isinstance(self.dataset, IterableDataset)
+        if total and is_known and not self.drops_last and hasattr(self.dataset, "__len__"):
+            self.remainder = self.total_dataset_length % total
 
 
 class DataLoaderDispatcher(DataLoaderShard):
@@ -150,8 +153,9 @@ class DataLoaderDispatcher(DataLoaderShard):
         if plan.real_counts is not None and plan.sizes is not None:
             self.remainder = sum(plan.real_counts)
 
-    def _remainder(self) -> int:
-        return -1  # unknown until the main process has read the last batch
+    def begin(self) -> None:
+        """Record that a loop begins; its last step is unknown until the main process has read it."""
+        DataLoaderStateMixin.begin(self)
 
 
 class SkipDataLoader(DataLoaderShard):

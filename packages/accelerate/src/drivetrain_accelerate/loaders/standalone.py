@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, sharded_of
+from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, make_stateful, sharded_of
 from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderShard,
     choose_kind,
@@ -15,7 +15,6 @@ from drivetrain_accelerate.loaders.prepared_loader import (
     shard_for_process,
 )
 from drivetrain_accelerate.loaders.resume_checks import check_skipped
-from drivetrain_accelerate.loaders.torchdata_loader import make_stateful
 from drivetrain_accelerate.plugins.enums import RNGType
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_data import ResumedLoaderError, Shard, shard_loader

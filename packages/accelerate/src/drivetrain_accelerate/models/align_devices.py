@@ -1,7 +1,9 @@
 """The hook that brings the weights and inputs of one module to its device, and sends the weights back."""
 
+import inspect
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,41 +24,28 @@ from drivetrain_dispatch.planning.device_map import place_of
 _META = torch.device("meta")
 
 
+@dataclass(eq=False, repr=False)
 class AlignDevicesHook(ModelHook):
     """A hook by which a module computes on a device, whatever the device of its inputs and weights."""
 
-    def __init__(
-        self,
-        execution_device: Where | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: TiedCopies | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.input_device: torch.device | None = None
-        self.original_devices: dict[str, torch.device] = {}
+    execution_device: Where | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: TiedCopies | None = None
+    input_device: torch.device | None = field(default=None, init=False)
+    original_devices: dict[str, torch.device] = field(default_factory=dict[str, torch.device], init=False)
 
     def __repr__(self) -> str:
-        shown = [
-            "execution_device",
-            "offload",
-            "io_same_device",
-            "offload_buffers",
-            "place_submodules",
-            "skip_keys",
-        ]
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
+        shown = (
+            f"{name}={getattr(self, name)}"
+            for name in inspect.signature(AlignDevicesHook).parameters
+            if not name.endswith("_map")
+        )
+        return f"AlignDevicesHook({', '.join(shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the weights of the module, or take them off every device."""
@@ -83,10 +72,7 @@ class AlignDevicesHook(ModelHook):
     def _offloaded(self, module: nn.Module) -> list[str]:
         """Return the names of the tensors that leave the device: no map holds buffers that are not saved."""
         found = named_module_tensors(
-            module,
-            include_buffers=self.offload_buffers,
-            recurse=self.place_submodules,
-            remove_non_persistent=True,
+            module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
         return [name for name, _ in found]
 
@@ -165,7 +151,8 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
     hook = hook_of(module)
     if isinstance(hook, AlignDevicesHook) and hook.offload:
         before = hook.execution_device
-        hook.execution_device = before if execution_device is None else execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
         try:
             hook.pre_forward(module)
             yield

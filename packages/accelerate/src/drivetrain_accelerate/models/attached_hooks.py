@@ -12,7 +12,7 @@ from drivetrain_accelerate.models.module_tensors import TiedCopies, Where, named
 from drivetrain_accelerate.models.offload_folder import PrefixedDataset
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Hooks:
     """The options that the hooks of all modules share, and how they are added."""
 
@@ -41,11 +41,7 @@ class _Hooks:
             self.add_to_each(child, f"{name}.{inner}" if name else inner, device, offload=offload)
 
     def add_to_blocks(
-        self,
-        module: nn.Module,
-        name: str,
-        devices: Mapping[str, Where | None],
-        offload: Mapping[str, bool],
+        self, module: nn.Module, name: str, devices: Mapping[str, Where | None], offload: Mapping[str, bool]
     ) -> None:
         """Add hooks to the modules that are named, inside of one of this name."""
         device, is_offloaded = devices.get(name), name in devices and offload.get(name, False)
@@ -107,13 +103,7 @@ def attach_align_device_hook(
     tied_params_map: TiedCopies | None = None,
 ) -> None:
     """Offload each module inside of one that holds weights itself, and bring it to a device at its forward."""
-    hooks = _Hooks(
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        tied_params_map=tied_params_map,
-    )
+    hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     hooks.add_to_each(module, module_name, execution_device, offload=offload)
 
 
@@ -129,13 +119,7 @@ def attach_align_device_hook_on_blocks(
     tied_params_map: TiedCopies | None = None,
 ) -> None:
     """Have each named module inside of one compute on its device, offloaded or not."""
-    hooks = _Hooks(
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        tied_params_map=tied_params_map,
-    )
+    hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping):
         flags = offload if isinstance(offload, dict) else dict.fromkeys(execution_device, offload)
         hooks.add_to_blocks(module, module_name, execution_device, flags)

@@ -48,7 +48,7 @@ class DispatchedHook(AlignDevicesHook):
         )
 
     @offload.setter
-    def offload(self, value: bool) -> None:
+    def offload(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if value:
             raise ValueError("offload=True: the dispatch of the model says which weights are offloaded")
 
@@ -62,7 +62,9 @@ class DispatchedHook(AlignDevicesHook):
         return MappingProxyType({name: tensor.detach() for name, tensor in stored.items()})
 
     @weights_map.setter
-    def weights_map(self, value: Mapping[str, Tensor] | None) -> None:
+    def weights_map(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: Mapping[str, Tensor] | None
+    ) -> None:
         self._changed = value or {}
 
     def pre_forward(

@@ -1,6 +1,7 @@
 """Store the weights of layers in one dtype, and compute in another."""
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,13 +11,13 @@ from drivetrain_accelerate.plugins.constants import SUPPORTED_PYTORCH_LAYERS_FOR
 from drivetrain_dispatch.model.sizes import listed
 
 
+@dataclass(eq=False)
 class LayerwiseCastingHook(ModelHook):
     """A hook by which a layer computes in another dtype than the one its weights are stored in."""
 
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype = storage_dtype
-        self.compute_dtype = compute_dtype
-        self.non_blocking = non_blocking
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Convert the weights to the storage dtype."""

@@ -102,13 +102,7 @@ def cpu_offload(
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
     """Keep all weights of a model in host memory, and prefetch each while earlier modules compute."""
-    device = _device_of(model) if execution_device is None else execution_device
-    _forget(model)
-    sources = _fill_from_sources(model, state_dict, None, None)
-    return _dispatch(
-        model, {"": "cpu"}, sources, main_device=device, offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-    )  # fmt: skip
+    return _offload(model, "cpu", execution_device, state_dict, None, offload_buffers, preload_module_classes)
 
 
 def disk_offload(
@@ -119,12 +113,30 @@ def disk_offload(
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
     """Write the weights of a model to a file, and use them from there."""
-    device = _device_of(model) if execution_device is None else execution_device
+    return _offload(
+        model, "disk", execution_device, None, offload_dir, offload_buffers, preload_module_classes
+    )
+
+
+def _offload(
+    model: AnyModule,
+    place: str,
+    device: torch.device | None,
+    state_dict: dict[str, Tensor] | None,
+    offload_dir: Folder | None,
+    offload_buffers: bool,
+    preload_module_classes: list[str] | None,
+) -> AnyModule:
+    """Dispatch a model whose weights are all in one place, by default for the device of the first parameter."""
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if place == "disk" and device.type == "meta":
+        device = torch.device("cpu")
     _forget(model)
-    sources = _fill_from_sources(model, None, offload_dir, None)
+    sources = _fill_from_sources(model, state_dict, offload_dir, None)
     return _dispatch(
-        model, {"": "disk"}, sources, main_device=torch.device("cpu") if device.type == "meta" else device,
-        offload_dir=offload_dir, offload_buffers=offload_buffers, preload_module_classes=preload_module_classes,
+        model, {"": place}, sources, main_device=device, offload_dir=offload_dir, offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
     )  # fmt: skip
 
 
@@ -181,14 +193,9 @@ def _cover(
     layout: ModelLayout, device_map: Mapping[str, Where], sources: WeightSources, *, has_folder: bool
 ) -> dict[str, Where]:
     """Return a map without names that the model lacks, in which tensors without a device stay where they are."""
-    known = {
-        name: device
-        for name, device in device_map.items()
-        if name in layout.modules or name in layout.tensors
-    }
-    left = {
-        name: tensor.device for name, tensor in layout.tensors.items() if nearest_entry(name, known) is None
-    }
+    names, tensors = {*layout.modules, *layout.tensors}, layout.tensors.items()
+    known = {name: device for name, device in device_map.items() if name in names}
+    left = {name: tensor.device for name, tensor in tensors if nearest_entry(name, known) is None}
     covering: dict[str, Where] = {**left, **known, **dict.fromkeys(sources.in_memory, "cpu")}
     if not has_folder:
         for name in layout.parameters:
@@ -203,14 +210,10 @@ def _cover(
     return covering
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def _fill_from_sources(
     model: nn.Module,
     state_dict: Mapping[str, Tensor] | None,
-    offload_dir: str | PathLike[str] | None,
+    offload_dir: Folder | None,
     offload_index: Mapping[str, Entry] | None,
 ) -> WeightSources:
     """Give the tensors of a model that have no memory their values; return where the weights on the disk are."""

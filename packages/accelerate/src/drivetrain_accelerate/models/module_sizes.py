@@ -145,22 +145,19 @@ def fallback_allocate(
     limit = convert_file_size_to_int(size_limit)
     whole = listed(no_split_module_classes or ())
     shared = [name for group in tied_parameters or () for name in group]
-    for path in _paths([], modules, whole):
-        name, part = path[-1]
+    for place, (name, part) in enumerate(modules):
+        before, behind = modules[:place], modules[place + 1 :]
         ties = any(tied == name or tied.startswith(f"{name}.") for tied in shared)
         if not ties and module_sizes.get(name, 0) <= limit:
-            return name, part, _left(modules, path)
+            return name, part, [*before, *behind]
+        if inside := _inside((name, part), whole):
+            found, module, left = fallback_allocate(inside, module_sizes, limit, list(whole), tied_parameters)
+            if found is not None:
+                own: list[Any] = [
+                    (f"{name}.{inner}", each) for inner, each in part.named_parameters(recurse=False)
+                ]
+                return found, module, [*before, *own, *left, *behind]
     return None, None, modules
-
-
-def _paths(
-    around: list[NamedPart], parts: list[NamedPart], whole: Collection[str]
-) -> Iterable[list[NamedPart]]:
-    """Yield each part with those around it, outermost first; a part comes before those inside of it."""
-    for part in parts:
-        path = [*around, part]
-        yield path
-        yield from _paths(path, _inside(part, whole), whole)
 
 
 def _inside(part: NamedPart, whole: Collection[str]) -> list[NamedPart]:
@@ -168,17 +165,3 @@ def _inside(part: NamedPart, whole: Collection[str]) -> list[NamedPart]:
     if not isinstance(module, nn.Module) or type(module).__name__ in whole:  # pyright: ignore[reportUnnecessaryIsInstance]
         return []
     return [(f"{name}.{inner}", child) for inner, child in module.named_children()]
-
-
-def _left(modules: list[NamedPart], path: list[NamedPart]) -> list[NamedPart]:
-    """Return the parts without the last of a path, those around it divided."""
-    left: list[NamedPart] = []
-    for name, part in modules:
-        if name != path[0][0]:
-            left.append((name, part))
-        elif len(path) > 1:
-            own: list[Any] = [
-                (f"{name}.{inner}", each) for inner, each in part.named_parameters(recurse=False)
-            ]
-            left += [*own, *_left(_inside((name, part), ()), path[1:])]
-    return left

@@ -3,6 +3,7 @@
 import json
 import mmap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,8 @@ def save_offload_index(index: dict[str, Entry] | None, offload_folder: str | Pat
     """Add entries to the index of a folder, which is written if there is none."""
     if not index:
         return
-    path = Path(offload_folder) / INDEX
-    present = read_offload_index(offload_folder)
-    path.write_text(json.dumps({**present, **index}, indent=2), encoding="utf-8")
+    text = json.dumps({**read_offload_index(offload_folder), **index}, indent=2)
+    (Path(offload_folder) / INDEX).write_text(text, encoding="utf-8")
 
 
 def read_offload_index(folder: str | PathLike[str]) -> dict[str, Entry]:
@@ -94,12 +94,12 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tens
     save_offload_index(index, save_dir)
 
 
+@dataclass(eq=False, repr=False)
 class PrefixedDataset(Mapping[str, Tensor]):
     """A mapping of which only the names are seen that begin with a prefix, without it."""
 
-    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
-        self.dataset = dataset
-        self.prefix = prefix
+    dataset: Mapping[str, Tensor]
+    prefix: str
 
     def __getitem__(self, key: str) -> Tensor:
         return self.dataset[f"{self.prefix}{key}"]
@@ -129,11 +129,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             )
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self.index = (
-            read_offload_index(save_folder)
-            if index is None and save_folder is not None
-            else dict(index or {})
-        )
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.index = dict(index or {})
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
         self._files: dict[Path, MappedFile] = {}
@@ -171,9 +169,7 @@ def load_offloaded_weights(
     """Read the weights of an offload folder into a model, in host memory."""
     if not index:
         return
-    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
-    for name in index:
-        value: Any = weights[name]
+    for name, value in OffloadedWeightsLoader(save_folder=offload_folder, index=index).items():
         set_module_tensor_to_device(model, name, "cpu", value=value)
 
 

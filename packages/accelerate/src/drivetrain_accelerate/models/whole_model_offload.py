@@ -1,5 +1,6 @@
 """Keep whole models in host memory, and move each to the device when it is called."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,12 +41,12 @@ class CpuOffload(ModelHook):
         return move_to_device(args, device), move_to_device(kwargs, device)
 
 
+@dataclass(eq=False)
 class UserCpuOffloadHook:
     """A model and its hook, for the program to move the model to the host."""
 
-    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
-        self.model = model
-        self.hook = hook
+    model: nn.Module
+    hook: ModelHook
 
     def offload(self) -> None:
         """Move the model to the host."""

@@ -12,11 +12,6 @@ class ActiveLoader(Protocol):
     end_of_dataloader: bool
     remainder: int
 
-    @property
-    def data_position(self) -> "DataPosition | None":
-        """The place of its loop in the data; None if it is not known."""
-        ...
-
 
 class DataPosition(TypedDict):
     """The place of a loop in its data, in plain values that are saved beside an optimizer's state.

@@ -57,7 +57,104 @@ def _view_of(kind: type[SharedState]) -> SharedState:
     return kind.__new__(kind)
 
 
-class PartialState(SharedState):
+class RankControl:
+    """The methods by which ranks wait for each other and run parts of a program alone, over what a subclass knows."""
+
+    context: Context
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several ranks."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def is_last_process(self) -> bool:
+        """True if this process has the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """True if this process is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True if this process is rank 0 of its node."""
+        return self.local_process_index == 0
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has reached this call. Called on all ranks."""
+        collectives.barrier(self.context)
+
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
+        return control.split_between_processes(self.context, inputs, apply_padding=apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 before the other ranks. Called on all ranks."""
+        return control.main_process_first(self.context)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
+        return control.local_main_process_first(self.context)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
+        decorate = control.on_main_process(self.context)
+        return decorate if function is None else decorate(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function so that it runs on rank 0 of each node only."""
+        decorate = control.on_local_main_process(self.context)
+        return decorate if function is None else decorate(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function so that it runs on the highest rank only."""
+        return control.on_last_process(self.context)(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank only; on one process it runs whatever the rank."""
+        if self.num_processes > 1:
+            if process_index is None:
+                raise ValueError("on_process(process_index=None): say the rank that runs the function")
+            collectives.check_rank(self.context, process_index, "index")
+        return self._decorate_for(function, is_chosen=self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function so that it runs on one rank of each node; on one process it runs whatever the rank."""
+        if self.num_processes > 1 and local_process_index is None:
+            raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
+        return self._decorate_for(function, is_chosen=self.local_process_index == local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank of each node, as `print` does."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 what the program asked for
+
+    def _decorate_for(self, function: Callable[..., Any] | None, *, is_chosen: bool) -> Callable[..., Any]:
+        """Return a function that runs where chosen; without one, the decorator."""
+
+        def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(chosen)
+            def run_if_chosen(*args: Any, **kwargs: Any) -> Any:
+                return chosen(*args, **kwargs) if is_chosen else None
+
+            return chosen if self.num_processes == 1 else run_if_chosen
+
+        return decorate if function is None else decorate(function)
+
+
+class PartialState(SharedState, RankControl):
     """The ranks and the device of this process. The first instance connects the ranks; called on all of them.
 
     The keywords are those of `init_process_group`; `backend` and `init_method` must fit the launcher's group.
@@ -65,12 +162,7 @@ class PartialState(SharedState):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    context: Context
     device: torch.device
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
     backend: str | None
     debug: bool
     fork_launched = False  # drivetrain's launchers start fresh interpreters
@@ -114,102 +206,12 @@ class PartialState(SharedState):
             context.close()
 
     @property
-    def use_distributed(self) -> bool:
-        """True if there are several ranks."""
-        return self.distributed_type != DistributedType.NO and self.num_processes > 1
-
-    @property
-    def is_last_process(self) -> bool:
-        """True if this process has the highest rank."""
-        return self.process_index == self.num_processes - 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """True if this process is rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True if this process is rank 0 of its node."""
-        return self.local_process_index == 0
-
-    @property
     def default_device(self) -> torch.device:
         """The best kind of device that there is, whether or not this process uses it."""
         return torch.device(best_device_kind())
 
     def set_device(self) -> None:
         """Do nothing: the device was chosen, and made torch's current one, when the ranks connected."""
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank has reached this call. Called on all ranks."""
-        collectives.barrier(self.context)
-
-    def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Run the block with this rank's share of a list, tuple, dict of lists or tensor."""
-        return control.split_between_processes(self.context, inputs, apply_padding=apply_padding)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0 before the other ranks. Called on all ranks."""
-        return control.main_process_first(self.context)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
-        return control.local_main_process_first(self.context)
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
-        return control.on_main_process(self.context)(_given(function))
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function so that it runs on rank 0 of each node only."""
-        return control.on_local_main_process(self.context)(_given(function))
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function so that it runs on the highest rank only."""
-        return control.on_last_process(self.context)(function)
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank only; without a function, return the decorator.
-
-        On one process it runs whatever the rank, so that a program for several can be tried.
-        """
-        if self.num_processes == 1:
-            decorate: Callable[..., Any] = _as_it_is
-        elif process_index is None:
-            raise ValueError("on_process(process_index=None): say the rank that runs the function")
-        else:
-            decorate = control.on_process(self.context, process_index)
-        return decorate if function is None else decorate(function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank of each node; without a function, return the decorator.
-
-        On one process it runs whatever the rank.
-        """
-        is_alone = self.num_processes == 1
-        if local_process_index is None and not is_alone:
-            raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
-
-        def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(chosen)
-            def on_chosen(*args: Any, **kwargs: Any) -> Any:
-                return chosen(*args, **kwargs) if self.local_process_index == local_process_index else None
-
-            return chosen if is_alone else on_chosen
-
-        return decorate if function is None else decorate(function)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first rank of each node, as `print` does."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201 what the program asked for
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy a process group, all if none is given; on one process there is none."""
@@ -242,16 +244,6 @@ def distributed_type_on(device_kind: str) -> DistributedType:
 def asks_for_cpu() -> bool:
     """Return whether the launch says to compute on the CPU."""
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _given(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    if function is None:
-        raise ValueError("the decorator needs the function: write it without brackets")
-    return function
 
 
 def _settings(kwargs: dict[str, Any]) -> StateSettings:

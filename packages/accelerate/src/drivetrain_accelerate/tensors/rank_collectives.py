@@ -1,6 +1,6 @@
 """Exchange nested tensors and objects between ranks, in Accelerate's forms, over drivetrain's collectives."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -185,7 +185,8 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     context = current_context()
     recursively_apply(_check_paddable, tensor, pad_index, error_on_other_type=True)
     tensors = list_tensors(tensor)
-    if any(leaf.is_nested for leaf in tensors):
+    has_nested = any(leaf.is_nested for leaf in tensors)
+    if has_nested:
         warn(
             "a tensor of torch's nested kind has no one size to pad to: it is left as it is",
             CannotPadNestedTensorWarning,
@@ -193,34 +194,28 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         )
     if context.topology.world_size == 1:
         return tensor
-    if any(leaf.is_nested for leaf in tensors):
+    if has_nested:
         plain = [leaf for leaf in tensors if not leaf.is_nested]
         padded = iter(pad_across_processes(plain, dim, pad_index, pad_first))
-        return recursively_apply(_next_unless_nested, tensor, padded)
+
+        def take_padded(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf if leaf.is_nested else next(padded)
+
+        return recursively_apply(take_padded, tensor)
     check_same_call(context, f"pad_across_processes(dim={dim})", tensor, sizes_differ=True)
-    pad = partial(
-        operations.pad_across_processes,
-        without_check(context),
-        dim=dim,
-        pad_index=pad_index,
-        pad_first=pad_first,
-    )
+    options = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
+    pad = partial(operations.pad_across_processes, without_check(context), **options)
     if any(leaf.dtype == torch.bool for leaf in tensors) and not is_strict():
-        return map_nested(_own_if_whole, tensor, pad(recursively_apply(_without_bool, tensor)))
+
+        def restore(own: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+            # Accelerate leaves booleans as they were on a rank that had nothing to pad.
+            return own if own.dtype == torch.bool and own.shape == padded.shape else padded
+
+        numbers = recursively_apply(
+            torch.Tensor.long, tensor, test_type=lambda leaf: leaf.dtype == torch.bool
+        )
+        return map_nested(restore, tensor, pad(numbers))
     return pad(tensor)
-
-
-def _next_unless_nested(leaf: torch.Tensor, padded: Iterator[torch.Tensor]) -> torch.Tensor:
-    return leaf if leaf.is_nested else next(padded)
-
-
-def _without_bool(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.long() if leaf.dtype == torch.bool else leaf
-
-
-def _own_if_whole(own: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-    """Return booleans as they were on a rank that had nothing to pad, as Accelerate leaves them."""
-    return own if own.dtype == torch.bool and own.shape == padded.shape else padded
 
 
 def _check_paddable(leaf: torch.Tensor, pad_index: float) -> torch.Tensor:
@@ -245,11 +240,8 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Return on each rank's device the tensor of one rank; the others give None. Called on all ranks."""
     context = current_context()
     source, shape, dtype = _only_one(context, tensor)
-    if tensor is not None:
-        own = tensor.detach().to(context.device)
-    else:
-        own = torch.empty(shape, dtype=dtype, device=context.device)
-    return operations.broadcast(without_check(context), own, src=source)
+    own = torch.empty(shape, dtype=dtype, device=context.device) if tensor is None else tensor.detach()
+    return operations.broadcast(without_check(context), own.to(context.device), src=source)
 
 
 def _only_one(context: Context, tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:

@@ -119,11 +119,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Return nested data with its float16 and bfloat16 tensors in float32."""
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 
+    def is_half(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
 
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return recursively_apply(torch.Tensor.float, tensor, test_type=is_half)
 
 
 class ConvertOutputsToFp32:

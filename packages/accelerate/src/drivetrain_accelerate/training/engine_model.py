@@ -1,4 +1,4 @@
-"""The module in place of a model that DeepSpeed trains, with the methods of an engine that programs call.
+"""The model, engine, optimizer and schedule of DeepSpeed, with the methods that programs call.
 
 A checkpoint of an engine is `FOLDER/global_stepN`, a transaction that any number of ranks loads.
 """
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.extension import as_in, frozen_names, mark_replicas
-from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
+from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer, add_position, take_position
+from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_backends import Prepared
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, NoCheckpointError
 
@@ -201,3 +202,44 @@ def as_engine(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         model.__dict__.update(accelerator=accelerator, schedules=[])
         model.__class__ = type("DeepSpeedEngine", (EngineMethods, kind), {})
     return model
+
+
+class DeepSpeedEngineWrapper:
+    """An engine that steps in backward, when gradients are to be reduced."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run backward, and the optimizer's step if a window of micro-batches ends. Called on all ranks."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of all gradients at the last step; None before the first."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, Tensor) else norm
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer whose steps the engine takes."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine does so in its step."""
+
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
+        """Do nothing: `DeepSpeedEngineWrapper.backward` has stepped."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was left out, as gradients overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A schedule that the optimizer's step advances, so that a program's own call has nothing left to do."""
+
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
+        """Do nothing: the schedule has advanced with its optimizer."""

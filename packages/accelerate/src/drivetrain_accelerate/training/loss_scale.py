@@ -9,6 +9,8 @@ from drivetrain import Accelerator
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_accelerate.plugins.kwargs_handlers import GradScalerKwargs
 
+_FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+
 
 class LossScaleView:
     """The loss scale of a run, to be read, saved and loaded; drivetrain scales, unscales and updates by itself."""
@@ -40,13 +42,8 @@ class LossScaleView:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `GradScaler.load_state_dict` takes. Synchronises with the device."""
         saved = self._saved()
-        return {
-            "scale": float(saved["scale"]),
-            "growth_factor": self._handler.growth_factor,
-            "backoff_factor": self._handler.backoff_factor,
-            "growth_interval": self._handler.growth_interval,
-            "_growth_tracker": int(saved["growth_tracker"]),
-        }
+        factors = {name: getattr(self._handler, name) for name in _FACTORS}
+        return {"scale": float(saved["scale"]), **factors, "_growth_tracker": int(saved["growth_tracker"])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the scale of a saved run, here or of a GradScaler; the factors stay those of this run."""

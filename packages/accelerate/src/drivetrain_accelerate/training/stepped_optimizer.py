@@ -103,15 +103,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Switch an optimizer that has modes, such as a schedule-free one, to training."""
-        self._switch("train")
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
 
     def eval(self) -> None:
         """Switch an optimizer that has modes, such as a schedule-free one, to evaluation."""
-        self._switch("eval")
-
-    def _switch(self, mode: str) -> None:
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
+        if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
     @property
@@ -126,7 +123,13 @@ class AcceleratedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A deep copy or pickle has parameters of its own, which no run trains: it waits for their model.
-        return _copied, (type(self), self.optimizer, self.device_placement)
+        return type(self)._copied, (self.optimizer, self.device_placement)
+
+    @classmethod
+    def _copied(cls, optimizer: Optimizer, device_placement: bool) -> Self:
+        copied = cls.__new__(cls)
+        AcceleratedOptimizer.__init__(copied, optimizer, device_placement)
+        return copied
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_prepared"):  # not yet set
@@ -135,15 +138,6 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
-
-
-def _copied(
-    kind: type[AcceleratedOptimizer], optimizer: Optimizer, device_placement: bool
-) -> AcceleratedOptimizer:
-    """Return a prepared optimizer around a copy of the user's, for copy and pickle."""
-    copied = kind.__new__(kind)
-    AcceleratedOptimizer.__init__(copied, optimizer, device_placement)
-    return copied
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
