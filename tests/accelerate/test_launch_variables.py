@@ -22,47 +22,52 @@ def test_nothing_said_is_no_variable() -> None:
     assert told_variables(Layers({})) == {}
 
 
-def test_what_a_run_says() -> None:
-    assert of_flags(
-        "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4", "--debug"
-    ) == {
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_USE_CPU": "true",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-        "ACCELERATE_DEBUG_MODE": "true",
-    }
-
-
-def test_what_deepspeed_is_told() -> None:
-    assert of_flags("--use_deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu") == {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-    }
-
-
-def test_blocks_by_size() -> None:
-    found = of_flags("--use_fsdp", "--fsdp_min_num_params", "100", "--fsdp-strategy", "shard_grad_op")
-    assert found["FSDP_AUTO_WRAP_POLICY"] == "SIZE_BASED_WRAP"
-    assert found["FSDP_MIN_NUM_PARAMS"] == "100"
-    assert found["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--cpu --mixed_precision bf16 --gradient_accumulation_steps 4 --debug",
+            {
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+                "ACCELERATE_USE_CPU": "true",
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+                "ACCELERATE_DEBUG_MODE": "true",
+            },
+        ),
+        (
+            "--use_deepspeed --zero_stage 3 --offload_param_device cpu",
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            },
+        ),
+        (
+            "--use_fsdp --fsdp_min_num_params 100 --fsdp-strategy shard_grad_op",
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+                "FSDP_RESHARD_AFTER_FORWARD": "false",
+                "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+                "FSDP_MIN_NUM_PARAMS": "100",
+            },
+        ),
+    ],
+    ids=["run", "deepspeed", "blocks by size"],
+)
+def test_flags_are_told_by_variables(flags: str, expected: dict[str, str]) -> None:
+    assert of_flags(*flags.split()) == expected
 
 
 @pytest.mark.slow
 def test_fsdp_is_told_what_accelerates_launcher_tells(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    flags = [
-        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "true"),
-        *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "A,B"),
-        *(
-            "--fsdp_offload_params",
-            "true",
-            "--fsdp_activation_checkpointing",
-            "true",
-            "--mixed_precision",
-            "bf16",
-        ),
-    ]
+    fsdp = (
+        "version 2", "reshard_after_forward true", "auto_wrap_policy TRANSFORMER_BASED_WRAP", "offload_params true",
+        "transformer_layer_cls_to_wrap A,B", "activation_checkpointing true",
+    )  # fmt: skip
+    flags = ["--use_fsdp", *" ".join(f"--fsdp_{each}" for each in fsdp).split(), "--mixed_precision", "bf16"]
     script = tmp_path / "show.py"
     script.write_text("import json, os; print(json.dumps(dict(os.environ)))")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", *flags, str(script)]

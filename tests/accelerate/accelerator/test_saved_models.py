@@ -180,13 +180,9 @@ def test_the_loss_scale_goes_on_from_where_it_was_saved() -> None:
     torch.amp.GradScaler("cpu").load_state_dict(first)
 
 
-def test_other_precisions_have_no_loss_scale() -> None:
+def test_other_precisions_have_no_loss_scale_and_take_a_scaler_that_is_not_enabled() -> None:
     with OURS.accelerator(mixed_precision="bf16") as accelerator:
         assert accelerator.scaler is None
-
-
-def test_a_scaler_that_is_not_enabled_may_be_set_where_the_run_has_none() -> None:
-    with OURS.accelerator() as accelerator:
         idle = torch.amp.GradScaler("cpu", enabled=False)
         accelerator.scaler = idle
         assert accelerator.scaler is idle

@@ -34,6 +34,12 @@ class FailsTheSecondTime:
         self.number = state["number"]
 
 
+def project_in(side: Side, folder: Path, total_limit: int) -> Any:
+    """Return the options of automatic names with a limit."""
+    kind = side("accelerate.utils.ProjectConfiguration")
+    return kind(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=total_limit)
+
+
 @contextmanager
 def run_of(side: Side, **options: Any) -> Generator[tuple[Any, nn.Module, Any]]:
     """Prepare a model whose weight is 0, and a loader of the batches 0 to 5."""
@@ -171,10 +177,7 @@ def test_total_limit(tmp_path: Path) -> None:
     """`total_limit`"""
     for side in SIDES:
         folder = tmp_path / side.name
-        project = side("accelerate.utils.ProjectConfiguration")(
-            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1
-        )
-        with run_of(side, project_config=project) as (accelerator, _, _):
+        with run_of(side, project_config=project_in(side, folder, 1)) as (accelerator, _, _):
             accelerator.register_for_checkpointing(FailsTheSecondTime())
             accelerator.save_state()
             with pytest.raises(OSError, match="no space left"):
@@ -186,10 +189,7 @@ def numbered(side: Side, folder: Path, *, loads: bool) -> Any:
     """Save three times with the weights 1 to 3, then in a second run with 4; return what a load takes then."""
     taken: list[Any] = []
     for weights, loads_first in (((1, 2, 3), False), ((4,), loads), ((), True)):
-        project = side("accelerate.utils.ProjectConfiguration")(
-            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
-        )
-        with run_of(side, project_config=project) as (accelerator, model, _):
+        with run_of(side, project_config=project_in(side, folder, 2)) as (accelerator, model, _):
             if loads_first:
                 accelerator.load_state()
                 taken.append(model.weight.item())  # pyright: ignore[reportCallIssue]
@@ -221,10 +221,7 @@ def test_no_checkpoint_is_kept(tmp_path: Path) -> None:
 
     def kept(side: Side, limit: int) -> Any:
         folder = tmp_path / f"{side.name}{limit}"
-        project = side("accelerate.utils.ProjectConfiguration")(
-            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=limit
-        )
-        with run_of(side, project_config=project) as (accelerator, _, _):
+        with run_of(side, project_config=project_in(side, folder, limit)) as (accelerator, _, _):
             accelerator.save_state()
             accelerator.save_state()
         return [path.name for path in (folder / "checkpoints").iterdir()]
@@ -291,10 +288,7 @@ def test_names_of_folders(tmp_path: Path) -> None:
     """the folders of automatic checkpoints, and which of them `total_limit` keeps"""
     for side in SIDES:
         folder = tmp_path / side.name
-        project = side("accelerate.utils.ProjectConfiguration")(
-            project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
-        )
-        with run_of(side, project_config=project) as (accelerator, _, _):
+        with run_of(side, project_config=project_in(side, folder, 2)) as (accelerator, _, _):
             saved = [Path(accelerator.save_state()).relative_to(folder).as_posix() for _ in range(3)]
         assert saved == ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1", "checkpoints/checkpoint_2"]
         left = sorted(path.name for path in (folder / "checkpoints").iterdir())

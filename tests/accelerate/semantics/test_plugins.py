@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from accelerate_sides import OURS, RESTORED, SIDES, THEIRS, said
+from accelerate_sides import OURS, RESTORED, SIDES, THEIRS, on_sides, said
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
 from drivetrain_accelerate.strictness import is_strict
@@ -89,13 +89,8 @@ def test_a_second_accelerator_with_other_options() -> None:
 
 def test_a_variable_beside_a_number_in_code() -> None:
     """`ACCELERATE_GRADIENT_ACCUMULATION_STEPS` beside another number in code"""
-    found: list[int] = []
-    for side in SIDES:
-        with (
-            environ.exported(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"),
-            side.accelerator(gradient_accumulation_steps=2) as accelerator,
-        ):
-            found.append(accelerator.gradient_accumulation_steps)
+    with environ.exported(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
+        found = on_sides(lambda each: each.gradient_accumulation_steps, SIDES, gradient_accumulation_steps=2)
     assert found == [4, 2, 2]
 
 
@@ -120,14 +115,15 @@ def test_autocast_that_is_off_for_models() -> None:
 
 def test_a_forward_that_is_replaced() -> None:
     """a `forward` that the program sets on a prepared model, in half precision"""
-    found: list[torch.Tensor] = []
     given = torch.nn.Linear(4, 3)
     expected = given(batch := torch.rand(2, 4))
-    for side in SIDES:
-        with side.accelerator(mixed_precision="bf16") as accelerator:
-            model = accelerator.prepare(deepcopy(given))
-            model.forward = partial(linear, weight=model.weight, bias=model.bias)
-            found.append(model(batch))
+
+    def outputs(accelerator: Any) -> torch.Tensor:
+        model = accelerator.prepare(deepcopy(given))
+        model.forward = partial(linear, weight=model.weight, bias=model.bias)
+        return model(batch)
+
+    found = on_sides(outputs, SIDES, mixed_precision="bf16")
     assert torch.equal(found[0], expected)
     for restored in found[1:]:
         assert torch.equal(restored, given.bfloat16()(batch.bfloat16()).float())

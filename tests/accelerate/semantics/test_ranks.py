@@ -59,38 +59,35 @@ def on_each_side(folder: str) -> dict[str, Numbers]:
                 **of_training(accelerator),
                 **of_collectives(side, accelerator.process_index),
                 "absent": said(lambda: accelerator.on_process(lambda: "ran", process_index=5)()),
+                "drawn": said(lambda: of_own_data(accelerator)),
+                "arrays": of_arrays(accelerator, lambda rows: rows),
+                "nested": of_arrays(accelerator, lambda rows: {"rows": rows, "none": None}),
             }
         with side.accelerator() as accelerator:
             _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TWELVE, batch_size=2))
             accelerator.load_state(f"{folder}/{side.name}")
             found[side.name]["resumed"] = [batch.tolist() for batch in loader]
-        with side.accelerator() as accelerator:
-            found[side.name]["again"] = weight_after_two_backwards(accelerator)
-        with side.accelerator() as accelerator:
-            found[side.name]["evaluated"] = weight_after_evaluation(accelerator)
+        for row, evaluates_first in (("again", False), ("evaluated", True)):
+            with side.accelerator() as accelerator:
+                found[side.name][row] = stepped_weight(accelerator, evaluates_first=evaluates_first)
     return found
 
 
-def weight_after_two_backwards(accelerator: Any) -> float:
-    """Return a weight after two losses of one forward, whose gradients are -1 and minus the number of the rank."""
+def stepped_weight(accelerator: Any, *, evaluates_first: bool) -> float:
+    """Return a weight after a step whose gradient is minus the number of the rank.
+
+    The model evaluates before it, or the gradient of another loss of the forward, -1, is added.
+    """
     given = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(given.weight)
+    if evaluates_first:
+        accelerator.prepare_model(given, evaluation_mode=True)
+        accelerator.free_memory()
     model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
     output = model(torch.ones(1, 1)).sum()
-    accelerator.backward(-output, retain_graph=True)
+    if not evaluates_first:
+        accelerator.backward(-output, retain_graph=True)
     accelerator.backward(-output * accelerator.process_index)
-    optimizer.step()
-    return given.weight.item()
-
-
-def weight_after_evaluation(accelerator: Any) -> float:
-    """Return a weight after a step whose gradient is minus the number of the rank; before it, the model evaluates."""
-    given = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(given.weight)
-    accelerator.prepare_model(given, evaluation_mode=True)
-    accelerator.free_memory()
-    model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=1.0))
-    accelerator.backward(-model(torch.ones(1, 1)).sum() * accelerator.process_index)
     optimizer.step()
     return given.weight.item()
 
@@ -130,6 +127,18 @@ def of_workers(accelerator: Any) -> Numbers:
         read.append(batch.tolist())
         gathered += accelerator.gather_for_metrics(batch).tolist()
     return {"by workers": read, "gathered of workers": sorted(gathered)}
+
+
+def of_own_data(accelerator: Any) -> list[int]:
+    """Return what a rank reads where each has drawn samples of its own."""
+    own: Any = [100 * accelerator.process_index + number for number in range(4)]
+    return [sample for batch in accelerator.prepare(DataLoader(own)) for sample in batch.tolist()]
+
+
+def of_arrays(accelerator: Any, form: Any) -> list[Any]:
+    numbers: Any = range(10)
+    loader = accelerator.prepare(DataLoader(numbers, batch_size=4))
+    return [accelerator.gather_for_metrics(form(batch.numpy())) for batch in loader]
 
 
 def of_tails(side: Side, accelerator: Any) -> Numbers:
@@ -361,3 +370,22 @@ def test_absent_rank(on_first: dict[str, Numbers]) -> None:
     assert on_first["theirs"]["absent"] is None
     assert on_first["ours"]["absent"] == on_first["restored"]["absent"]
     assert "index=5 with world_size=2: name a rank that exists" in on_first["ours"]["absent"]
+
+
+def test_data_drawn_apart(by_rank: list[dict[str, Numbers]]) -> None:
+    """a dataset that each process draws for itself, without a common seed"""
+    assert [found["theirs"]["drawn"] for found in by_rank] == [[0, 2], [101, 103]]
+    for found in by_rank:
+        for side in ("ours", "restored"):
+            assert "gives other samples on rank 1" in found[side]["drawn"]
+            assert "draw random data with the same seed on every rank" in found[side]["drawn"]
+
+
+def test_arrays(by_rank: list[dict[str, Numbers]]) -> None:
+    """`gather_for_metrics` of NumPy arrays"""
+    for found in by_rank:
+        assert found["theirs"]["arrays"] == found["restored"]["arrays"] == [list(range(8)), [8, 9]]
+        assert found["theirs"]["nested"] == [["rows", "none"] * 2, ["rows", "none"]]
+        assert [each.tolist() for each in found["ours"]["arrays"]] == [list(range(8)), [8, 9]]
+        nested = [(each["rows"].tolist(), each["none"]) for each in found["ours"]["nested"]]
+        assert nested == [(list(range(8)), None), ([8, 9], None)]

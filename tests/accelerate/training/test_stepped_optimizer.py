@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate_sides import OURS, THEIRS
+from accelerate_sides import on_sides
 
 pytest.importorskip("accelerate")
 
@@ -52,9 +52,6 @@ def twins_of(accelerator: Any, duplicate: Callable[[Any], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, stored])
 def test_a_copy_or_pickle_is_a_prepared_one_of_its_own(duplicate: Callable[[Any], Any]) -> None:
-    found: list[Any] = []
-    for side in (THEIRS, OURS):
-        with side.accelerator() as accelerator:
-            found.append(twins_of(accelerator, duplicate))
-    assert found[0] == found[1]
-    assert found[1][0] == ["AcceleratedOptimizer", "AdamW", "AcceleratedScheduler", "StepLR"]
+    theirs, ours = on_sides(lambda accelerator: twins_of(accelerator, duplicate))
+    assert theirs == ours
+    assert ours[0] == ["AcceleratedOptimizer", "AdamW", "AcceleratedScheduler", "StepLR"]

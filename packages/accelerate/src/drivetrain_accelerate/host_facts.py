@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import getLogger
 
 import torch
@@ -26,14 +26,16 @@ _LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
-_FROM_ENVIRONMENT = {
-    "rank": (0, ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")),
-    "world_size": (1, ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")),
+_VARIABLES = {
+    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     "local_rank": (
-        0,
-        ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+        "LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_RANK",
     ),
-    "local_world_size": (1, _LOCAL_SIZES),
+    "local_world_size": _LOCAL_SIZES,
 }
 _DEFAULT_PORT = 29500
 _OLDEST_KERNEL = "5.5.0"
@@ -51,8 +53,10 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Return what torchrun, Intel MPI, Open MPI or MVAPICH tells this process by its environment."""
-    found = {field: get_int_from_env(names, default) for field, (default, names) in _FROM_ENVIRONMENT.items()}
-    return CPUInformation(**found)
+    alone = asdict(CPUInformation())
+    return CPUInformation(
+        **{field: get_int_from_env(names, alone[field]) for field, names in _VARIABLES.items()}
+    )
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

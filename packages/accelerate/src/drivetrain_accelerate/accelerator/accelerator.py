@@ -188,28 +188,17 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         is_engine = isinstance(self.inner.fp8_recipe, TransformerEngineRecipe)
         return FP8BackendType.TE if is_engine else FP8BackendType.AO
 
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """The division of the loaders that are prepared from here on; programs may set it, and its fields."""
-        return self.options.data
-
-    @dataloader_config.setter
-    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self.options.data = value
-
+    # Programs set these two between the loaders that they prepare.
+    dataloader_config: DataLoaderConfiguration = shown(
+        "options.data", "The division of the loaders that are prepared from here on.", is_settable=True
+    )
+    even_batches: bool = shown(
+        "options.data.even_batches", "True if the tail is filled with repeats.", is_settable=True
+    )
     split_batches: bool = shown("options.data.split_batches", "True if batch sizes are sums over processes.")
     dispatch_batches: bool | None = shown(
         "options.data.dispatch_batches", "True if the main process reads for all."
     )
-
-    @property
-    def even_batches(self) -> bool:
-        """True if the tail is filled with repeats; programs set it between the loaders that they prepare."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
 
     # The order of drivetrain's loaders always follows from a seed and the epoch, and they always have `state_dict`.
     use_seedable_sampler: bool = shown("options.data.use_seedable_sampler", "As the program has said.")

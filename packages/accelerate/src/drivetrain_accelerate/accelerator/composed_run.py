@@ -15,9 +15,14 @@ from drivetrain_accelerate.strictness import is_strict
 logger = getLogger(__name__)
 
 
-def shown(path: str, meaning: str) -> Any:
-    """Return a read-only property of an Accelerator, whose value stands at a path of dots from it."""
-    return property(attrgetter(path), doc=meaning)
+def shown(path: str, meaning: str, *, is_settable: bool = False) -> Any:
+    """Return a property of an Accelerator, whose value stands at a path of dots from it."""
+    holder, _, name = path.rpartition(".")
+
+    def write(run: Any, value: Any) -> None:
+        setattr(attrgetter(holder)(run), name, value)
+
+    return property(attrgetter(path), write if is_settable else None, doc=meaning)
 
 
 class ComposedRun:

@@ -66,14 +66,9 @@ class HandlerProperties(ComposedRun):
     delayed_fp8_autocast = False  # models compute in fp8 from their preparation on
     has_lomo_optimizer = False  # LOMO's optimizers are refused
 
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The options of `profile`, which reads them each time."""
-        return self.options.handlers.profile
-
-    @profile_handler.setter
-    def profile_handler(self, handler: ProfileKwargs | None) -> None:
-        self.options.handlers.profile = handler
+    profile_handler: ProfileKwargs | None = shown(
+        "options.handlers.profile", "The options of `profile`, which reads them each time.", is_settable=True
+    )
 
     @property
     def has_fp8_handler(self) -> bool:

@@ -1,8 +1,8 @@
 """Build models without memory, and load checkpoints: into a dict, into a model, or into one dispatched at once."""
 
 import logging
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,18 +26,14 @@ Folder = str | PathLike[str]
 _LOGGER = logging.getLogger(__name__)
 
 
-@contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Build models in the block with parameters on the meta device."""
-    with build_empty(include_buffers=bool(include_buffers)):
-        yield
+    return build_empty(include_buffers=bool(include_buffers))
 
 
-@contextmanager
-def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Generator[None]:
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Build models in the block with parameters on a device from the moment they are registered."""
-    with build_on_device(device, include_buffers=bool(include_buffers)):
-        yield
+    return build_on_device(device, include_buffers=bool(include_buffers))
 
 
 def load_state_dict(

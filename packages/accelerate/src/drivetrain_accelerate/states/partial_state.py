@@ -40,7 +40,7 @@ class SharedState:
     def __reduce__(self) -> Any:
         # A copy or pickle is a view of the process that reads it: a group and its threads belong to one process, and
         # transformers pickles its arguments with the state that they hold.
-        return _view_of, (type(self),)
+        return SharedState.__new__, (type(self),)
 
     @property
     def initialized(self) -> bool:
@@ -51,10 +51,6 @@ class SharedState:
     def _reset_state(cls) -> None:
         """Forget all attributes, as a test does between its runs."""
         cls._shared_state.clear()
-
-
-def _view_of(kind: type[SharedState]) -> SharedState:
-    return kind.__new__(kind)
 
 
 class RankControl:

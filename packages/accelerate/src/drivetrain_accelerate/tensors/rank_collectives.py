@@ -22,19 +22,10 @@ from drivetrain_state.collectives.nested import rebuild, tensors_in
 
 logger = RankLogger(getLogger(__name__))
 
-TENSOR_TYPE_TO_INT = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+TENSOR_INT_TO_DTYPE = dict(enumerate((*_FLOATING, *_WHOLE), start=1))
+TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
 
 _OPERATIONS = ("mean", "sum", "max", "min", "none")
 _REDUCED_BY_ACCELERATE = ("mean", "sum", "max")  # it sums for any other word
