@@ -225,26 +225,23 @@ def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, Any])
     return found
 
 
+SHARDED, REPLICATED = ("FSDP", "FullyShardedDataParallelPlugin", True), ("MULTI_CPU", "NoneType", False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variables", "dimensions"),
+    ("variables", "dimensions", "expected"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, {}),
-        ({"DRIVETRAIN_RUN__BACKEND": "fsdp"}, {}),
-        ({}, {"dp_shard_size": 2}),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, SHARDED),
+        ({"DRIVETRAIN_RUN__BACKEND": "fsdp"}, {}, SHARDED),
+        ({}, {"dp_shard_size": 2}, SHARDED),
+        ({}, {"dp_replicate_size": 2}, REPLICATED),
     ],
 )
-def test_ranks_shard_as_the_launch_or_the_dimensions_say(
-    run_ranks: Any, variables: dict[str, str], dimensions: dict[str, Any]
+def test_ranks_shard_or_replicate_as_the_launch_or_the_dimensions_say(
+    run_ranks: Any, variables: dict[str, str], dimensions: dict[str, Any], expected: tuple[str, str, bool]
 ) -> None:
-    expected = ("FSDP", "FullyShardedDataParallelPlugin", True)
     assert run_ranks(sharding_on_each_rank, variables, dimensions) == [expected] * 2
-
-
-@pytest.mark.slow
-def test_ranks_keep_replicas_that_the_dimensions_say(run_ranks: Any) -> None:
-    found = run_ranks(sharding_on_each_rank, {}, {"dp_replicate_size": 2})
-    assert found == [("MULTI_CPU", "NoneType", False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -277,11 +274,12 @@ def test_the_timeout_of_the_group_is_taken() -> None:
     assert Accelerator(cpu=True, kwargs_handlers=[handler]).init_handler is handler
 
 
-@pytest.mark.parametrize("kind", [Accelerator, accelerate.Accelerator])
-def test_autocast_keeps_casts_as_its_handler_says(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Accelerator, AutocastKwargs), (accelerate.Accelerator, accelerate.utils.AutocastKwargs)],
+)
+def test_autocast_keeps_casts_as_its_handler_says(kind: Any, options: Any) -> None:
     accelerator = kind(cpu=True, mixed_precision="bf16")
-    handlers = accelerate.utils if kind is accelerate.Accelerator else None
-    options = handlers.AutocastKwargs if handlers else AutocastKwargs
     found: list[tuple[bool, bool]] = []
     for handler in (options(), options(cache_enabled=False), options(enabled=False)):
         with accelerator.autocast(handler):
@@ -301,8 +299,7 @@ HANDLER_NAMES = (
 def test_handlers_and_what_follows_from_them_are_those_of_the_real_one(mode: str) -> None:
     names = ("AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs", "ProfileKwargs")
     found: list[dict[str, str]] = []
-    for kind, kinds in ((Accelerator, None), (accelerate.Accelerator, accelerate.utils)):
-        home: Any = kinds or kwargs_handlers
+    for kind, home in ((Accelerator, kwargs_handlers), (accelerate.Accelerator, accelerate.utils)):
         handlers = [getattr(home, name)() for name in names] if mode == "bf16" else []
         accelerator: Any = kind(cpu=True, mixed_precision=mode, kwargs_handlers=handlers)
         found.append({name: str(getattr(accelerator, name)) for name in HANDLER_NAMES})

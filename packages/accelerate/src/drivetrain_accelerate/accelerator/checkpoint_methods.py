@@ -94,9 +94,14 @@ class CheckpointMethods(PrepareMethods):
             OtherRankFailedError: A hook failed on another rank; nothing was saved.
         """
         is_main = self.state.is_main_process
-        _check_save_options(
-            safe_serialization=safe_serialization, others=save_model_func_kwargs, is_main=is_main
-        )
+        if not safe_serialization and is_main:
+            logger.warning(
+                "save_state(safe_serialization=False) changes nothing: checkpoints hold safetensors and no pickle; "
+                "save_model(safe_serialization=False) writes pytorch_model.bin"
+            )
+        if save_model_func_kwargs and is_main:
+            named = ", ".join(f"{name}=" for name in save_model_func_kwargs)
+            logger.warning("save_state(): %s: changes nothing here", named)
         project = self.options.project
         find = partial(new_folder, output_dir, project)
         # The number is that of the main process: a program may count there alone.
@@ -194,19 +199,6 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _check_save_options(*, safe_serialization: bool, others: Mapping[str, Any], is_main: bool) -> None:
-    """Warn on the main process of options of a save that change nothing."""
-    if not is_main:
-        return
-    if not safe_serialization:
-        logger.warning(
-            "save_state(safe_serialization=False) changes nothing: checkpoints hold safetensors and no pickle; "
-            "save_model(safe_serialization=False) writes pytorch_model.bin"
-        )
-    if others:
-        logger.warning("save_state(): %s: changes nothing here", ", ".join(f"{name}=" for name in others))
 
 
 def _check_load_options(

@@ -45,9 +45,8 @@ class PrepareMethods(HeldObjects):
         given, followers = self._replace_stand_ins(self._take_over(args))
         trained = [each for each in given if self._is_new(each)]
         found: dict[int, Any] = dict(zip(map(id, trained), self._prepare_trained(trained), strict=True))
-        for each in (
-            followers
-        ):  # DeepSpeed's configuration makes them: each step of their optimizer advances them, once
+        # DeepSpeed's configuration makes them: each step of their optimizer advances them, once.
+        for each in followers:
             wrapper = DeepSpeedSchedulerWrapper(each, self._advance_with_engine(each))
             found[id(each)] = self._add_scheduler(wrapper)
         results = tuple(found[id(each)] if id(each) in found else self._prepare_other(each) for each in given)
@@ -204,8 +203,15 @@ class PrepareMethods(HeldObjects):
         self._take_back(plain)
         parameters = {id(one) for one in _parameters_of([*self._models, *plain])}
         early = [each for each in plain if isinstance(each, Optimizer) and not trains(each, parameters)]
-        if self.state.deepspeed_plugin is not None:
-            _refuse_partitioned(trained, early)
+        ended = [each for each in trained if isinstance(each, AcceleratedOptimizer) and each.is_released]
+        unpaired = {id(each) for each in early} if self.state.deepspeed_plugin is not None else set[int]()
+        for each in ended:
+            if id(each.optimizer) in unpaired:
+                raise ValueError(
+                    f"{type(each.optimizer).__name__} holds partitions of a DeepSpeed engine that free_memory() has "
+                    "ended, as the second train() of a Trainer does: build an optimizer over model.parameters() and "
+                    "prepare both, or build a new Trainer"
+                )
         if self.state.divides_models and self._models:
             early = []  # the models hold other parameters by now, which the backend pairs or refuses
         late = [each for each in self._optimizers if each.is_waiting and trains(each.optimizer, parameters)]
@@ -268,18 +274,6 @@ class PrepareMethods(HeldObjects):
         if is_loader(obj):
             return self.prepare_data_loader(obj)
         return self.prepare_scheduler(obj) if isinstance(obj, Scheduler) else obj
-
-
-def _refuse_partitioned(given: Sequence[Any], unpaired: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that holds partitions of an engine that has ended."""
-    ended = (each for each in given if isinstance(each, AcceleratedOptimizer) and each.is_released)
-    for each in ended:
-        if any(each.optimizer is one for one in unpaired):
-            raise ValueError(
-                f"{type(each.optimizer).__name__} holds partitions of a DeepSpeed engine that free_memory() has "
-                "ended, as the second train() of a Trainer does: build an optimizer over model.parameters() and "
-                "prepare both, or build a new Trainer"
-            )
 
 
 def _parameters_of(objects: Sequence[Any]) -> Iterator[nn.Parameter]:

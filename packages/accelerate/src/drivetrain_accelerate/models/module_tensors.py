@@ -92,22 +92,13 @@ def set_module_tensor_to_device(
         copies = tied_params_map.get(source.data_ptr())
     new = None if copies is None else copies.get(place)
     if new is None:
-        new = _moved(old, value, dtype_of(dtype), place, non_blocking=non_blocking)
-        new = _wrapped(old, new, fp16_statistics)
+        new = source.detach()
+        if value is not None and (new.is_floating_point() or new.is_complex()):
+            new = new.to(dtype_of(dtype) or old.dtype)
+        new = _wrapped(old, new.to(place, non_blocking=non_blocking), fp16_statistics)
         if copies is not None:
             copies[new.device] = new
     put_tensor(module, name, new)
-
-
-def _moved(
-    old: Tensor, value: Tensor | None, dtype: torch.dtype | None, place: torch.device, *, non_blocking: bool
-) -> Tensor:
-    if value is None:
-        return old.detach().to(place, non_blocking=non_blocking)
-    new = value.detach()
-    if new.is_floating_point() or new.is_complex():
-        new = new.to(dtype or old.dtype)
-    return new.to(place, non_blocking=non_blocking)
 
 
 def _wrapped(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:

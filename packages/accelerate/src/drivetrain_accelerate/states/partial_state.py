@@ -166,7 +166,12 @@ class PartialState(SharedState, RankControl):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if self.initialized:
             return
-        settings = _settings(kwargs)
+        known = {"timeout", "backend", "init_method", "use_deepspeed"}
+        if unknown := sorted(name for name in kwargs if name not in known and not name.startswith("_")):
+            raise TypeError(f"PartialState() got {unknown[0]}=; it takes cpu, {', '.join(sorted(known))}")
+        timeout: timedelta | None = kwargs.get("timeout")
+        said = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
+        settings = resolve(StateSettings, section="state", code=said).value
         context = connect(settings, device="cpu" if cpu or asks_for_cpu() else None)
         topology = context.topology
         self._cpu, self.debug = cpu, settings.debug
@@ -240,13 +245,3 @@ def distributed_type_on(device_kind: str) -> DistributedType:
 def asks_for_cpu() -> bool:
     """Return whether the launch says to compute on the CPU."""
     return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def _settings(kwargs: dict[str, Any]) -> StateSettings:
-    """Return the section of connecting, with what a program says by its arguments."""
-    known = {"timeout", "backend", "init_method", "use_deepspeed"}
-    if unknown := sorted(name for name in kwargs if name not in known and not name.startswith("_")):
-        raise TypeError(f"PartialState() got {unknown[0]}=; it takes cpu, {', '.join(sorted(known))}")
-    timeout: timedelta | None = kwargs.get("timeout")
-    code = {} if timeout is None else {"timeout_seconds": timeout.total_seconds()}
-    return resolve(StateSettings, section="state", code=code).value
