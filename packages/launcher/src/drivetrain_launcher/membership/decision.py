@@ -99,11 +99,7 @@ def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> Elasti
 
 
 def _gather(
-    state: ElasticState,
-    peers: Sequence[Peer],
-    limits: Limits,
-    gathering_seconds: float,
-    quiet_seconds: float,
+    state: ElasticState, peers: Sequence[Peer], limits: Limits, gathering_seconds: float, quiet_seconds: float
 ) -> ElasticState:
     """Return a new round if all nodes that live are ready and suffice; else the state as it is."""
     alive = [peer for peer in peers if is_alive(peer, limits)]

@@ -83,9 +83,7 @@ def read_cpu_topology(
         names = visible or [name for name in nodes if name.isdigit()]
         device_nodes = tuple(nodes.get(name.strip()) for name in names)
     return CpuTopology(
-        cores=tuple(cores.values()),
-        device_nodes=device_nodes,
-        is_bound=len(usable) < num_online,
+        cores=tuple(cores.values()), device_nodes=device_nodes, is_bound=len(usable) < num_online
     )
 
 

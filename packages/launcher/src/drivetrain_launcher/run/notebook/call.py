@@ -69,13 +69,7 @@ class Interrupts:
 class Call:
     """A call in progress on ranks in their order, which have some seconds to save when they are stopped."""
 
-    def __init__(
-        self,
-        ranks: Sequence[RankProcess],
-        output: OutputView,
-        *,
-        grace_seconds: float,
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], output: OutputView, *, grace_seconds: float) -> None:
         self._ranks = ranks
         self._output = output
         self._grace_seconds = grace_seconds

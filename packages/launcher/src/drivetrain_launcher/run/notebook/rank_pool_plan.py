@@ -55,11 +55,7 @@ class RankPoolPlan:
 
 
 def plan_rank_pool(
-    num_processes: int | None,
-    *,
-    mixed_precision: str | None = None,
-    master_port: int = 0,
-    cpu: bool = False,
+    num_processes: int | None, *, mixed_precision: str | None = None, master_port: int = 0, cpu: bool = False
 ) -> RankPoolPlan:
     """Plan the ranks on this machine.
 

@@ -89,11 +89,7 @@ class Preloader:
         self._process.wait()
 
     def start_rank(
-        self,
-        environment: Mapping[str, str],
-        *,
-        cpus: Sequence[int],
-        outputs: Sequence[IO[Any] | None],
+        self, environment: Mapping[str, str], *, cpus: Sequence[int], outputs: Sequence[IO[Any] | None]
     ) -> ForkedRank:
         """Fork a rank with these environment variables, all of them.
 
