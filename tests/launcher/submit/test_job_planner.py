@@ -2,15 +2,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_config import Layers, sections
+from drivetrain_config import Layers, environ, sections
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.plan.resolved_launch import resolve_launch
-from drivetrain_launcher.submit.job_planner import PlannedJob, plan_job
+from drivetrain_launcher.submit.job_planner import PlannedJob, duration_seconds, plan_job
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
 
 FOLDER = Path("/workspace")
+needs_umbrella = pytest.mark.skipif(not sections(only={"run"}), reason="the section run is not installed")
 
 
 def planned(
@@ -42,21 +45,11 @@ def test_a_request_holds_what_was_said() -> None:
     )
     assert (request.save_seconds, request.max_requeues) == (300, 5)
     assert (request.environment, request.options) == ({"A": "b"}, {"partition": "gpu"})
-    assert request.command == (
-        *(
-            "drivetrain",
-            "launch",
-            "--config=none",
-            "--log-dir=out",
-            "--processes-per-node=8",
-            "--shutdown-timeout-seconds=300",
-        ),
-        *("train.py", "--lr", "1e-3"),
+    # The cluster says the number of nodes.
+    line = (
+        "drivetrain launch --config=none --log-dir=out --processes-per-node=8 --shutdown-timeout-seconds=300"
     )
-
-
-def test_the_number_of_nodes_is_left_to_the_cluster() -> None:
-    assert "num-nodes" not in " ".join(planned(said={"launch": {"num_nodes": "2"}}).request.command)
+    assert request.command == (*line.split(), "train.py", "--lr", "1e-3")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +61,9 @@ def test_the_number_of_nodes_is_left_to_the_cluster() -> None:
         ({"launch": {"processes_per_node": "2"}}, 4, (2, 4)),
         ({"launch": {"processes_per_node": "2"}}, 0, (2, 0)),
         ({"launch": {"processes_per_node": "2"}, "state": {"device": "cpu"}}, None, (2, 0)),
+        pytest.param(
+            {"launch": {"processes_per_node": "2"}, "run": {"cpu": True}}, None, (2, 0), marks=needs_umbrella
+        ),
     ],
 )
 def test_accelerators_are_one_for_each_process_unless_said(
@@ -75,13 +71,6 @@ def test_accelerators_are_one_for_each_process_unless_said(
 ) -> None:
     request = planned(said=said, accelerators_per_node=accelerators).request
     assert (request.processes_per_node, request.accelerators_per_node) == expected
-
-
-def test_a_run_for_the_cpu_requests_no_accelerators() -> None:
-    if not sections(only={"run"}):
-        pytest.skip("the section run is not installed beside the launcher")
-    request = planned(said={"launch": {"processes_per_node": "2"}, "run": {"cpu": True}}).request
-    assert (request.processes_per_node, request.accelerators_per_node) == (2, 0)
 
 
 def test_what_was_decided_is_told() -> None:
@@ -139,13 +128,9 @@ def test_what_contradicts_or_would_fail_on_a_node_is_refused(
 
 
 def test_a_variable_that_contradicts_a_setting_is_refused() -> None:
-    from drivetrain_config import environ
-
-    with environ.exported(DRIVETRAIN_STATE__DEBUG="true"):
-        with pytest.raises(
-            LaunchError, match="--env DRIVETRAIN_STATE__DEBUG=false: contradicts DRIVETRAIN_STATE__DEBUG=true"
-        ):
-            planned(variables={"DRIVETRAIN_STATE__DEBUG": "false"})
+    message = "--env DRIVETRAIN_STATE__DEBUG=false: contradicts DRIVETRAIN_STATE__DEBUG=true"
+    with environ.exported(DRIVETRAIN_STATE__DEBUG="true"), pytest.raises(LaunchError, match=message):
+        planned(variables={"DRIVETRAIN_STATE__DEBUG": "false"})
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\udc80"])
@@ -155,3 +140,33 @@ def test_text_that_no_process_can_be_given_is_refused(text: str) -> None:
             planned(**changes)
     with pytest.raises(LaunchError, match="has a NUL character or is not UTF-8"):
         planned(variables={"A": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("12:00:00", 43200),
+        ("1-12:00:00", 129600),
+        ("12h", 43200),
+        ("90m", 5400),
+        ("1d12h", 129600),
+        ("45S", 45),
+        ("100:00:00", 360000),
+    ],
+)
+def test_a_time_is_a_clock_or_numbers_with_units(text: str, seconds: int) -> None:
+    assert duration_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["12", "", "12:00", "1:60:00", "0h", "12h1d", "-1h", "1.5h", "1h; id", "١h"])
+def test_another_form_is_refused_with_the_allowed_ones(text: str) -> None:
+    with pytest.raises(LaunchError, match="say hours, minutes and seconds, 12:00:00, or units"):
+        duration_seconds(text)
+
+
+@given(st.integers(0, 30), st.integers(0, 99), st.integers(0, 59), st.integers(0, 59))
+def test_both_forms_state_the_same_time(days: int, hours: int, minutes: int, seconds: int) -> None:
+    whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if whole:
+        assert duration_seconds(f"{days}-{hours}:{minutes:02}:{seconds:02}") == whole
+        assert duration_seconds(f"{days}d{hours}h{minutes}m{seconds}s") == whole

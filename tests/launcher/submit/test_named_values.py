@@ -16,10 +16,12 @@ def test_an_option_without_a_value_is_refused(pair: str) -> None:
         read_options([pair])
 
 
-def test_an_option_with_two_values_is_a_contradiction() -> None:
+def test_an_option_or_variable_with_two_values_is_a_contradiction() -> None:
     assert read_options(["a=1", "a=1"]) == {"a": "1"}
     with pytest.raises(LaunchError, match="--option a=2: contradicts --option a=1; keep one"):
         read_options(["a=1", "a=2"])
+    with pytest.raises(LaunchError, match="--env A=2: contradicts --env A=1; keep one"):
+        read_variables(["A=1", "A=2"], HERE)
 
 
 def test_variables_are_given_or_taken_from_here() -> None:
@@ -40,8 +42,3 @@ def test_variables_are_given_or_taken_from_here() -> None:
 def test_a_wrong_variable_is_refused(pair: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         read_variables([pair], HERE)
-
-
-def test_a_variable_with_two_values_is_a_contradiction() -> None:
-    with pytest.raises(LaunchError, match="--env A=2: contradicts --env A=1; keep one"):
-        read_variables(["A=1", "A=2"], HERE)
