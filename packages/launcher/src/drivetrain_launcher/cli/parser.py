@@ -169,7 +169,13 @@ class CommandParser:
         name, *implied = translated
         flag = self.flags.get(name)
         if flag is None:
-            raise UsageError(self._unknown(written))
+            if (reason := refusal(written)) is not None:
+                raise UsageError(f"{written}: {reason}")
+            names = ", ".join(section for section in self.groups if section != _OWN)
+            meant = suggest(written.replace("_", "-"), self.flags)
+            if not meant and names:
+                meant = f"; the installed packages provide those of {names}"
+            raise UsageError(f"{written}: no such flag{meant}; {_SEE_HELP}")
         if flag.is_switch:
             if text.lower() not in ("", "true", "false"):
                 raise UsageError(
@@ -191,16 +197,6 @@ class CommandParser:
         elif (name, value) == ("--devices", "all"):
             value = ""
         given.add(flag, value, written=written, is_implied=bool(implied))
-
-    def _unknown(self, written: str) -> str:
-        reason = refusal(written)
-        if reason is not None:
-            return f"{written}: {reason}"
-        sections = ", ".join(name for name in self.groups if name != _OWN)
-        meant = suggest(written.replace("_", "-"), self.flags)
-        if not meant and sections:
-            meant = f"; the installed packages provide those of {sections}"
-        return f"{written}: no such flag{meant}; {_SEE_HELP}"
 
     def help_text(self) -> str:
         """Return the text for `--help`."""

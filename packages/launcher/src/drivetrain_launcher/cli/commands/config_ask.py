@@ -15,7 +15,7 @@ from drivetrain_config.settings.plugin_names import check_plugins
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.settings.vocabulary import converted
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.wizard.interview import Asker, ask_all, choose_asker
+from drivetrain_launcher.wizard.interview import ask_all, choose_asker
 from drivetrain_launcher.wizard.machine_facts import detect_machine
 from drivetrain_launcher.wizard.questionnaire import Choice, GivenAnswer, Key
 from drivetrain_launcher.wizard.settings_text import (
@@ -75,9 +75,18 @@ def ask_for_launch(arguments: ConfigArguments, *, command: str) -> int:
 
 def _run(arguments: ConfigArguments, command: str) -> int:
     asker = None if arguments.yes or arguments.from_ is not None else choose_asker()
-    if not _may_write(arguments, asker):
-        say(f"{arguments.output} is left as it is")
-        return 0
+    path = arguments.output
+    if path.exists() and not arguments.force:
+        if asker is None:
+            raise LaunchError(
+                f"{path} is there: say --force to replace it (a copy is kept as {backup_of(path)}), or --output FILE"
+            )
+        replace = Choice(value=True, label="replace it", about=f"a copy is kept as {backup_of(path)}")
+        keep = Choice(value=False, label="keep it", about="and ask nothing")
+        why = "its settings become the recommended answers"
+        if not asker.choose(f"{path} is there. Replace it?", why, (replace, keep)).value:
+            say(f"{path} is left as it is")
+            return 0
     kinds = sections()
     given = _given(arguments.layers, kinds)
     if arguments.from_ is not None:
@@ -86,35 +95,15 @@ def _run(arguments: ConfigArguments, command: str) -> int:
     else:
         machine = detect_machine()
         sys.stdout.write(f"{machine}\n")
-        before = arguments.output if arguments.output.is_file() else None
+        before = path if path.is_file() else None
         if arguments.layers.file is not None:
             before = arguments.layers.file.path
         earlier = {} if before is None else _settings_of(before, "as before, in")
         answers = ask_all(asker, kinds, machine.known(), given, earlier)
         heading = f"The settings of a drivetrain run, chosen by drivetrain config on {machine}."
-    kept = write_settings(arguments.output, settings_text(answers, kinds, heading=[heading]))
-    _report(arguments.output, kept, answers, launch_line(answers, kinds, command=command), command=command)
+    kept = write_settings(path, settings_text(answers, kinds, heading=[heading]))
+    _report(path, kept, answers, launch_line(answers, kinds, command=command), command=command)
     return 0
-
-
-def _may_write(arguments: ConfigArguments, asker: Asker | None) -> bool:
-    """Return whether the output may be replaced, before any other question is asked.
-
-    Raises:
-        LaunchError: The file is there, and nobody can be asked.
-    """
-    path = arguments.output
-    if not path.exists() or arguments.force:
-        return True
-    if asker is None:
-        raise LaunchError(
-            f"{path} is there: say --force to replace it (a copy is kept as {backup_of(path)}), or --output FILE"
-        )
-    replace = Choice(value=True, label="replace it", about=f"a copy is kept as {backup_of(path)}")
-    keep = Choice(value=False, label="keep it", about="and ask nothing")
-    return asker.choose(
-        f"{path} is there. Replace it?", "its settings become the recommended answers", (replace, keep)
-    ).value
 
 
 def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:

@@ -33,13 +33,26 @@ def run(arguments: EnvArguments) -> int:
         for each in sorted(distributions(), key=lambda each: each.name)
         if each.name == "torch" or each.name.partition("-")[0] == "drivetrain"
     }
-    report = {
+    report: dict[str, Any] = {
         "versions": {"python": platform.python_version(), "platform": platform.platform(), **versions},
         "devices": describe_environment().splitlines(),
         "settings_files": _settings_files(arguments.layers),
         "settings": _settings(arguments.layers),
     }
-    sys.stdout.write(f"{json.dumps(report, indent=2)}\n" if arguments.json else _as_text(report))
+    if arguments.json:
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+        return 0
+    lines = [f"{name} {version}" for name, version in report["versions"].items()]
+    lines += ["", "devices", *(f"  {line}" for line in report["devices"])]
+    lines += ["", "settings files, of which the first is used"]
+    lines += [f"  {path}: {state}" for path, state in report["settings_files"].items()]
+    for section, settings in report["settings"].items():
+        rows = [
+            (name, json.dumps(setting["value"]), str(Source(setting["source"], setting["where"])))
+            for name, setting in settings.items()
+        ]
+        lines += ["", section, format_table(rows, indent="  ")]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 
@@ -71,17 +84,3 @@ def _settings(layers: Layers) -> dict[str, dict[str, dict[str, Any]]]:
             for spec in specs(kind, section)
         }
     return found
-
-
-def _as_text(report: dict[str, Any]) -> str:
-    lines = [f"{name} {version}" for name, version in report["versions"].items()]
-    lines += ["", "devices", *(f"  {line}" for line in report["devices"])]
-    lines += ["", "settings files, of which the first is used"]
-    lines += [f"  {path}: {state}" for path, state in report["settings_files"].items()]
-    for section, settings in report["settings"].items():
-        rows = [
-            (name, json.dumps(setting["value"]), str(Source(setting["source"], setting["where"])))
-            for name, setting in settings.items()
-        ]
-        lines += ["", section, format_table(rows, indent="  ")]
-    return "\n".join([*lines, ""])
