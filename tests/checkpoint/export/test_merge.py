@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
@@ -37,9 +38,8 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def save(context: Context, directory: Path | str, model: dict[str, Any], **others: dict[str, Any]) -> Path:
-    models = {"model": model, **others}
-    return Checkpointer(context, directory).save(3, models=models, replicated={}, per_rank={})
+def save_3(context: Context, directory: Path | str, model: dict[str, Any], **others: dict[str, Any]) -> Path:
+    return save(Checkpointer(context, directory), 3, models={"model": model, **others})
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
@@ -51,9 +51,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bytes(found[name].reshape(-1).view(torch.uint8)) == bytes(
-            tensor.reshape(-1).view(torch.uint8)
-        ), name
+        one, other = (bytes(each.reshape(-1).view(torch.uint8)) for each in (found[name], tensor))
+        assert one == other, name
 
 
 def save_divided(directory: str) -> None:
@@ -72,7 +71,7 @@ def save_divided(directory: str) -> None:
             "none": distribute_tensor(whole["none"], mesh, [Shard(0)]),
         }
         state["head.weight"] = state["embed.weight"]
-        save(context, directory, state)
+        save_3(context, directory, state)
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", 100])
@@ -89,7 +88,7 @@ def test_the_shards_of_two_ranks_become_one_model(
 
 
 def test_it_is_byte_for_byte_what_save_model_writes(tmp_path: Path, context: Context) -> None:
-    folder = save(context, tmp_path, weights())
+    folder = save_3(context, tmp_path, weights())
     merge_shards(folder, tmp_path / "merged", max_shard_size=100)
     save_model(weights(), tmp_path / "saved", max_shard_size=100)
     files = sorted(path.name for path in (tmp_path / "saved").iterdir())
@@ -102,7 +101,7 @@ def test_it_is_byte_for_byte_what_save_model_writes(tmp_path: Path, context: Con
 def test_tied_weights_are_ties_of_the_export_and_load_into_a_module(tmp_path: Path, context: Context) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    folder = save(context, tmp_path, dict(model.state_dict()))
+    folder = save_3(context, tmp_path, dict(model.state_dict()))
     merge_shards(folder, tmp_path / "out")
     assert list(exported(tmp_path / "out")) == ["0.weight"]
     other = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
@@ -112,13 +111,13 @@ def test_tied_weights_are_ties_of_the_export_and_load_into_a_module(tmp_path: Pa
 
 def test_what_is_no_tensor_is_left_out_with_a_warning(tmp_path: Path, context: Context, caplog) -> None:
     state = {"weight": torch.ones(2), "_extra_state": {"scale": torch.ones(1)}, "version": 3}
-    merge_shards(save(context, tmp_path, state), tmp_path / "out")
+    merge_shards(save_3(context, tmp_path, state), tmp_path / "out")
     assert list(exported(tmp_path / "out")) == ["weight"]
     assert caplog.messages == ["left out of the export, which holds only tensors: '_extra_state', 'version'"]
 
 
 def test_a_model_is_named_where_there_are_several(tmp_path: Path, context: Context) -> None:
-    folder = save(context, tmp_path, {"a": torch.ones(1)}, teacher={"b": torch.zeros(1)})
+    folder = save_3(context, tmp_path, {"a": torch.ones(1)}, teacher={"b": torch.zeros(1)})
     merge_shards(folder, tmp_path / "out", model="teacher")
     assert list(exported(tmp_path / "out")) == ["b"]
     with pytest.raises(ValueError, match=r"model=None: must name .* which has model, teacher"):
@@ -128,9 +127,9 @@ def test_a_model_is_named_where_there_are_several(tmp_path: Path, context: Conte
 
 
 def test_names_that_json_could_not_tell_from_tags_are_names(tmp_path: Path, context: Context) -> None:
-    merge_shards(save(context, tmp_path, {"$weight": torch.ones(2)}), tmp_path / "out")
+    merge_shards(save_3(context, tmp_path, {"$weight": torch.ones(2)}), tmp_path / "out")
     assert list(exported(tmp_path / "out")) == ["$weight"]
-    folder = save(context, tmp_path / "keys", {3: torch.ones(2)})  # pyright: ignore[reportArgumentType]
+    folder = save_3(context, tmp_path / "keys", {3: torch.ones(2)})  # pyright: ignore[reportArgumentType]
     with pytest.raises(StateError, match="the name 3: must be a string"):
         merge_shards(folder, tmp_path / "out")
 
@@ -145,7 +144,7 @@ def test_a_stored_name_that_differs_is_followed() -> None:
 def test_damage_in_what_is_read_is_an_error_and_the_export_before_stays(
     tmp_path: Path, context: Context
 ) -> None:
-    folder = save(context, tmp_path, weights())
+    folder = save_3(context, tmp_path, weights())
     save_model({"old": torch.ones(1)}, tmp_path / "out")
     path = folder / "weights-model.r0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
@@ -158,7 +157,7 @@ def test_damage_in_what_is_read_is_an_error_and_the_export_before_stays(
 
 
 def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path, context: Context) -> None:
-    folder = save(context, tmp_path, weights())
+    folder = save_3(context, tmp_path, weights())
     with pytest.raises(ValueError, match="is the checkpoint itself; name another folder"):
         merge_shards(folder, folder)
     with pytest.raises(ValueError, match="max_shard_size='huge': must be"):
@@ -168,7 +167,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path, contex
 
 def test_a_checkpoint_in_a_store_is_merged(tmp_path: Path, context: Context) -> None:
     pytest.importorskip("upath")
-    save(context, "memory://merge/run", weights())
+    save_3(context, "memory://merge/run", weights())
     merge_shards("memory://merge/run/step-3", tmp_path / "out", max_shard_size=100)
     assert_same(exported(tmp_path / "out"), weights())
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -178,7 +177,7 @@ def test_a_checkpoint_in_a_store_is_merged(tmp_path: Path, context: Context) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux keeps the peak")
 @pytest.mark.slow
 def test_memory_holds_a_file_of_the_export_at_a_time(tmp_path: Path, context: Context) -> None:
-    folder = save(context, tmp_path, {f"layer{i}": torch.full((2**22,), float(i)) for i in range(16)})
+    folder = save_3(context, tmp_path, {f"layer{i}": torch.full((2**22,), float(i)) for i in range(16)})
     counted: list[int] = []
     before = reset_peak()
     merge_shards(folder, tmp_path / "out", max_shard_size="32MiB", on_bytes=counted.append)

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
     LoadedFlatShard,
@@ -49,7 +50,7 @@ def save_in_parts(directory: str) -> list[str]:
             state["both"] = placed(context, Shard(0), Shard(1), shape=(2, 2))
             state["hybrid"] = placed(context, Replicate(), Shard(0), shape=(2, 2))
         state["tied"] = state["rows"]
-        path = Checkpointer(context, directory).save(1, models={"model": state}, replicated={}, per_rank={})
+        path = save(Checkpointer(context, directory), 1, state)
         return sorted(file.name for file in path.iterdir())
 
 
@@ -129,7 +130,7 @@ def refuse(directory: str) -> str:
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(WHOLE, mesh, [Partial()])
         with pytest.raises((StateError, RuntimeError)) as caught:
-            Checkpointer(context, directory).save(1, models={"m": {"x": partial}}, replicated={}, per_rank={})
+            save(Checkpointer(context, directory), 1, {"x": partial})
         return str(caught.value)
 
 
@@ -166,7 +167,6 @@ def scales_of_a_quarter(directory: str) -> list[list[float]]:
 
 def test_what_belongs_to_a_range_of_another_tensor_is_read_alone(tmp_path: Path) -> None:
     with connect(device="cpu") as context:
-        state = {"model": {"scales": torch.arange(28.0)}}
-        Checkpointer(context, tmp_path).save(1, models=state, replicated={}, per_rank={})
+        save(Checkpointer(context, tmp_path), 1, {"scales": torch.arange(28.0)})
     halves = [list(map(float, range(14))), list(map(float, range(14, 28)))]
     assert scales_of_a_quarter(str(tmp_path)) == [*halves, [0.0, 1.0], [1.0], []]

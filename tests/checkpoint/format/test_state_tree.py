@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, PickleNotAllowedError
 from drivetrain_checkpoint.errors import CorruptCheckpointError, StateError
 from drivetrain_checkpoint.format.state_tree import decode, encode
@@ -213,14 +214,14 @@ def test_a_state_that_holds_itself_is_refused() -> None:
         encode(state, root="state")
 
 
-def test_a_tag_of_a_newer_version_asks_for_an_upgrade() -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"\$quaternion.*upgrade"):
-        decode({"$quaternion": [1, 2, 3, 4]}, {})
-
-
-def test_a_tensor_that_is_missing_is_named() -> None:
-    with pytest.raises(CorruptCheckpointError, match="'weight'"):
-        decode({"$tensor": "weight"}, {})
+@pytest.mark.parametrize(
+    ("tagged", "said"),
+    [({"$quaternion": [1, 2, 3, 4]}, r"\$quaternion.*upgrade"), ({"$tensor": "weight"}, "'weight'")],
+    ids=["tag of a newer version", "missing tensor"],
+)
+def test_what_cannot_be_decoded_is_named(tagged: dict, said: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=said):
+        decode(tagged, {})
 
 
 def test_optimizer_and_scheduler_states_round_trip() -> None:
@@ -253,8 +254,8 @@ def test_a_pickle_needs_both_sides_to_allow_it(tmp_path: Path, context: Context)
     allowed = Checkpointer(context, tmp_path, settings=CheckpointSettings(allow_pickle=True))
     state = {"mine": {"odd": [1, Odd()], "weight": torch.ones(2)}}
     with pytest.raises(StateError, match=r"replicated\['mine'\]\['odd'\]\[1\]: it is a .*Odd"):
-        Checkpointer(context, tmp_path).save(1, models={}, replicated=state, per_rank={})
-    allowed.save(1, models={}, replicated=state, per_rank={})
+        save(Checkpointer(context, tmp_path), 1, replicated=state)
+    save(allowed, 1, replicated=state)
     loaded = allowed.load().replicated["mine"]
     assert loaded["odd"] == [1, Odd()]
     assert torch.equal(loaded["weight"], torch.ones(2))

@@ -5,26 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.saves import flip, save
 from drivetrain_checkpoint import Checkpointer, CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.storage.local import DiskReader
 from drivetrain_state import Context, connect
 
 
-def save(checkpointer: Checkpointer, step: int) -> Path:
+def save_all(checkpointer: Checkpointer, step: int) -> Path:
     weight = torch.full((4,), float(step))
-    return checkpointer.save(
+    return save(
+        checkpointer,
         step,
-        models={"model": {"weight": weight, "tied": weight, "bias": torch.zeros(2)}},
+        {"weight": weight, "tied": weight, "bias": torch.zeros(2)},
         replicated={"optimizer": {"state": {0: {"exp_avg": torch.ones(4)}}}, "betas": (0.9, 0.99)},
         per_rank={"seed": torch.tensor(step)},
         plan={"asked": step},
     )
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def checkpointer(tmp_path: Path, context: Context) -> Checkpointer:
 
 
 def test_everything_comes_back(checkpointer: Checkpointer) -> None:
-    path = save(checkpointer, 3)
+    path = save_all(checkpointer, 3)
     loaded = checkpointer.load()
     assert (loaded.path, loaded.step, loaded.saved_world_size, loaded.plan) == (path, 3, 1, {"asked": 3})
     model = loaded.models["model"]
@@ -47,14 +43,14 @@ def test_everything_comes_back(checkpointer: Checkpointer) -> None:
 
 
 def test_extra_state_of_a_module_is_kept(checkpointer: Checkpointer) -> None:
-    checkpointer.save(1, models={"model": {"_extra_state": {"amax": [1.5]}}}, replicated={}, per_rank={})
+    save(checkpointer, 1, {"_extra_state": {"amax": [1.5]}})
     assert checkpointer.load().models["model"] == {"_extra_state": {"amax": [1.5]}}
 
 
 def test_the_newest_is_taken_and_uncompleted_ones_are_passed_over(checkpointer: Checkpointer) -> None:
     for step in (1, 2):
-        save(checkpointer, step)
-    (save(checkpointer, 3) / "manifest.json").unlink()
+        save_all(checkpointer, step)
+    (save_all(checkpointer, 3) / "manifest.json").unlink()
     assert checkpointer.load().step == 2
     assert checkpointer.latest() == checkpointer.directory / "step-2"
 
@@ -63,8 +59,8 @@ def test_the_newest_is_taken_and_uncompleted_ones_are_passed_over(checkpointer: 
     "name", ["weights-model.r0.safetensors", "state.json", "rank-0.r0.safetensors", "manifest.json"]
 )
 def test_a_damaged_one_is_passed_over_with_a_warning(checkpointer: Checkpointer, name: str, caplog) -> None:
-    save(checkpointer, 1)
-    flip(save(checkpointer, 2) / name, -1 if name.endswith("safetensors") else 3)
+    save_all(checkpointer, 1)
+    flip(save_all(checkpointer, 2) / name, -1 if name.endswith("safetensors") else 3)
     assert checkpointer.load().step == 1
     assert "step-2 is passed over" in caplog.text
     assert name in caplog.text
@@ -76,8 +72,8 @@ def test_a_damaged_one_is_passed_over_with_a_warning(checkpointer: Checkpointer,
 def test_a_damaged_one_that_was_named_is_an_error_that_names_the_file(
     checkpointer: Checkpointer, name: str
 ) -> None:
-    save(checkpointer, 1)
-    path = save(checkpointer, 2)
+    save_all(checkpointer, 1)
+    path = save_all(checkpointer, 2)
     for position in range(0, (path / name).stat().st_size, 11):
         flip(path / name, position)
         with pytest.raises(CorruptCheckpointError, match=rf"{path / name}"):
@@ -91,7 +87,7 @@ def test_a_damaged_one_that_was_named_is_an_error_that_names_the_file(
 def test_with_none_that_is_good_it_says_why(checkpointer: Checkpointer) -> None:
     with pytest.raises(NoCheckpointError, match="it holds none"):
         checkpointer.load()
-    (save(checkpointer, 1) / "state.json").unlink()
+    (save_all(checkpointer, 1) / "state.json").unlink()
     with pytest.raises(NoCheckpointError, match=r"none of those in it is good: .*state\.json is missing"):
         checkpointer.load()
     assert checkpointer.latest() is None
@@ -105,12 +101,8 @@ def test_a_folder_that_is_not_there_is_named(checkpointer: Checkpointer) -> None
 def two_ranks_save_and_load(directory: str) -> tuple[int, int]:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory)
-        checkpointer.save(
-            4,
-            models={"model": {"weight": torch.ones(3)}} if context.topology.is_main else {},
-            replicated={"lr": 0.1},
-            per_rank={"seed": context.topology.rank + 10},
-        )
+        model = {"weight": torch.ones(3)} if context.topology.is_main else None
+        save(checkpointer, 4, model, replicated={"lr": 0.1}, per_rank={"seed": context.topology.rank + 10})
         loaded = checkpointer.load()
         assert torch.equal(loaded.models["model"]["weight"], torch.ones(3))
         assert loaded.per_rank is not None
@@ -126,8 +118,8 @@ def two_ranks_load(directory: str) -> tuple[int, object, str | None]:
 def two_ranks_load_where_the_file_of_rank_one_is_damaged(directory: str) -> tuple[int, str]:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory)
-        save(checkpointer, 1)
-        path = save(checkpointer, 2)
+        save_all(checkpointer, 1)
+        path = save_all(checkpointer, 2)
         if context.topology.is_main:
             flip(path / "rank-1.r1.safetensors", -1)
         with pytest.raises(CorruptCheckpointError, match=r"rank-1\.r1\.safetensors") as caught:
@@ -138,7 +130,7 @@ def two_ranks_load_where_the_file_of_rank_one_is_damaged(directory: str) -> tupl
 def two_ranks_load_different_folders(directory: str) -> str:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory)
-        paths = [save(checkpointer, 1), save(checkpointer, 2)]
+        paths = [save_all(checkpointer, 1), save_all(checkpointer, 2)]
         with pytest.raises(RuntimeError, match="see different checkpoints") as caught:
             checkpointer.load(paths[context.topology.rank])
         return type(caught.value).__name__
@@ -159,7 +151,7 @@ def test_with_another_world_size_per_rank_states_are_missing_with_a_reason(
 
 
 def test_one_rank_saves_and_two_load(run_ranks, tmp_path: Path, context: Context) -> None:
-    save(Checkpointer(context, tmp_path), 6)
+    save_all(Checkpointer(context, tmp_path), 6)
     why = "1 ranks saved and 2 load: per-rank states can only be loaded by as many ranks as saved them"
     assert run_ranks(two_ranks_load, str(tmp_path)) == [(6, None, why)] * 2
 
@@ -176,8 +168,8 @@ def test_ranks_that_see_different_checkpoints_are_told(run_ranks, tmp_path: Path
 def test_a_disk_that_cannot_be_read_any_more_is_passed_over(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(checkpointer, 1)
-    newest = save(checkpointer, 2)
+    save_all(checkpointer, 1)
+    newest = save_all(checkpointer, 2)
     read_at = DiskReader.read_at
 
     def fail(reader: DiskReader, start: int, views: Sequence[memoryview]) -> int:

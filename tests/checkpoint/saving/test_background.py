@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, OtherRankFailedError, Replicated
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer
 from drivetrain_state import Context, connect
@@ -14,10 +15,8 @@ from drivetrain_state import Context, connect
 IN_BACKGROUND = CheckpointSettings(background=True, stall_seconds=3, keep_last=2)
 
 
-def save(checkpointer: Checkpointer, step: int, weight: torch.Tensor) -> Path:
-    return checkpointer.save(
-        step, models={"model": {"weight": weight}}, replicated={"step": step}, per_rank={"rank": step}
-    )
+def save_weight(checkpointer: Checkpointer, step: int, weight: torch.Tensor) -> Path:
+    return save(checkpointer, step, {"weight": weight}, replicated={"step": step}, per_rank={"rank": step})
 
 
 def test_what_training_does_meanwhile_is_not_saved(tmp_path: Path, context: Context) -> None:
@@ -25,36 +24,33 @@ def test_what_training_does_meanwhile_is_not_saved(tmp_path: Path, context: Cont
     weight = torch.zeros(5_000_000)
     for step in (1, 2, 3):
         weight.fill_(step)
-        path = save(checkpointer, step, weight)
+        path = save_weight(checkpointer, step, weight)
         weight.fill_(-1)
         assert path == tmp_path / f"step-{step}"
     assert checkpointer.wait() == tmp_path / "step-3"
     assert checkpointer.wait() is None
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-3"]
     for step in (2, 3):
-        assert torch.equal(
-            checkpointer.load(tmp_path / f"step-{step}").models["model"]["weight"],
-            torch.full_like(weight, step),
-        )
+        assert checkpointer.load(tmp_path / f"step-{step}").models["model"]["weight"].eq(step).all()
 
 
 def test_a_load_waits_for_the_save(tmp_path: Path, context: Context) -> None:
     checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
-    save(checkpointer, 7, torch.ones(5_000_000))
+    save_weight(checkpointer, 7, torch.ones(5_000_000))
     assert checkpointer.load().step == 7
 
 
 def test_what_goes_wrong_is_raised_by_the_next_call_once(tmp_path: Path, context: Context, caplog) -> None:
     checkpointer = Checkpointer(context, tmp_path, settings=IN_BACKGROUND)
-    save(checkpointer, 1, torch.ones(3))
+    save_weight(checkpointer, 1, torch.ones(3))
     checkpointer.wait()
     (tmp_path / "step-2").mkdir()
-    path = save(checkpointer, 2, torch.ones(20_000_000))
+    path = save_weight(checkpointer, 2, torch.ones(20_000_000))
     (path / "state.json").touch()  # the writer comes to it last
     with pytest.raises(FileExistsError, match=r"state\.json"):
-        save(checkpointer, 3, torch.ones(3))
+        save_weight(checkpointer, 3, torch.ones(3))
     assert "the save of step 2 failed in the background" in caplog.text
-    save(checkpointer, 4, torch.ones(3))
+    save_weight(checkpointer, 4, torch.ones(3))
     assert checkpointer.load().step == 4
 
 
@@ -75,10 +71,10 @@ def test_only_one_runs_at_a_time(tmp_path: Path, context: Context) -> None:
     checkpointer, go = Checkpointer(context, tmp_path, settings=IN_BACKGROUND), threading.Event()
     ended: list[str] = []
     checkpointer.after_commit.append(lambda folder: (go.wait(10), ended.append(folder.name)))
-    save(checkpointer, 1, torch.ones(3))  # comes back while its thread is held
+    save_weight(checkpointer, 1, torch.ones(3))  # comes back while its thread is held
     assert ended == []
     threading.Timer(0.2, go.set).start()
-    path = save(checkpointer, 2, torch.ones(3))  # waits for the first
+    path = save_weight(checkpointer, 2, torch.ones(3))  # waits for the first
     assert ended[:1] == ["step-1"]
     assert checkpointer.wait() == path
     assert ended == ["step-1", "step-2"]
@@ -88,7 +84,7 @@ def two_ranks(directory: str) -> list[int]:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
         for step in (1, 2, 3):
-            save(checkpointer, step, torch.full((100_000,), float(step)))
+            save_weight(checkpointer, step, torch.full((100_000,), float(step)))
             torch.distributed.barrier()  # the main thread's collectives go on
         checkpointer.close()
         return [checkpointer.load(f"{directory}/step-{step}").step for step in (2, 3)]
@@ -97,14 +93,12 @@ def two_ranks(directory: str) -> list[int]:
 def rank_one_fails(directory: str) -> str:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory, settings=IN_BACKGROUND)
-        save(checkpointer, 1, torch.ones(3))
+        save_weight(checkpointer, 1, torch.ones(3))
         checkpointer.wait()
         Path(directory, "step-2").mkdir(exist_ok=True)
         torch.distributed.barrier()
-        shared = {
-            "weight": Replicated(torch.ones(40_000_000))
-        }  # of which rank 1 writes half, before the rest
-        path = checkpointer.save(2, models={"model": shared}, replicated={}, per_rank={})
+        # Of which rank 1 writes half, before the rest.
+        path = save(checkpointer, 2, {"weight": Replicated(torch.ones(40_000_000))})
         if context.topology.rank == 1:
             (path / "rank-1.json").touch()
         with pytest.raises((FileExistsError, OtherRankFailedError)) as caught:
@@ -222,7 +216,7 @@ def rank_one_has_no_memory(directory: str) -> str:
         if context.topology.rank == 1:
             HostBuffer.stage = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory to pin"))
         with pytest.raises(RuntimeError) as caught:
-            save(checkpointer, 1, torch.ones(3))
+            save_weight(checkpointer, 1, torch.ones(3))
         return f"{type(caught.value).__name__}: {caught.value}"
 
 

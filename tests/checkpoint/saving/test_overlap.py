@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import ChangedWhileCopiedError, Checkpointer, CheckpointSettings
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer, Overlap
 from drivetrain_state import Context
@@ -17,12 +18,12 @@ OVERLAP = CheckpointSettings(background=True, staging="overlap", stall_seconds=5
 NUM = 1_000_000
 
 
-def save(checkpointer: Checkpointer, step: int, weight: Tensor, buffer: Tensor) -> Path:
-    return checkpointer.save(
+def save_both(checkpointer: Checkpointer, step: int, weight: Tensor, buffer: Tensor) -> Path:
+    return save(
+        checkpointer,
         step,
-        models={"model": {"weight": weight, "buffer": buffer}},
+        {"weight": weight, "buffer": buffer},
         replicated={"training": {"state": weight * 2}},
-        per_rank={},
         changes_in_step=lambda name: name in ("models/model/weight", "replicated/training/state"),
     )
 
@@ -39,7 +40,7 @@ def test_what_changes_after_the_copies_is_not_saved_and_buffers_may_change_at_on
     for step in (1, 2, 3):
         weight.fill_(step)
         buffer.fill_(-step)
-        save(checkpointer, step, weight, buffer)
+        save_both(checkpointer, step, weight, buffer)
         assert checkpointer.is_copying
         buffer.fill_(7)
         checkpointer.wait_for_copies()
@@ -60,9 +61,7 @@ def test_nothing_is_left_to_copy_where_nothing_is_named_or_the_setting_says_so(
     weight = torch.ones(NUM)
     for settings, named in ((OVERLAP, None), (CheckpointSettings(background=True), lambda _: True)):
         checkpointer = Checkpointer(context, tmp_path, settings=settings)
-        checkpointer.save(
-            1, models={"model": {"weight": weight}}, replicated={}, per_rank={}, changes_in_step=named
-        )
+        save(checkpointer, 1, {"weight": weight}, changes_in_step=named)
         assert not checkpointer.is_copying
         weight.fill_(2)
         assert checkpointer.load().models["model"]["weight"].eq(1).all()
@@ -121,17 +120,17 @@ def test_a_breach_is_raised_by_the_next_call_and_nothing_is_committed(
 ) -> None:
     checkpointer = Checkpointer(context, tmp_path, settings=OVERLAP)
     weight, buffer = torch.ones(NUM), torch.ones(1)
-    save(checkpointer, 1, weight, buffer)
+    save_both(checkpointer, 1, weight, buffer)
     checkpointer.wait()
     many = {f"w{index}": torch.ones(200_000) for index in range(200)}
-    checkpointer.save(2, models={"model": many}, replicated={}, per_rank={}, changes_in_step=lambda _: True)
+    save(checkpointer, 2, many, changes_in_step=lambda _: True)
     for tensor in reversed(many.values()):  # the last are copied last
         tensor.zero_()
     with pytest.raises(ChangedWhileCopiedError, match="staging='copy'"):
         checkpointer.wait()
     assert "the save of step 2 failed in the background" in caplog.text
     assert checkpointer.load().step == 1
-    save(checkpointer, 3, weight, buffer)
+    save_both(checkpointer, 3, weight, buffer)
     assert checkpointer.load().step == 3
     checkpointer.close()
 
@@ -142,13 +141,13 @@ def test_nobody_waits_for_a_save_whose_thread_could_not_start(tmp_path: Path, co
     threading.stack_size(2**46)  # more than there are addresses for
     try:
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            save(checkpointer, 1, weight, buffer)
+            save_both(checkpointer, 1, weight, buffer)
     finally:
         threading.stack_size(0)
     assert not checkpointer.is_copying
     checkpointer.wait_for_copies()
     assert checkpointer.wait() is None
-    save(checkpointer, 2, weight, buffer)
+    save_both(checkpointer, 2, weight, buffer)
     assert checkpointer.load().step == 2
     checkpointer.close()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import ChangedWhileCopiedError, Checkpointer, CheckpointSettings, Replicated
 from drivetrain_checkpoint.saving.host_buffer import HostBuffer
 from drivetrain_state import Context, connect
@@ -45,16 +46,9 @@ class Weights:
         raise DifferError(told)
 
 
-def save(checkpointer: Checkpointer, step: int, weight: Tensor, replicas: Weights | None = None) -> Weights:
-    replicas = replicas or Weights(weight)
-    checkpointer.save(
-        step,
-        models={"model": {"weight": Replicated(weight)}},
-        replicated={},
-        per_rank={},
-        changes_in_step=lambda _: True,
-        replicas=replicas,
-    )
+def save_replicas(checkpointer: Checkpointer, step: int, weight: Tensor) -> Weights:
+    state, replicas = {"weight": Replicated(weight)}, Weights(weight)
+    save(checkpointer, step, state, changes_in_step=lambda _: True, replicas=replicas)
     return replicas
 
 
@@ -66,7 +60,7 @@ def saves(folder: Path, way: str) -> tuple[list[str], list[int]]:
         for step, drift in enumerate((0, context.topology.rank, 0)):
             weight = torch.full((1000,), float(step)) + drift
             try:
-                save(checkpointer, step, weight)
+                save_replicas(checkpointer, step, weight)
                 checkpointer.wait_for_copies()
                 weight += context.topology.rank  # after the save: nothing of it
                 checkpointer.wait()
@@ -91,7 +85,7 @@ def test_what_ranks_hold_otherwise_is_not_committed_and_all_ranks_say_the_same(
 @pytest.mark.parametrize("way", WAYS)
 def test_the_thread_that_copies_reads_replicas(way: str, tmp_path: Path, context: Context) -> None:
     checkpointer = Checkpointer(context, tmp_path, settings=WAYS[way])
-    replicas = save(checkpointer, 1, torch.ones(3))
+    replicas = save_replicas(checkpointer, 1, torch.ones(3))
     checkpointer.wait_for_copies()
     assert replicas.reader is not None
     assert (replicas.reader is threading.main_thread()) == (way != "overlap")
@@ -111,6 +105,6 @@ def test_a_rank_that_writes_nothing_still_waits_until_its_replicas_are_read() ->
 
 def test_replicas_without_an_overlap_are_nothing_to_wait_for(tmp_path: Path, context: Context) -> None:
     checkpointer = Checkpointer(context, tmp_path, settings=WAYS["copy"])
-    save(checkpointer, 1, torch.ones(3))
+    save_replicas(checkpointer, 1, torch.ones(3))
     assert not checkpointer.is_copying
     checkpointer.close()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import Checkpointer, CheckpointSettings, StateError
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo
 from drivetrain_checkpoint.saving.retention import plan_retention
@@ -40,9 +41,8 @@ def test_unset_keeps_all(kinds: list[str]) -> None:
     assert plan_retention([found(n, kind) for n, kind in enumerate(kinds)], CheckpointSettings()) == ()
 
 
-def save(checkpointer: Checkpointer, step: int, loss: float | None) -> list[str]:
-    metrics = None if loss is None else {"loss": loss}
-    checkpointer.save(step, models={}, replicated={}, per_rank={}, metrics=metrics)
+def kept_after(checkpointer: Checkpointer, step: int, loss: float | None) -> list[str]:
+    save(checkpointer, step, metrics=None if loss is None else {"loss": loss})
     return sorted(path.name for path in checkpointer.directory.glob("step-*"))
 
 
@@ -50,33 +50,25 @@ def test_the_best_and_every_tenth_stay_besides(tmp_path: Path, context: Context)
     settings = CheckpointSettings(keep_last=1, keep_best=2, best_metric="loss", keep_every=10)
     checkpointer = Checkpointer(context, tmp_path, settings=settings)
     losses = {9: 0.5, 10: 0.9, 11: 0.2, 12: math.nan, 13: None, 14: 0.4, 15: 0.4}
-    kept = [save(checkpointer, step, loss) for step, loss in losses.items()]
+    kept = [kept_after(checkpointer, step, loss) for step, loss in losses.items()]
     assert kept[-2:] == [["step-10", "step-11", "step-14"], ["step-10", "step-11", "step-15"]]
 
 
 def test_the_largest_may_be_the_best(tmp_path: Path, context: Context) -> None:
     settings = CheckpointSettings(keep_last=1, keep_best=1, best_metric="loss", best_mode="max")
     checkpointer = Checkpointer(context, tmp_path, settings=settings)
-    kept = [save(checkpointer, step, loss) for step, loss in enumerate((0.1, math.inf, 0.3, 0.2))]
+    kept = [kept_after(checkpointer, step, loss) for step, loss in enumerate((0.1, math.inf, 0.3, 0.2))]
     assert kept[-1] == ["step-1", "step-3"]
 
 
 def test_a_save_that_forgets_the_metric_is_refused(tmp_path: Path, context: Context) -> None:
     settings = CheckpointSettings(keep_last=1, keep_best=1, best_metric="loss")
     with pytest.raises(ValueError, match=r"metrics=\{'los': 1.0\} lacks best_metric='loss'"):
-        Checkpointer(context, tmp_path, settings=settings).save(
-            1, models={}, replicated={}, per_rank={}, metrics={"los": 1.0}
-        )
+        save(Checkpointer(context, tmp_path, settings=settings), 1, metrics={"los": 1.0})
     with pytest.raises(
-        StateError, match=r"metrics\['loss'\]=tensor\(1\.\): must be a number; give tensor\.item"
+        StateError, match=r"metrics\['loss'\]=tensor\(1\.\): must be a number; give tensor\.it"
     ):
-        Checkpointer(context, tmp_path).save(
-            1,
-            models={},
-            replicated={},
-            per_rank={},
-            metrics={"loss": torch.tensor(1.0)},  # type: ignore[dict-item]
-        )
+        save(Checkpointer(context, tmp_path), 1, metrics={"loss": torch.tensor(1.0)})
 
 
 def test_the_checkpoints_of_an_earlier_run_stay_unless_one_was_loaded(
@@ -85,17 +77,17 @@ def test_the_checkpoints_of_an_earlier_run_stay_unless_one_was_loaded(
     settings = CheckpointSettings(keep_last=1)
     earlier = Checkpointer(context, tmp_path, settings=CheckpointSettings())
     for step in (50, 60):
-        earlier.save(step, models={}, replicated={}, per_rank={})
+        save(earlier, step)
     earlier.close()
     assert not caplog.records
     forgotten = Checkpointer(context, tmp_path, settings=settings)
     for step in (1, 2):
-        forgotten.save(step, models={}, replicated={}, per_rank={})
+        save(forgotten, step)
     forgotten.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "holds 2 checkpoints of an earlier run, step-60 the newest" in said
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-50", "step-60"]
     resumed = Checkpointer(context, tmp_path, settings=settings)
     resumed.load()
-    resumed.save(3, models={}, replicated={}, per_rank={})
+    save(resumed, 3)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-3"]

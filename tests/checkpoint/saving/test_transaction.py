@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
     CheckpointSettings,
@@ -26,10 +27,9 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((1000,), float(step))}
 
 
-def save(checkpointer: Checkpointer, step: int) -> Path:
-    return checkpointer.save(
-        step, models={"model": state_of(step)}, replicated={"step": step}, per_rank={"rng": torch.arange(3)}
-    )
+def save_step(checkpointer: Checkpointer, step: int) -> Path:
+    own = {"rng": torch.arange(3)}
+    return save(checkpointer, step, state_of(step), replicated={"step": step}, per_rank=own)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -61,8 +61,8 @@ def test_a_state_that_has_changed_is_planned_anew(
     tmp_path: Path, context: Context, now: dict[str, torch.Tensor]
 ) -> None:
     checkpointer = Checkpointer(context, tmp_path)
-    checkpointer.save(1, models={"model": {"weight": torch.arange(1000.0)}}, replicated={}, per_rank={})
-    checkpointer.save(2, models={"model": now}, replicated={}, per_rank={"own": now})
+    save(checkpointer, 1, {"weight": torch.arange(1000.0)})
+    save(checkpointer, 2, now, per_rank={"own": now})
     loaded = checkpointer.load()
     assert loaded.per_rank is not None
     for state in (loaded.models["model"], loaded.per_rank["own"]):
@@ -75,7 +75,7 @@ def test_a_state_that_has_changed_is_planned_anew(
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Context) -> None:
     checkpointer = Checkpointer(context, tmp_path)
     for value in (1, 2, 3):
-        path = checkpointer.save(5, models={"model": state_of(value)}, replicated={}, per_rank={})
+        path = save(checkpointer, 5, state_of(value))
         assert torch.equal(checkpointer.load().models["model"]["weight"], state_of(value)["weight"])
     assert names_in(path) == [
         "manifest.json", "rank-0.2.json", "state.2.json", "weights-model.2.json", "weights-model.r0.2.safetensors"
@@ -84,12 +84,12 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path, context: Contex
 
 def test_a_save_that_is_refused_leaves_all_as_it_was(tmp_path: Path, context: Context) -> None:
     checkpointer = Checkpointer(context, tmp_path)
-    save(checkpointer, 5)
+    save_step(checkpointer, 5)
     before = names_in(tmp_path / "step-5")
     with pytest.raises(StateError, match=r"^replicated\['bad'\]: it is a function"):
-        checkpointer.save(5, models={"model": state_of(6)}, replicated={"bad": save}, per_rank={})
+        save(checkpointer, 5, state_of(6), replicated={"bad": save})
     with pytest.raises(StateError, match=r"^per_rank\['bad'\]"):
-        checkpointer.save(6, models={"model": state_of(6)}, replicated={}, per_rank={"bad": save})
+        save(checkpointer, 6, state_of(6), per_rank={"bad": save})
     assert names_in(tmp_path / "step-5") == before
     assert names_in(tmp_path) == ["step-5"]
     assert checkpointer.load().replicated == {"step": 5}
@@ -99,7 +99,7 @@ def test_leftovers_of_a_save_that_died_make_room(tmp_path: Path, context: Contex
     folder = tmp_path / "step-5"
     folder.mkdir()
     (folder / "weights-model.r0.safetensors").write_bytes(b"torn")
-    save(Checkpointer(context, tmp_path), 5)
+    save_step(Checkpointer(context, tmp_path), 5)
     assert "weights-model.r0.safetensors" in names_in(folder)
     assert Checkpointer(context, tmp_path).load().step == 5
 
@@ -107,7 +107,7 @@ def test_leftovers_of_a_save_that_died_make_room(tmp_path: Path, context: Contex
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
 def test_a_step_is_a_count(tmp_path: Path, context: Context, step: object) -> None:
     with pytest.raises(ValueError, match=r"^step=.* an integer from 0 on"):
-        Checkpointer(context, tmp_path).save(step, models={}, replicated={}, per_rank={})  # type: ignore[arg-type]
+        save(Checkpointer(context, tmp_path), step)  # type: ignore[arg-type]
 
 
 def test_no_file_is_a_pickle(tmp_path: Path, context: Context) -> None:
@@ -115,9 +115,10 @@ def test_no_file_is_a_pickle(tmp_path: Path, context: Context) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    path = Checkpointer(context, tmp_path).save(
+    path = save(
+        Checkpointer(context, tmp_path),
         1,
-        models={"model": model.state_dict()},
+        model.state_dict(),
         replicated={"optimizer": optimizer.state_dict(), "odd": (1, b"x", {2: float("nan")})},
         per_rank={"rng": torch.get_rng_state(), "python": random.getstate()},
     )
@@ -135,7 +136,7 @@ def two_ranks_save(directory: str, keep_last: int) -> list[str]:
     with connect(device="cpu") as context:
         checkpointer = Checkpointer(context, directory, settings=CheckpointSettings(keep_last=keep_last))
         for step in (1, 2, 3):
-            path = save(checkpointer, step)
+            path = save_step(checkpointer, step)
             assert (path / "manifest.json").is_file()  # committed when it returns, whatever the rank
     return names_in(path)
 

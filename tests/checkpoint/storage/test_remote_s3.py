@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
     CheckpointSettings,
@@ -40,14 +41,10 @@ def make(context: Context, bucket: str, s3_options: Options) -> Callable[..., Ch
     return make
 
 
-def save(checkpointer: Checkpointer, step: int, value: float | None = None, *, size: int = 1000) -> Any:
-    weight = torch.full((size,), float(step if value is None else value))
-    return checkpointer.save(
-        step,
-        models={"model": {"weight": weight}},
-        replicated={"step": step},
-        per_rank={"rng": torch.arange(3)},
-    )
+def save_step(checkpointer: Checkpointer, step: int, value: float | None = None) -> Any:
+    weight = torch.full((1000,), float(step if value is None else value))
+    own = {"rng": torch.arange(3)}
+    return save(checkpointer, step, {"weight": weight}, replicated={"step": step}, per_rank=own)
 
 
 def names_below(checkpointer: Checkpointer) -> list[str]:
@@ -66,7 +63,7 @@ def unfinished(checkpointer: Checkpointer) -> list[str]:
 def test_what_was_saved_last_comes_back_bit_by_bit(make) -> None:
     checkpointer = make()
     for step in (7, 3):
-        path = save(checkpointer, step)
+        path = save_step(checkpointer, step)
     loaded = checkpointer.load()
     assert (loaded.step, loaded.path, checkpointer.latest()) == (3, path, path)
     assert torch.equal(loaded.models["model"]["weight"], torch.full((1000,), 3.0))
@@ -84,7 +81,7 @@ def test_a_bucket_may_be_the_directory(make, bucket: str) -> None:
 def test_large_files_go_in_parts_and_come_back_in_blocks(make) -> None:
     checkpointer = make()
     weight = torch.arange(LARGE, dtype=torch.int32)
-    path = checkpointer.save(1, models={"model": {"weight": weight}}, replicated={}, per_rank={})
+    path = save(checkpointer, 1, {"weight": weight})
     file = path / "weights-model.r0.safetensors"
     bucket, key, _ = file.fs.split_path(file.path)
     assert file.fs.call_s3("head_object", Bucket=bucket, Key=key, PartNumber=1)["PartsCount"] == 3
@@ -92,17 +89,11 @@ def test_large_files_go_in_parts_and_come_back_in_blocks(make) -> None:
     assert unfinished(checkpointer) == []
 
 
-def test_old_ones_are_deleted_and_leave_nothing(make) -> None:
-    checkpointer = make(keep_last=2)
-    for step in (1, 2, 10):
-        save(checkpointer, step)
-    assert {name.partition("/")[0] for name in names_below(checkpointer)} == {"step-10", "step-2"}
-
-
-def test_a_step_saved_again_replaces_the_old_one(make) -> None:
-    checkpointer = make()
+def test_a_step_saved_again_replaces_the_old_one_and_older_steps_leave_nothing(make) -> None:
+    checkpointer = make(keep_last=1)
+    save(checkpointer, 10)
     for value in (1, 2, 3):
-        save(checkpointer, 5, value)
+        save_step(checkpointer, 5, value)
         assert checkpointer.load().models["model"]["weight"][0] == value
     assert names_below(checkpointer) == [
         f"step-5/{name}"
@@ -118,7 +109,7 @@ def test_a_step_saved_again_replaces_the_old_one(make) -> None:
 def test_a_damaged_one_is_passed_over(make, damage: str, caplog) -> None:
     checkpointer = make()
     save(checkpointer, 1)
-    folder = save(checkpointer, 2)
+    folder = save_step(checkpointer, 2)
     file = folder / ("manifest.json" if damage == "no manifest" else "weights-model.r0.safetensors")
     content = file.read_bytes()
     if damage == "changed":
@@ -238,9 +229,7 @@ def save_and_load(url: str, options: Options) -> tuple[int, int, float, list[str
         rank = context.topology.rank
         for step in (1, 2):
             weight = torch.full((2**20,), float(step))
-            path = checkpointer.save(
-                step, models={"model": {"weight": weight}}, replicated={}, per_rank={"rank": rank}
-            )
+            path = save(checkpointer, step, {"weight": weight}, per_rank={"rank": rank})
         loaded = checkpointer.load()
         names = sorted(file.name for file in path.iterdir())
         return loaded.step, loaded.per_rank["rank"], float(loaded.models["model"]["weight"].mean()), names
@@ -295,13 +284,9 @@ def test_a_store_that_does_not_answer_is_named(make) -> None:
 
 def test_options_are_shown_nowhere(make, s3_options: Options) -> None:
     checkpointer = make()
-    path = save(checkpointer, 1)
-    shown = [
-        repr(checkpointer.settings),
-        repr(path),
-        str(path),
-        *(file.read_bytes().decode("latin1") for file in path.iterdir()),
-    ]
+    path = save_step(checkpointer, 1)
+    shown = [repr(checkpointer.settings), repr(path), str(path)]
+    shown += [file.read_bytes().decode("latin1") for file in path.iterdir()]
     assert not [text for text in shown if s3_options["secret"] in text]
 
 
