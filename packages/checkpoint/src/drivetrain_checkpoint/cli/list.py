@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -47,23 +46,19 @@ def run(arguments: ListArguments) -> int:
             for one in found
         ]
         sys.stdout.write(f"{json.dumps(listed, indent=2, allow_nan=False)}\n")
-    else:
-        sys.stdout.write(_as_text(found, newest, datetime.now(UTC)))
-    return 0
-
-
-def _as_text(found: Sequence[CheckpointInfo], newest: CheckpointInfo | None, now: datetime) -> str:
+        return 0
+    now = datetime.now(UTC)
     rows: list[tuple[str, ...]] = []
     for one in found:
-        said = ("-",) * 2
-        held = ("-",) * 2
+        said = held = ("-", "-")
         if one.manifest is not None:
             said = (time_text(one.manifest.saved_at), age_text(one.manifest.saved_at, now))
             held = (str(one.manifest.world_size), ", ".join(one.manifest.models) or "-")
         state = "valid" if one.is_valid else f"not valid: {one.problem}" if one.committed else "not completed"
         state += ", newest" if one is newest else ""
         rows.append((str(step_of(one.folder)), *said, format_size(_size_bytes(one)), *held, state))
-    return table(_HEADER, rows)
+    sys.stdout.write(table(_HEADER, rows))
+    return 0
 
 
 def _size_bytes(one: CheckpointInfo) -> int:

@@ -106,7 +106,15 @@ def plan_export(
     ties = dict(ties or {})
     described = {name: _describe(name, tensor) for name, tensor in tensors.items()}
     for name, stored in ties.items():
-        _check_tie(name, stored, described, ties)
+        if name not in described or stored not in described or stored in ties:
+            raise StateError(
+                f"ties[{name!r}] = {stored!r}: both must be names of tensors, the second one that is stored itself"
+            )
+        if described[name] != described[stored]:
+            raise StateError(
+                f"ties[{name!r}] = {stored!r}: {described[name]} and {described[stored]} cannot be one tensor; "
+                "leave the tie out"
+            )
     kept = {name: info for name, info in described.items() if name not in ties}
     shards: list[list[str]] = [[]]
     filled = 0
@@ -150,15 +158,3 @@ def _describe(name: object, tensor: Shaped) -> TensorInfo:
     if tensor.dtype not in DTYPE_NAMES:
         raise StateError(f"{name!r} is of {tensor.dtype}, which safetensors has no name for; convert it")
     return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
-
-
-def _check_tie(name: str, stored: str, described: Mapping[str, TensorInfo], ties: Mapping[str, str]) -> None:
-    if name not in described or stored not in described or stored in ties:
-        raise StateError(
-            f"ties[{name!r}] = {stored!r}: both must be names of tensors, the second one that is stored itself"
-        )
-    if described[name] != described[stored]:
-        raise StateError(
-            f"ties[{name!r}] = {stored!r}: {described[name]} and {described[stored]} cannot be one tensor; leave the "
-            "tie out"
-        )

@@ -64,7 +64,18 @@ def merge_shards(
             "left out of the export, which holds only tensors: %s", ", ".join(map(repr, names.others))
         )
     plan = plan_names(names, manifest.tensors[model_part(chosen)], max_shard_size=max_shard_size)
-    write_export(plan, _read(place, manifest, chosen, names.stored, plan, on_bytes), output)
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in the plan's order; read those of one file at a time, and release each once yielded."""
+        for in_file in plan.files.values():
+            count = _Count(sum(plan.tensors[name].size_bytes for name in in_file), on_bytes)
+            wanted = [names.stored[name] for name in in_file]
+            tensors = read_tensors(place, manifest, model_part(chosen), wanted, on_block=count.block)
+            count.rest()
+            for name in in_file:
+                yield name, tensors.pop(names.stored[name])
+
+    write_export(plan, read(), output)
     return plan
 
 
@@ -80,13 +91,9 @@ def choose_model(manifest: Manifest, model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """The names of the entries in a model's state.
+    """The names of the entries in a model's state."""
 
-    Attributes:
-        stored: The stored name of each tensor, by its name in the state.
-    """
-
-    stored: Mapping[str, str]
+    stored: Mapping[str, str]  # the stored name of each tensor, by its name in the state
     others: tuple[str, ...]
 
 
@@ -128,24 +135,6 @@ def plan_names(
         max_shard_size=max_shard_size,
         ties={name: first[stored] for name, stored in names.stored.items() if first[stored] != name},
     )
-
-
-def _read(
-    folder: Place,
-    manifest: Manifest,
-    model: str,
-    stored: Mapping[str, str],
-    plan: ExportPlan,
-    on_bytes: Callable[[int], None],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the plan in its order; read those of one file at a time, and release each once yielded."""
-    for names in plan.files.values():
-        count = _Count(sum(plan.tensors[name].size_bytes for name in names), on_bytes)
-        wanted = [stored[name] for name in names]
-        tensors = read_tensors(folder, manifest, model_part(model), wanted, on_block=count.block)
-        count.rest()
-        for name in names:
-            yield name, tensors.pop(stored[name])
 
 
 class _Count:

@@ -87,14 +87,17 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
         chosen = path if path.is_file() else choose_weights(path, kinds=[SAFETENSORS_SUFFIX])
         if chosen.suffix == ".json":
             index = read_index(chosen)
-            said, where = index.metadata.get(TIES, {}), "metadata"
+            said, where = index.metadata.get(TIES, {}), f"{chosen}: {TIES} in its metadata"
             stored = open_indexed(chosen, index, unlisted=True)
         else:
             file = MappedFile(chosen)
-            said, where = file.metadata.get(TIES, "{}"), "header"
+            said, where = file.metadata.get(TIES, "{}"), f"{chosen}: {TIES} in its header"
             stored = dict.fromkeys(file.in_order, file)
-    exported = _exported(stored, device)
-    ties = _read_ties(said, f"{chosen}: {TIES} in its {where}")
+        exported = _exported(stored, device)
+        told: object = parse_json(said, where=where) if isinstance(said, str) else said
+    if not isinstance(told, dict) or not all(isinstance(name, str) for pair in told.items() for name in pair):
+        raise CorruptCheckpointError(f"{where} is damaged: {told!r} is no mapping of names")
+    ties = cast("dict[str, str]", told)
     for name, first in ties.items():
         if first not in stored:
             raise CorruptCheckpointError(
@@ -135,12 +138,3 @@ def _exported(stored: Mapping[str, MappedFile], device: torch.device | str) -> E
         for name, file in stored.items()
     }
     return ExportedTensors({file.path.name: file for file in stored.values()}, places, device)
-
-
-def _read_ties(said: object, where: str) -> dict[str, str]:
-    """Return the ties that a header's text or an index's mapping says."""
-    with checkpoint_errors():
-        ties: object = parse_json(said, where=where) if isinstance(said, str) else said
-    if not isinstance(ties, dict) or not all(isinstance(name, str) for pair in ties.items() for name in pair):
-        raise CorruptCheckpointError(f"{where} is damaged: {ties!r} is no mapping of names")
-    return cast("dict[str, str]", ties)

@@ -105,7 +105,12 @@ def write_export(
     try:
         _write_files(plan, iter(tensors), folder, header)
         if plan.is_sharded:
-            _write_index(plan, folder)
+            about = {"total_size": plan.total_size} | ({TIES: dict(plan.ties)} if plan.ties else {})
+            index = WeightIndex(weight_map=plan.weight_map, metadata=about)
+            with (folder / f"{INDEX}{_UNFINISHED}").open("w", encoding="utf-8") as file:
+                file.write(index.to_json())
+                file.flush()
+                os.fsync(file.fileno())
         sync_folder(folder)
     except BaseException:
         _delete_unfinished(folder)
@@ -207,17 +212,6 @@ def _write_file(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) 
     save_file(tensors, path, metadata=header)
     path.chmod(mode)  # the library makes files that only their owner can read (safetensors 0.8)
     with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _write_index(plan: ExportPlan, folder: Path) -> None:
-    about: dict[str, object] = {"total_size": plan.total_size}
-    if plan.ties:
-        about[TIES] = dict(plan.ties)
-    index = WeightIndex(weight_map=plan.weight_map, metadata=about)
-    with (folder / f"{INDEX}{_UNFINISHED}").open("w", encoding="utf-8") as file:
-        file.write(index.to_json())
-        file.flush()
         os.fsync(file.fileno())
 
 

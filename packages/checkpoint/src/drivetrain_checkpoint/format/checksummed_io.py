@@ -19,11 +19,7 @@ _MOST_VIEWS = 64  # views to read a block into directly; for more, one read and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """The record of a file in the manifest.
-
-    Attributes:
-        checksums: The XXH3 (64 bit, hexadecimal) of each block of `BLOCK_BYTES`; the last block may be shorter.
-    """
+    """The record of a file in the manifest, with the XXH3 (64 bit, hexadecimal) of each block of `BLOCK_BYTES`."""
 
     name: str
     size_bytes: int
@@ -131,11 +127,7 @@ class HashedWriter:
 
 
 class HashedReader:
-    """A reader of ranges of a checkpoint's file, which verifies every block that they touch.
-
-    Raises:
-        CorruptCheckpointError: From any method, when the file differs from its record.
-    """
+    """A reader of ranges of a file that verifies each block it touches; `CorruptCheckpointError` if one differs."""
 
     def __init__(
         self, path: Place, record: FileRecord, *, on_block: Callable[[], None] = lambda: None
@@ -179,7 +171,9 @@ class HashedReader:
         for at, view in wanted:
             first, last = max(at, start), min(at + len(view), end)
             ranges.append((first, view[first - at : last - at]))
-        if len(ranges) <= _MOST_VIEWS and _cover(start, end, ranges):
+        # Ranges that cover the block without gaps or overlaps are read into directly.
+        ends = [start, *(at + len(view) for at, view in ranges)]
+        if len(ranges) <= _MOST_VIEWS and ends == [*(at for at, _ in ranges), end]:
             self._read_block(index, start, [view for _, view in ranges])
             return
         try:
@@ -223,21 +217,8 @@ class HashedReader:
         self._file.close()
 
 
-def _cover(start: int, end: int, ranges: Sequence[tuple[int, memoryview]]) -> bool:
-    """Return whether ranges cover a block without gaps or overlaps, so that it can be read into them directly."""
-    for at, view in ranges:
-        if at != start:
-            return False
-        start += len(view)
-    return start == end
-
-
 def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
-    """Check the size of a file against its record.
-
-    Raises:
-        CorruptCheckpointError: The file is missing or has another size.
-    """
+    """Check that a file is there in the size of its record; `CorruptCheckpointError` if not."""
     if size_bytes is None:
         raise CorruptCheckpointError(f"{path} is missing, though the manifest lists it")
     if size_bytes != record.size_bytes:

@@ -15,18 +15,12 @@ from drivetrain_weights.tensor_box import Box
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """The division of a tensor among the ranks that write it.
+    """The division of a tensor among the ranks that write it."""
 
-    Attributes:
-        dtype: The safetensors name of the dtype.
-        shape: The shape of the whole tensor.
-        boxes: The boxes that each rank writes, by rank, in the order in which they lie in its file. Each element of
-            the tensor is in one of them.
-    """
-
-    dtype: str
+    dtype: str  # its name in safetensors
     item_bytes: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # that of the whole tensor
+    # By rank, in the order in which they lie in its file. Each element of the tensor is in one of them.
     boxes: Mapping[int, tuple[Box, ...]]
 
     @property

@@ -69,11 +69,7 @@ def path_in_state(part: str, name: str) -> str | None:
 
 
 def check_model_names(names: Iterable[str]) -> None:
-    """Check that the names of models can be file names.
-
-    Raises:
-        StateError: A name cannot, or two names differ in case alone.
-    """
+    """Check that the names of models can be file names, and differ in more than case; `StateError` if not."""
     met: set[str] = set()
     for name in names:
         if not _MODEL_NAME.fullmatch(name):

@@ -134,11 +134,7 @@ def check_files(folder: Place, manifest: Manifest) -> None:
 
 
 def encode_plan(plan: Mapping[str, Any] | None) -> Json:
-    """Encode a plan as tagged JSON.
-
-    Raises:
-        StateError: The plan holds a tensor, or a value that JSON cannot express.
-    """
+    """Encode a plan as tagged JSON; `StateError` if it holds a tensor, or a value that JSON cannot express."""
     encoded = encode(plan, root="plan")
     if encoded.tensors:
         raise StateError(f"plan: {next(iter(encoded.tensors))!r} is a tensor; a plan is plain values")

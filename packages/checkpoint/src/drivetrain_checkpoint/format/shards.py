@@ -143,15 +143,10 @@ def piece_of(shards: Sequence[TensorShard], box: Box) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadTarget:
-    """The memory to read a tensor into.
+    """The memory to read a tensor into."""
 
-    Attributes:
-        value: The loaded tensor once the shards are filled: a tensor, a DTensor, or a `LoadedFlatShard`.
-        shards: The shards to fill: views of the value's memory, each contiguous and on the CPU.
-    """
-
-    value: Leaf
-    shards: tuple[TensorShard, ...]
+    value: Leaf  # loaded once the shards are filled: a tensor, a DTensor, or a `LoadedFlatShard`
+    shards: tuple[TensorShard, ...]  # views of the value's memory, each contiguous and on the CPU
 
 
 def make_room(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:

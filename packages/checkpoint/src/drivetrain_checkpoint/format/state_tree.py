@@ -80,7 +80,21 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
         CorruptCheckpointError: The JSON names a missing tensor, or holds an unknown tag, as of a newer version.
         PickleNotAllowedError: The JSON holds a pickle, and `allow_pickle` is false.
     """
-    decoders = _DECODERS | _tensor_decoders(tensors)
+
+    def find(name: str) -> Leaf:
+        if name not in tensors:
+            raise CorruptCheckpointError(
+                f"the state names the tensor {name!r}, which its tensor file does not hold"
+            )
+        return tensors[name]
+
+    def to_array(described: Mapping[str, Any]) -> StateTree:
+        from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
+
+        bits = find(described["tensor"])
+        return from_bytes_tensor(bits, dtype=described["dtype"], shape=described["shape"])
+
+    decoders = {**_DECODERS, "$tensor": find, "$ndarray": to_array}
     if not allow_pickle:
         decoders["$pickle"] = lambda _: _refuse_pickles(json)
 
@@ -100,25 +114,6 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
         return decoders[tag](values[tag])
 
     return restore(json)
-
-
-def _tensor_decoders(tensors: Mapping[str, Leaf]) -> dict[str, Callable[[Any], StateTree]]:
-    """Return the decoders of what is kept in tensors."""
-
-    def find(name: str) -> Leaf:
-        if name not in tensors:
-            raise CorruptCheckpointError(
-                f"the state names the tensor {name!r}, which its tensor file does not hold"
-            )
-        return tensors[name]
-
-    def to_array(described: Mapping[str, Any]) -> StateTree:
-        from drivetrain_checkpoint.format.numpy_values import from_bytes_tensor
-
-        bits = find(described["tensor"])
-        return from_bytes_tensor(bits, dtype=described["dtype"], shape=described["shape"])
-
-    return {"$tensor": find, "$ndarray": to_array}
 
 
 def _refuse_pickles(json: Json, path: str = "") -> None:

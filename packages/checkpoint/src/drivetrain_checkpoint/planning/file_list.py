@@ -20,12 +20,7 @@ class WrittenBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A tensor file that a rank will write.
-
-    Attributes:
-        entries: The boxes of tensors that it holds, in the order of the file.
-        layout: The header, and the offset of each entry.
-    """
+    """A tensor file that a rank will write: the boxes that it holds, in its order, its header, and their offsets."""
 
     part: str
     rank: int

@@ -13,29 +13,19 @@ from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, Held, Tens
 
 @dataclass(frozen=True, slots=True)
 class MainNames:
-    """The names of the tensors that rank 0 describes, by part: other ranks may hold parts of these.
+    """The names of the tensors that rank 0 describes, by part: other ranks may hold parts of these."""
 
-    Attributes:
-        names: The names of tensors of models and replicated states, in the order of the state.
-        aliases: Further names of these, such as those of tied weights.
-    """
-
-    names: dict[str, list[str]]
-    aliases: frozenset[TensorName]
+    names: dict[str, list[str]]  # of models and replicated states, in the order of the state
+    aliases: frozenset[TensorName]  # further names of these, such as those of tied weights
 
 
 @dataclass(frozen=True, slots=True)
 class RankHoldings:
-    """The holdings of a rank, as it tells them to the others.
+    """The holdings of a rank, as it tells them to the others."""
 
-    Attributes:
-        held: The holdings among the tensors that rank 0 names.
-        unknown: A tensor that it holds a part of and rank 0 does not name; None if there is none.
-    """
-
-    held: Held
+    held: Held  # among the tensors that rank 0 names
     own: dict[TensorName, AvailableBoxes]
-    unknown: TensorName | None
+    unknown: TensorName | None  # a tensor that it holds a part of and rank 0 does not name
 
 
 @dataclass(frozen=True, slots=True)

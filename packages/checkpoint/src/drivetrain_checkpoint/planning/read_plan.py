@@ -32,14 +32,9 @@ class Read(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """A read of each tensor that has one division and is wanted in the same shards.
+    """A read of each tensor that has one division and is wanted in the same shards."""
 
-    Attributes:
-        start: The first byte, from the first byte of the tensor in the file on.
-        wanted: The slices of the shard to fill; None for all of it.
-    """
-
-    start: int
+    start: int  # from the first byte of the tensor in the file on
     size_bytes: int
     shard: int
     wanted: tuple[slice, ...] | None

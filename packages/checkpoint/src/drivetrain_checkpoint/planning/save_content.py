@@ -51,11 +51,7 @@ class OwnContent:
 
 
 def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnContent:
-    """Split this rank's states into plain values and tensors; nothing is copied.
-
-    Raises:
-        StateError: Something in them cannot be stored; the message names its path and type.
-    """
+    """Split this rank's states into plain values and tensors, uncopied; `StateError` names what cannot be stored."""
     given: dict[str, Any] = {
         "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
     }  # fmt: skip

@@ -35,15 +35,10 @@ class AvailableBoxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The holdings of a rank among the tensors of a plan, in columns: most tensors are held like another one.
+    """The holdings of a rank among the tensors of a plan, in columns: most tensors are held like another one."""
 
-    Attributes:
-        kinds: The distinct ways in which it holds a tensor.
-        kind_of: For each tensor the index of its kind; -1 if the rank does not have the tensor.
-    """
-
-    kinds: tuple[AvailableBoxes, ...]
-    kind_of: Sequence[int]
+    kinds: tuple[AvailableBoxes, ...]  # the distinct ways in which it holds a tensor
+    kind_of: Sequence[int]  # for each tensor the index of its kind; -1 if the rank does not have it
 
     def kind(self, index: int) -> AvailableBoxes | None:
         """Return a kind by its index, None for -1."""
@@ -52,17 +47,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A box that is written for each of a number of tensors, which all are held in the same way.
-
-    Attributes:
-        tensors: The index of the first of them, which names them all.
-    """
+    """A box that is written for each of a number of tensors, which all are held in the same way."""
 
     box: Box
     size_bytes: int
     holders: tuple[int, ...]
     count: int
-    tensors: int
+    tensors: int  # the index of the first of them, which names them all
 
 
 def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions:
@@ -170,22 +161,20 @@ def _assigned(
         )
     runs: dict[int, list[tuple[Box, list[tuple[int, int]]]]] = {}
     for unit in sorted(pieces, key=lambda piece: -piece.size_bytes):
-        writers = [(unit.holders[0], unit.count)] if len(unit.holders) == 1 else _shares(unit, load)
+        counts = dict.fromkeys(unit.holders, 0)
+        if len(counts) == 1:
+            counts[unit.holders[0]] = unit.count
+        else:  # each box goes to the holder with the fewest bytes
+            least = [(load[rank], rank) for rank in unit.holders]
+            heapify(least)
+            for _ in range(unit.count):
+                rank = least[0][1]
+                counts[rank] += 1
+                load[rank] += unit.size_bytes
+                heapreplace(least, (load[rank], rank))
+        writers = [(rank, count) for rank, count in counts.items() if count]
         runs.setdefault(unit.tensors, []).append((unit.box, writers))
     return runs
-
-
-def _shares(unit: _Unit, load: list[int]) -> list[tuple[int, int]]:
-    """Give each box of a unit to the holder with the fewest bytes, and return how many each holder got."""
-    counts = dict.fromkeys(unit.holders, 0)
-    least = [(load[rank], rank) for rank in unit.holders]
-    heapify(least)
-    for _ in range(unit.count):
-        rank = least[0][1]
-        counts[rank] += 1
-        load[rank] += unit.size_bytes
-        heapreplace(least, (load[rank], rank))
-    return [(rank, count) for rank, count in counts.items() if count]
 
 
 def _divide(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from threading import Thread
 
 from torch.distributed import Store
@@ -67,11 +68,7 @@ class BackgroundSaves:
             self._overlap = None
 
     def wait(self) -> Place | None:
-        """Wait for the last save and return its folder, or None if none was started since the last call.
-
-        Raises:
-            Exception: The error of the save; raised once.
-        """
+        """Wait for the last save; return its folder or raise its error, once: None if none was started since."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -87,7 +84,17 @@ class BackgroundSaves:
 
     def _run(self, save: Save, store: Store | None, on_commit: Callable[[Place], object]) -> None:
         try:
-            self._write(save, store)
+            if store is None:
+                run_save(self._context, save, on_block=lambda: None)
+            else:
+                exchange = StoreGather(
+                    store,
+                    save.manifest.save_id,
+                    topology=self._context.topology,
+                    stall_seconds=save.settings.stall_seconds,
+                )
+                with closing(exchange):
+                    run_save(self._context, save, on_block=exchange.progress, gather=exchange.gather)
             on_commit(save.folder)
             self._folder = save.folder
         except Exception as error:  # the next wait() raises it; logged now, since wait() may never be called
@@ -98,18 +105,3 @@ class BackgroundSaves:
         finally:
             if save.overlap is not None:
                 save.overlap.give_up()  # a save that failed before the copies would block wait_for_copies()
-
-    def _write(self, save: Save, store: Store | None) -> None:
-        if store is None:
-            run_save(self._context, save, on_block=lambda: None)
-            return
-        exchange = StoreGather(
-            store,
-            save.manifest.save_id,
-            topology=self._context.topology,
-            stall_seconds=save.settings.stall_seconds,
-        )
-        try:
-            run_save(self._context, save, on_block=exchange.progress, gather=exchange.gather)
-        finally:
-            exchange.close()

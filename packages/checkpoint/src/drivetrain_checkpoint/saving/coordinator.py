@@ -134,7 +134,18 @@ class SaveCoordinator:
         Files of a committed checkpoint of this step stay until the new ones are committed.
         """
         if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
-            self._spared = frozenset() if continues else self._of_an_earlier_run()
+            earlier = [] if continues else find_checkpoints(self._directory)
+            names = [one.folder.name for one in earlier if one.committed]
+            if names:
+                logger.warning(
+                    "%s holds %s checkpoints of an earlier run, %s the newest, and this run has loaded none of them: "
+                    "they stay whatever keep_last says, but a save of the same step replaces one; load before the "
+                    "first save to go on from them, or give each run a folder of its own",
+                    self._directory,
+                    len(names),
+                    names[0],
+                )
+            self._spared = frozenset(names)
         token = self._lock.take() if self._lock is not None else None
         folder = step_folder(self._directory, step)
         if not has_manifest(folder):
@@ -165,20 +176,6 @@ class SaveCoordinator:
             metrics=content.metrics,
         )
         return manifest, token
-
-    def _of_an_earlier_run(self) -> frozenset[str]:
-        """Return the names of the checkpoints that an earlier run left in the directory, and warn about them."""
-        names = [one.folder.name for one in find_checkpoints(self._directory) if one.committed]
-        if names:
-            logger.warning(
-                "%s holds %s checkpoints of an earlier run, %s the newest, and this run has loaded none of them: "
-                "they stay whatever keep_last says, but a save of the same step replaces one; load before the first "
-                "save to go on from them, or give each run a folder of its own",
-                self._directory,
-                len(names),
-                names[0],
-            )
-        return frozenset(names)
 
     def _check_visible(self, folder: Place, token: str | None) -> None:
         """Check that this rank sees the folder that rank 0 made."""

@@ -95,11 +95,7 @@ class Overlap:
         self._is_over = Event()
 
     def run(self, on_block: Callable[[], None]) -> None:
-        """Make the copies. Called by the thread that writes them; `wait` returns once this returns or raises.
-
-        Raises:
-            ChangedWhileCopiedError: A tensor changed before it was copied.
-        """
+        """Make the copies, in the writing thread; `ChangedWhileCopiedError` if a tensor changed before its copy."""
         try:
             for copy, tensor in self._parts:
                 self._on_stream(tensor, lambda one, copy=copy: copy.copy_(one, non_blocking=True))

@@ -45,11 +45,7 @@ class StoreGather:
         self._rounds.count("progress", add=1)
 
     def gather(self, outcome: Outcome) -> list[Outcome]:
-        """Gather the outcomes of an action on all ranks.
-
-        Returns:
-            The outcomes of all ranks, in rank order; on ranks other than 0, with None for the values but rank 0's.
-        """
+        """Return the outcomes of all ranks, in order; on ranks other than 0, None for the values but rank 0's."""
         self._number += 1
         self._is_concluded = False
         number, rounds = self._number, self._rounds

@@ -215,19 +215,17 @@ def run_save(
         by_rank = on_all_ranks(context, write, doing=f"the save of step {save.step}", gather=gather)
         doing = f"the commit of step {save.step}"
         is_alike, *_ = on_all_ranks(context, commit, doing=doing, gather=gather)
-        if not is_alike:
-            _refuse(context, save, gather)
+        if not is_alike:  # rank 0 words the error from the sums of all ranks
+            replicas, doing = save.replicas, f"the comparison of replicas at step {save.step}"
+            assert replicas is not None
+            sums: list[int] = replicas.sums().tolist()
+            of_ranks = on_all_ranks(context, lambda: sums, doing=doing, gather=gather)
+            told, *_ = on_all_ranks(
+                context,
+                lambda: replicas.explain(of_ranks) if save.is_main else "",
+                doing=doing,
+                gather=gather,
+            )
+            replicas.refuse(told)
     if save.is_main:
         save.clean_up()
-
-
-def _refuse(context: Context, save: Save, gather: Callable[[Outcome], list[Outcome]] | None) -> None:
-    """Raise the error of replicas that differ, which rank 0 words from the sums of all ranks. Called on all ranks."""
-    replicas, doing = save.replicas, f"the comparison of replicas at step {save.step}"
-    assert replicas is not None
-    sums: list[int] = replicas.sums().tolist()
-    by_rank = on_all_ranks(context, lambda: sums, doing=doing, gather=gather)
-    told, *_ = on_all_ranks(
-        context, lambda: replicas.explain(by_rank) if save.is_main else "", doing=doing, gather=gather
-    )
-    replicas.refuse(told)

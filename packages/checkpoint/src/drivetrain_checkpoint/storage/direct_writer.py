@@ -24,11 +24,7 @@ _ALIGNMENT = 4096  # of offsets, sizes and memory for direct I/O: a multiple of 
 
 
 class DiskWriter:
-    """A writer of a new file with two buffers: one fills while the other is written to the disk.
-
-    Writes go through the page cache if the file system or the operating system does not support direct I/O, which
-    only Linux does.
-    """
+    """A writer of a new file, past the page cache where Linux can: one buffer fills while the other is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)

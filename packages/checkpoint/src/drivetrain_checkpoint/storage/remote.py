@@ -64,11 +64,7 @@ class RemoteReader:
 
 
 def make_folder(folder: "UPath") -> None:
-    """Abort the incomplete uploads that a killed process left below a prefix; folders need not be created.
-
-    Raises:
-        FileNotFoundError: The bucket does not exist.
-    """
+    """Abort the uploads that a killed process left below a prefix; `FileNotFoundError` if there is no such bucket."""
     if is_s3(folder.fs):
         with as_os_error(folder):
             abort_uploads(folder.fs, folder.path)

@@ -47,11 +47,7 @@ class Task(Generic[Value]):
 
 
 def in_threads(function: Callable[[Item], Value], items: Iterable[Item], *, most: int) -> Iterator[Value]:
-    """Yield the results of a function for each item, in order.
-
-    Raises:
-        BaseException: The error of the first call that fails, after all running calls have ended.
-    """
+    """Yield a function's result for each item, in order; raise its first error once all running calls have ended."""
     if most <= 1:
         yield from map(function, items)
         return

@@ -49,11 +49,7 @@ def check_bucket(fs: Any, path: str) -> None:
 
 
 def abort_uploads(fs: Any, path: str) -> None:
-    """Abort every upload below a prefix: the parts left by a killed process would stay, invisible and billed.
-
-    Raises:
-        FileNotFoundError: The bucket does not exist.
-    """
+    """Abort every upload below a prefix: the parts left by a killed process would stay, invisible and billed."""
     bucket, prefix, _ = fs.split_path(path)
     try:
         found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")

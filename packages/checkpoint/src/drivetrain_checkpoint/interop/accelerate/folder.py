@@ -50,23 +50,16 @@ _ENGINE_FOLDER = re.compile(r"pytorch_model(_\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateFiles:
-    """The files of a state by content, in the order in which Accelerate prepared or registered the objects.
+    """The files of a state by content, in the order in which Accelerate prepared or registered the objects."""
 
-    Attributes:
-        models: The weights of each model: one file, or the index of several.
-        generators: The random number generators, by rank; on a disk that is not shared, of this host's ranks only.
-        scaler: The state of the loss scaler; None without one.
-        others: The files and folders that are not recognized.
-    """
-
-    models: tuple[Path, ...]
+    models: tuple[Path, ...]  # for each one file, or the index of several
     optimizers: tuple[Path, ...]
     schedulers: tuple[Path, ...]
     loaders: tuple[Path, ...]
-    generators: Mapping[int, Path]
+    generators: Mapping[int, Path]  # by rank; on a disk that is not shared, of this host's ranks only
     custom: tuple[Path, ...]
-    scaler: Path | None
-    others: tuple[Path, ...]
+    scaler: Path | None  # that of the loss
+    others: tuple[Path, ...]  # files and folders that are not recognized
 
 
 def find_accelerate_state(directory: Path) -> Path | None:

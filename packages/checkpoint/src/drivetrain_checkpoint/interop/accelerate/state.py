@@ -145,7 +145,11 @@ def _read_generators(
 def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | None]:
     """Return the name of a generator in `load_rng_state` and the conversion of its state; None if not recognized."""
     if key == "random_state":
-        return "python", _python_state
+        return "python", lambda state: {
+            "version": state[0],
+            "words": torch.tensor(state[1], dtype=torch.int64),
+            "gauss": state[2],
+        }
     if key == "numpy_random_seed":
         return "numpy", _numpy_state
     if key == "torch_manual_seed":
@@ -163,11 +167,6 @@ def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | N
     return "accelerator", of_device
 
 
-def _python_state(state: Any) -> dict[str, Any]:
-    version, words, gauss = state
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-
-
 def _numpy_state(state: Any) -> dict[str, Any]:
     kind, key, position, has_gauss, gauss = state
     return {
@@ -180,12 +179,7 @@ def _numpy_state(state: Any) -> dict[str, Any]:
 
 
 def _read_pickle(path: Path, *, mapped: bool = False) -> Any:
-    """Read an untrusted file of `torch.save` without running any code in it: tensors, plain values, NumPy arrays.
-
-    Args:
-        path: The path of the file.
-        mapped: Whether to memory-map the tensors, which reads them on use; until then the file must not change.
-    """
+    """Read an untrusted file of `torch.save`, running no code in it; while it is mapped, it must not change."""
     with checkpoint_errors():
         try:
             return read_torch_file(path, mapped=mapped, arrays=True)
