@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 
 from drivetrain_accelerate.states.partial_state import PartialState
-from drivetrain_accelerate.trackers import hosted_platforms, recorded_platforms
+from drivetrain_accelerate.trackers import platforms
 
 real: Any = pytest.importorskip("accelerate.tracking")
 RealState: Any = pytest.importorskip("accelerate").PartialState
@@ -80,10 +80,6 @@ def calls_of(kind: Any, case: Case, version: str = "3.50.0") -> list[str]:
     return [call.split(" id=")[0] for call in noted]
 
 
-def ours(name: str) -> Any:
-    return getattr(hosted_platforms, name, None) or getattr(recorded_platforms, name)
-
-
 @pytest.fixture(autouse=True)
 def states() -> Iterator[None]:
     PartialState(cpu=True)
@@ -99,7 +95,7 @@ def comparable(calls: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.kwargs}")
 def test_a_platform_gets_the_calls_of_the_real_one(case: Case) -> None:
-    mine, theirs = calls_of(ours(case.name), case), calls_of(getattr(real, case.name), case)
+    mine, theirs = calls_of(getattr(platforms, case.name), case), calls_of(getattr(real, case.name), case)
     if case.library == "dvclive":  # a property that the real one sets is not among the calls
         mine = [call for call in mine if ".step" not in call]
     assert comparable(mine) == comparable(theirs)
@@ -108,12 +104,12 @@ def test_a_platform_gets_the_calls_of_the_real_one(case: Case) -> None:
 def test_swanlab_gets_them_too_but_for_a_mark_in_its_configuration() -> None:
     case = Case("SwanLabTracker", "swanlab", "run", mode="disabled", calls=(PICTURES,))
     theirs = [call for call in calls_of(real.SwanLabTracker, case) if "FRAMEWORK" not in call]
-    assert comparable(calls_of(ours("SwanLabTracker"), case)) == comparable(theirs)
+    assert comparable(calls_of(platforms.SwanLabTracker, case)) == comparable(theirs)
 
 
 def test_an_old_comet_gets_an_experiment() -> None:
     case = Case("CometMLTracker", "comet_ml", "run")
-    mine = calls_of(ours("CometMLTracker"), case, "3.10.0")
+    mine = calls_of(platforms.CometMLTracker, case, "3.10.0")
     assert comparable(mine) == comparable(calls_of(real.CometMLTracker, case, "3.10.0"))
 
 
@@ -122,7 +118,7 @@ def test_a_number_of_torch_is_logged(name: str, library: str, caplog: Any) -> No
     import torch
 
     with played(library, "1") as module:
-        tracker = ours(name)("run")
+        tracker = getattr(platforms, name)("run")
         tracker.start()
         tracker.log({"loss": torch.tensor(2.0), "many": torch.ones(3)}, step=1)
         assert "2.0" in str(module.mock_calls)
@@ -132,7 +128,7 @@ def test_a_number_of_torch_is_logged(name: str, library: str, caplog: Any) -> No
 def test_a_given_task_stays_open() -> None:
     with played("clearml", "1") as module:
         task = module.Task.current_task.return_value = MagicMock()
-        tracker = recorded_platforms.ClearMLTracker("run")
+        tracker = platforms.ClearMLTracker("run")
         tracker.start()
         tracker.finish()
         assert tracker.tracker is task

@@ -1,11 +1,16 @@
-"""The base of trackers in Accelerate's form, which programs subclass."""
+"""The base of trackers in Accelerate's form, which programs subclass, and that of the platforms' trackers."""
 
+import importlib
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar
+from logging import getLogger
+from math import prod
+from typing import Any, ClassVar, TypeVar
 
 from drivetrain_accelerate.states.partial_state import PartialState
 
+logger = getLogger(__name__)
+Kind = TypeVar("Kind", bound=type["GeneralTracker"])
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
@@ -57,3 +62,60 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Close the run."""
+
+
+def calls_on_main_process(kind: Kind) -> Kind:
+    """Decorate a class: each method that it defines runs on the main process alone, as `on_main_process` says."""
+    for name, value in list(vars(kind).items()):
+        if callable(value) and not name.startswith("_"):
+            setattr(kind, name, on_main_process(value))
+    return kind
+
+
+class Platform(GeneralTracker):
+    """A tracker over the module of its name; `start` sets the attribute that `opened` names, the platform's object.
+
+    Args:
+        run_name: The name of the run or its project.
+        **kwargs: The arguments of the platform's function that opens a run.
+    """
+
+    name: ClassVar[str]
+    requires_logging_directory: ClassVar[bool] = False
+    opened: ClassVar[str] = "run"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The platform's own object."""
+        return getattr(self, self.opened)
+
+    @property
+    def module(self) -> Any:
+        """The platform's library."""
+        return importlib.import_module(self.name)
+
+    def numbers(self, values: dict[str, Any]) -> dict[str, int | float]:
+        """Return the numbers among values, and warn of the others."""
+        found: dict[str, int | float] = {}
+        for name, value in values.items():
+            if (number := number_of(value)) is None:
+                self.warn_left_out(name, value, "no number")
+            else:
+                found[name] = number
+        return found
+
+    def warn_left_out(self, name: str, value: Any, what: str) -> None:
+        """Warn that the platform takes no such value."""
+        logger.warning("%s: %s of type %s is left out: it is %s", self.name, name, type(value).__name__, what)
+
+
+def number_of(value: Any) -> int | float | None:
+    """Return a number, also of a tensor or array with one element; None for anything else."""
+    shape = getattr(value, "shape", None)
+    found = value.item() if hasattr(value, "item") and shape is not None and prod(shape) == 1 else value
+    return found if isinstance(found, int | float) else None

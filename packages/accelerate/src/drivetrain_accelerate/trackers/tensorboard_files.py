@@ -5,15 +5,16 @@ import json
 import time
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from drivetrain_accelerate.trackers.general_tracker import GeneralTracker, on_main_process
+from drivetrain_accelerate.trackers.general_tracker import Platform, calls_on_main_process, number_of
 
 _PLAIN = (int, float, str, bool, type(None))
 
 
-class TensorBoardTracker(GeneralTracker):
-    """A tracker that writes event files into the folder of logs.
+@calls_on_main_process
+class TensorBoardTracker(Platform):
+    """A tracker that writes event files into a folder of the run's name.
 
     Args:
         run_name: The name of the run, a folder in `logging_dir`.
@@ -21,19 +22,17 @@ class TensorBoardTracker(GeneralTracker):
         **kwargs: The arguments of `SummaryWriter`.
 
     Attributes:
-        writer: The SummaryWriter, once the tracker has started.
+        writer: The SummaryWriter of torch, once the tracker has started.
     """
 
-    name: ClassVar[str] = "tensorboard"
-    requires_logging_directory: ClassVar[bool] = True
+    name = "tensorboard"
+    requires_logging_directory = True
+    opened = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = str(Path(logging_dir) / run_name)
-        self.init_kwargs = kwargs
 
-    @on_main_process
     def start(self) -> None:
         """Open the event files, with torch's writer or that of tensorboardX."""
         try:
@@ -42,12 +41,6 @@ class TensorBoardTracker(GeneralTracker):
             module = importlib.import_module("tensorboardX")
         self.writer: Any = module.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """The SummaryWriter of torch."""
-        return self.writer
-
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration as hyperparameters and as a file `hparams.yml`.
 
@@ -67,7 +60,6 @@ class TensorBoardTracker(GeneralTracker):
         lines = [f"{json.dumps(str(name))}: {json.dumps(value)}\n" for name, value in values.items()]
         (folder / "hparams.yml").write_text("".join(lines), encoding="utf-8")
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers as scalars, strings as texts, and a dict of numbers as curves of one chart."""
         for name, value in values.items():
@@ -75,32 +67,15 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
-            elif _is_number(value):
+            elif number_of(value) is not None:
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
         self.writer.flush()
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write batches of images, as `SummaryWriter.add_images` takes them."""
         for name, value in values.items():
             self.writer.add_images(name, value, global_step=step, **kwargs)
 
-    @on_main_process
     def finish(self) -> None:
         """Close the event files."""
         self.writer.close()
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int | float):
-        return True
-    return (
-        getattr(value, "ndim", None) is not None
-        and getattr(value, "size", None) is not None
-        and _is_one(value)
-    )
-
-
-def _is_one(value: Any) -> bool:
-    count = value.numel() if hasattr(value, "numel") else value.size
-    return count == 1

@@ -6,50 +6,29 @@ from os import PathLike
 from typing import Any
 
 from drivetrain_accelerate.plugins.enums import LoggerType
+from drivetrain_accelerate.trackers import platforms
 from drivetrain_accelerate.trackers.general_tracker import GeneralTracker
-from drivetrain_accelerate.trackers.hosted_platforms import (
-    CometMLTracker,
-    SwanLabTracker,
-    TrackioTracker,
-    WandBTracker,
-)
-from drivetrain_accelerate.trackers.recorded_platforms import (
-    AimTracker,
-    ClearMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-)
 from drivetrain_accelerate.trackers.tensorboard_files import TensorBoardTracker
 from drivetrain_tracking import tracker_names
 
 # A table that programs may read and extend, as the real one.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    "aim": AimTracker,
-    "comet_ml": CometMLTracker,
-    "mlflow": MLflowTracker,
     "tensorboard": TensorBoardTracker,
-    "wandb": WandBTracker,
-    "clearml": ClearMLTracker,
-    "dvclive": DVCLiveTracker,
-    "swanlab": SwanLabTracker,
-    "trackio": TrackioTracker,
+    "wandb": platforms.WandBTracker,
+    "comet_ml": platforms.CometMLTracker,
+    "aim": platforms.AimTracker,
+    "mlflow": platforms.MLflowTracker,
+    "clearml": platforms.ClearMLTracker,
+    "dvclive": platforms.DVCLiveTracker,
+    "swanlab": platforms.SwanLabTracker,
+    "trackio": platforms.TrackioTracker,
 }
-_IN_ORDER = (
-    LoggerType.TENSORBOARD,
-    LoggerType.WANDB,
-    LoggerType.COMETML,
-    LoggerType.AIM,
-    LoggerType.MLFLOW,
-    LoggerType.CLEARML,
-    LoggerType.DVCLIVE,
-    LoggerType.SWANLAB,
-    LoggerType.TRACKIO,
-)
+_PLATFORMS = tuple(map(LoggerType, LOGGER_TYPE_TO_CLASS))
 
 
 def get_available_trackers() -> list[LoggerType]:
     """Return the platforms whose libraries are installed."""
-    return [each for each in _IN_ORDER if _is_installed(each)]
+    return [each for each in _PLATFORMS if _is_installed(each)]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -62,8 +41,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(
             f"register_tracker_class({tracker_class!r}): give a subclass of accelerate.tracking.GeneralTracker"
         )
-    table: dict[str, type[GeneralTracker]] = LOGGER_TYPE_TO_CLASS  # which is Accelerate's registry
-    table[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
+    LOGGER_TYPE_TO_CLASS[str(tracker_class.name)] = tracker_class  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = None) -> list[Any]:
@@ -119,14 +97,7 @@ def split_trackers(log_with: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def tracker_of(
     asked: Any, project_name: str, logging_dir: str | PathLike[str] | None, options: Mapping[str, Any]
 ) -> GeneralTracker:
-    """Return a tracker by its name, or the program's own one as it is.
-
-    Args:
-        asked: The name, or the tracker.
-        project_name: The project that the run belongs to.
-        logging_dir: The folder of logs.
-        options: Arguments of the trackers, by their names.
-    """
+    """Return a tracker of a project by its name, with the options under its name; the program's own one as it is."""
     if isinstance(asked, GeneralTracker):
         return asked
     kind: Any = LOGGER_TYPE_TO_CLASS[str(asked)]
