@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
-from drivetrain_accelerate.migration.fsdp_options import FSDP
+from drivetrain_accelerate.migration.option_families import DEEPSPEED, FSDP
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.flag_aliases import MEANINGS, RENAMED, refusal

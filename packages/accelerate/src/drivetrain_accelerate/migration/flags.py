@@ -2,10 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
-from drivetrain_accelerate.migration.fp8_options import FP8
-from drivetrain_accelerate.migration.fsdp_options import FSDP
-from drivetrain_accelerate.migration.launch_options import LAUNCH
+from drivetrain_accelerate.migration.option_families import DEEPSPEED, FP8, FSDP, LAUNCH
 from drivetrain_accelerate.migration.option_meanings import CombinedMeaning, read_words
 
 FAMILIES = (FSDP, DEEPSPEED, FP8, LAUNCH)

@@ -101,6 +101,16 @@ def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) ->
     return lambda value: known.get(spelled(value), unknown)
 
 
+def choice(section: str, field: str, meanings: Mapping[str, Any]) -> Reader:
+    """Return the reader of an option like `one_of`, where what is no meaning is the value that a field gets."""
+    return one_of(
+        {
+            spellings: value if isinstance(value, Meaning) else set_field(section, field, value)
+            for spellings, value in meanings.items()
+        }
+    )
+
+
 def switch(*, on: Meaning, off: Meaning = NO_CHANGE) -> Reader:
     """Return the reader of a boolean option."""
     return one_of({"true": on, "false": off})

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain_accelerate.migration.deepspeed_options import DEEPSPEED
-from drivetrain_accelerate.migration.fp8_options import FP8_CONFIG
-from drivetrain_accelerate.migration.fsdp_options import FSDP
+from drivetrain_accelerate.migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP
 from drivetrain_accelerate.migration.option_meanings import Family, read_words
 from drivetrain_config import ConfigError
 from drivetrain_config.files.settings_file import Contents
