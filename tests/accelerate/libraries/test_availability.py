@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain_accelerate.interface.module_table import module_table
-from drivetrain_accelerate.libraries import availability, versions
+from drivetrain_accelerate.libraries import availability
 from drivetrain_accelerate.libraries import device_availability as devices
 
 real: Any = pytest.importorskip("accelerate.utils.imports")
@@ -60,13 +60,13 @@ def test_a_device_cannot_be_both() -> None:
 def test_comparisons_are_those_of_accelerate(operation: str) -> None:
     for version in ("2.0", "99.0", real_versions.parse("1.0").public):
         for library in ("torch", real_versions.parse("1.0.dev1")):
-            mine = versions.compare_versions(library, operation, version)
+            mine = availability.compare_versions(library, operation, version)
             assert mine == real_versions.compare_versions(library, operation, version)
-        assert versions.is_torch_version(operation, version) == real_versions.is_torch_version(
+        assert availability.is_torch_version(operation, version) == real_versions.is_torch_version(
             operation, version
         )
 
 
 def test_an_unknown_operation_is_refused() -> None:
     with pytest.raises(ValueError, match="operation='=>': say one of"):
-        versions.compare_versions("torch", "=>", "1")
+        availability.compare_versions("torch", "=>", "1")

@@ -1,7 +1,4 @@
-"""Tell whether a library is installed: a function for each name of Accelerate's, from one table.
-
-All of them return a bool, and none imports the library.
-"""
+"""Tell whether a library is installed, without importing it, and compare versions."""
 
 import importlib.util
 from collections.abc import Callable
@@ -9,19 +6,14 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import parse
+from packaging.version import Version, parse
 
+from drivetrain_accelerate.plugins.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
 from drivetrain_config import environ
 
 
 def is_installed(module: str, distribution: str | None = None, minimum: str | None = None) -> bool:
-    """Return whether a module can be imported, of a distribution that is installed, in a version at least as new.
-
-    Args:
-        module: The name of the module.
-        distribution: The name of the distribution; None for that of the module.
-        minimum: The oldest version; None for any.
-    """
+    """Return whether a module can be imported, of a distribution (by default of its name), at least that new."""
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -31,65 +23,46 @@ def is_installed(module: str, distribution: str | None = None, minimum: str | No
     return minimum is None or parse(found) >= parse(minimum)
 
 
-def _library(
-    name: str, module: str, distribution: str | None = None, minimum: str | None = None
-) -> Callable[[], bool]:
+# The libraries whose module and distribution have the name that `is_NAME_available` says.
+_SAME_NAMES = """
+    aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib pandas peft pytest sagemaker
+    schedulefree swanlab timm torchdata torchvision tqdm trackio transformer_engine transformers triton wandb
+"""
+# The module, distribution and oldest version of the others.
+_LIBRARIES: dict[str, tuple[str, str | None, str | None]] = {
+    **{name: (name, None, None) for name in _SAME_NAMES.split()},
+    "4bit_bnb": ("bitsandbytes", None, "0.39.0"),
+    "8bit_bnb": ("bitsandbytes", None, "0.37.2"),
+    "bitsandbytes_multi_backend": ("bitsandbytes", None, "0.46.0"),
+    "lomo": ("lomo_optim", "lomo-optim", None),
+    "msamp": ("msamp", "ms-amp", None),
+    "pynvml": ("pynvml", "nvidia-ml-py", None),
+    "torchao": ("torchao", None, "0.6.1"),
+    "torchdata_stateful_dataloader": ("torchdata", None, "0.8.0"),
+    "transformer_engine_mxfp8": ("transformer_engine", None, "2.1.0"),
+}
+
+
+def __getattr__(name: str) -> Callable[[], bool]:
+    """Return the function of a name `is_NAME_available`, which stays as an attribute."""
+    library = name.removeprefix("is_").removesuffix("_available")
+    if library not in _LIBRARIES or name != f"is_{library}_available":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, distribution, minimum = _LIBRARIES[library]
+
     def is_available() -> bool:
         return is_installed(module, distribution, minimum)
 
     wanted = f"{distribution or module}{f' {minimum} or newer' if minimum else ''}"
-    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = f"Return whether {wanted} is installed."
+    globals()[name] = is_available
     return is_available
-
-
-is_aim_available = _library("aim", "aim")
-is_amdsmi_available = _library("amdsmi", "amdsmi")
-is_boto3_available = _library("boto3", "boto3")
-is_clearml_available = _library("clearml", "clearml")
-is_comet_ml_available = _library("comet_ml", "comet_ml")
-is_datasets_available = _library("datasets", "datasets")
-is_deepspeed_available = _library("deepspeed", "deepspeed")
-is_dvclive_available = _library("dvclive", "dvclive")
-is_import_timer_available = _library("import_timer", "import_timer")
-is_lomo_available = _library("lomo", "lomo_optim", "lomo-optim")
-is_matplotlib_available = _library("matplotlib", "matplotlib")
-is_msamp_available = _library("msamp", "msamp", "ms-amp")
-is_pandas_available = _library("pandas", "pandas")
-is_peft_available = _library("peft", "peft")
-is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
-is_pytest_available = _library("pytest", "pytest")
-is_sagemaker_available = _library("sagemaker", "sagemaker")
-is_schedulefree_available = _library("schedulefree", "schedulefree")
-is_swanlab_available = _library("swanlab", "swanlab")
-is_timm_available = _library("timm", "timm")
-is_torchao_available = _library("torchao", "torchao", minimum="0.6.1")
-is_torchdata_available = _library("torchdata", "torchdata")
-is_torchdata_stateful_dataloader_available = _library(
-    "torchdata_stateful_dataloader", "torchdata", minimum="0.8.0"
-)
-is_torchvision_available = _library("torchvision", "torchvision")
-is_tqdm_available = _library("tqdm", "tqdm")
-is_trackio_available = _library("trackio", "trackio")
-is_transformer_engine_available = _library("transformer_engine", "transformer_engine")
-is_transformer_engine_mxfp8_available = _library(
-    "transformer_engine_mxfp8", "transformer_engine", minimum="2.1.0"
-)
-is_transformers_available = _library("transformers", "transformers")
-is_triton_available = _library("triton", "triton")
-is_wandb_available = _library("wandb", "wandb")
-is_4bit_bnb_available = _library("4bit_bnb", "bitsandbytes", minimum="0.39.0")
-is_8bit_bnb_available = _library("8bit_bnb", "bitsandbytes", minimum="0.37.2")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed, in this version or a newer one."""
     return is_installed("bitsandbytes", minimum=min_version)
-
-
-def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether bitsandbytes computes on other devices than CUDA's too, as it does since 0.46."""
-    return is_installed("bitsandbytes", minimum="0.46.0")
 
 
 def is_mlflow_available() -> bool:
@@ -109,14 +82,16 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 def is_rich_available() -> bool:
     """Return whether rich is installed and the program asked for it by ACCELERATE_ENABLE_RICH."""
-    asked = (environ.read("ACCELERATE_ENABLE_RICH") or "").lower()
-    return asked in ("1", "true", "yes", "y", "on", "t") and is_installed("rich")
+    return _is_true("ACCELERATE_ENABLE_RICH") and is_installed("rich")
 
 
 def is_megatron_lm_available() -> bool:
     """Return whether Megatron-LM is installed and the launcher chose it by ACCELERATE_USE_MEGATRON_LM."""
-    asked = (environ.read("ACCELERATE_USE_MEGATRON_LM") or "").lower()
-    return asked in ("1", "true", "yes", "y", "on", "t") and importlib.util.find_spec("megatron") is not None
+    return _is_true("ACCELERATE_USE_MEGATRON_LM") and importlib.util.find_spec("megatron") is not None
+
+
+def _is_true(variable: str) -> bool:
+    return (environ.read(variable) or "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def is_pippy_available() -> bool:
@@ -129,23 +104,41 @@ def is_weights_only_available() -> bool:
     return True
 
 
-def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that needs torchao."""
-    return _requiring(func, is_torchao_available, "torchao")
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Return whether a version, or that of an installed library, fulfils a requirement.
+
+    Raises:
+        ValueError: The operation is none of `>`, `>=`, `==`, `!=`, `<=`, `<`, or the required version is none.
+        PackageNotFoundError: The library is not installed.
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"operation={operation!r}: say one of {', '.join(STR_OPERATION_TO_FUNC)}")
+    if isinstance(library_or_version, str):
+        library_or_version = parse(version(library_or_version))
+    return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))
 
 
-def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that needs DeepSpeed."""
-    return _requiring(func, is_deepspeed_available, "deepspeed")
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether torch's release, without what a build adds such as +cu128, fulfils a requirement."""
+    import torch
+
+    release = parse(parse(str(torch.__version__)).base_version)
+    return compare_versions(release, operation, version)
 
 
-def _requiring(
-    func: Callable[..., Any], is_available: Callable[[], bool], library: str
-) -> Callable[..., Any]:
-    @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_available():
-            raise ImportError(f"{func.__name__} needs {library}: pip install {library}")
-        return func(*args, **kwargs)
+def _requiring(library: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not is_installed(*_LIBRARIES[library]):
+                raise ImportError(f"{func.__name__} needs {library}: pip install {library}")
+            return func(*args, **kwargs)
 
-    return wrapper
+        return wrapper
+
+    decorate.__doc__ = f"Decorate a function that needs {library}."
+    return decorate
+
+
+torchao_required = _requiring("torchao")
+deepspeed_required = _requiring("deepspeed")

@@ -2,16 +2,17 @@
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from drivetrain_accelerate.libraries.availability import (
     is_msamp_available,
+    is_torch_version,
     is_torchao_available,
     is_transformer_engine_available,
 )
-from drivetrain_accelerate.libraries.versions import is_torch_version
 from drivetrain_config import environ
 from drivetrain_state.detect import device_module
 
@@ -44,34 +45,21 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether there is a Cambricon MLU; `check_device` computes on it."""
-    return _is_there("mlu", "torch_mlu", check_device)
+def _function_for(kind: str, device: str, library: str | None) -> Callable[..., bool]:
+    def is_available(check_device: bool = False) -> bool:
+        return _is_there(kind, library, check_device)
+
+    is_available.__name__ = is_available.__qualname__ = f"is_{kind}_available"
+    is_available.__doc__ = f"Return whether there is {device}; `check_device` computes on it."
+    return is_available
 
 
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether there is a Moore Threads GPU; `check_device` computes on it."""
-    return _is_there("musa", "torch_musa", check_device)
-
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether there is an Ascend NPU; `check_device` computes on it."""
-    return _is_there("npu", "torch_npu", check_device)
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether there is a Tecorigin SDAA device; `check_device` computes on it."""
-    return _is_there("sdaa", "torch_sdaa", check_device)
-
-
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether there is an Intel GPU; `check_device` computes on it."""
-    return _is_there("xpu", None, check_device)
-
-
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Return whether there is a Trainium device; `check_device` computes on it."""
-    return _is_there("neuron", "torch_neuronx", check_device)
+is_mlu_available = _function_for("mlu", "a Cambricon MLU", "torch_mlu")
+is_musa_available = _function_for("musa", "a Moore Threads GPU", "torch_musa")
+is_npu_available = _function_for("npu", "an Ascend NPU", "torch_npu")
+is_sdaa_available = _function_for("sdaa", "a Tecorigin SDAA device", "torch_sdaa")
+is_xpu_available = _function_for("xpu", "an Intel GPU", None)
+is_neuron_available = _function_for("neuron", "a Trainium device", "torch_neuronx")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
@@ -90,11 +78,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed, and whether its device is a TPU or a GPU, if that is asked.
-
-    Raises:
-        ValueError: Both are asked.
-    """
+    """Return whether torch_xla is installed, and whether its device is a TPU or a GPU, if one of these is asked."""
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu=True, check_is_gpu=True: a device cannot be both; ask for one")
     if importlib.util.find_spec("torch_xla") is None:
@@ -106,11 +90,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether this process can compute in bfloat16.
-
-    Args:
-        ignore_tpu: Whether a TPU, which can, does not count.
-    """
+    """Return whether this process can compute in bfloat16; with `ignore_tpu`, a TPU does not count."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if torch.cuda.is_available():

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from packaging.version import parse
 
-from drivetrain_accelerate.libraries.versions import compare_versions
+from drivetrain_accelerate.libraries.availability import compare_versions
 from drivetrain_accelerate.trackers.general_tracker import Platform, calls_on_main_process
 from drivetrain_config import environ
 
