@@ -17,8 +17,8 @@ GUIDE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "from_accelerat
 
 
 def guide_row(one: Counterpart) -> str:
-    words = [*(f"`{name}=`" for name in one.arguments), *(f"`.{name}`" for name in one.attributes)]
-    return f"| {', '.join([*words, *(f'`{name}`' for name in one.names)])} | {one.here} |"
+    words = [*(f"`{name}=`" for name in one.of("argument")), *(f"`.{name}`" for name in one.of("attribute"))]
+    return f"| {', '.join([*words, *(f'`{name}`' for name in one.of('name'))])} | {one.here} |"
 
 
 def test_the_guide_says_what_the_errors_say() -> None:
@@ -30,16 +30,16 @@ def test_every_argument_attribute_and_name_answers_with_its_counterpart() -> Non
     accelerator = Accelerator(cpu=True)
     for one in COUNTERPARTS:
         here = re.escape(one.here)
-        for name in one.arguments:
+        for name in one.of("argument"):
             with pytest.raises(TypeError, match=rf"^Accelerator\(\) takes no {name}=, .*{here}$"):
                 Accelerator(cpu=True, **{name: None})
-        for name in one.attributes:
+        for name in one.of("attribute"):
             assert not hasattr(accelerator, name)
             with pytest.raises(AttributeError, match=rf"no attribute '{name}', .*{here}$"):
                 getattr(accelerator, name)
             with pytest.raises(AttributeError, match=rf"no attribute '{name}', .*{here}$"):
                 setattr(accelerator, name, True)
-        for name in one.names:
+        for name in one.of("name"):
             with pytest.raises(ImportError, match=rf"^cannot import '{name}' from 'drivetrain': .*{here}$"):
                 exec(f"from drivetrain import {name}", {})
 
@@ -48,8 +48,8 @@ def test_no_name_stands_in_two_lines_or_is_here_after_all() -> None:
     for kind in ("argument", "attribute", "name"):
         names = [name for one in COUNTERPARTS for name in one.of(kind)]
         assert len(names) == len(set(names))
-    assert not {name for one in COUNTERPARTS for name in one.names} & set(drivetrain.__all__)
-    assert not {name for one in COUNTERPARTS for name in one.attributes} & set(dir(Accelerator))
+    assert not {name for one in COUNTERPARTS for name in one.of("name")} & set(drivetrain.__all__)
+    assert not {name for one in COUNTERPARTS for name in one.of("attribute")} & set(dir(Accelerator))
 
 
 class Used:

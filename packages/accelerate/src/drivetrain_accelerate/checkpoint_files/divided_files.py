@@ -23,11 +23,7 @@ FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
 def layout_of(fsdp_plugin: Any) -> str:
-    """Return whether a plugin asks for whole files or divided ones.
-
-    Raises:
-        ValueError: It asks for neither.
-    """
+    """Return whether a plugin asks for whole files or divided ones; raise a ValueError for neither."""
     said = getattr(fsdp_plugin, "state_dict_type", None) or SHARDED
     name = str(getattr(said, "name", said))
     if name not in (FULL, SHARDED):
@@ -46,18 +42,15 @@ def write_divided(state: Mapping[str, Any], folder: Path, context: Context) -> N
 def read_divided(
     folder: Path, context: Context | None, *, like: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read the nested state that a folder holds. Called on all ranks.
+    """Read the nested state that a folder holds. Called on all ranks; without a context, in this process alone.
 
     A folder's list of contents is a pickle, and so are its values that are no tensors: they could run code.
 
     Args:
         folder: The folder of the parts.
-        context: The ranks; None to read in this process alone.
+        context: The ranks.
         like: Tensors by a part of a value's place, such as a parameter's name, whose division a value of the same
             shape takes; others are read whole.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
     """
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"{folder} holds no state in parts (a file .metadata, and *.distcp)")
@@ -87,8 +80,8 @@ def merge_fsdp_weights(
 
     Args:
         checkpoint_dir: The folder of parts.
-        output_path: The folder of `model.safetensors`.
-        safe_serialization: Whether to write safetensors; if false, `pytorch_model.bin`.
+        output_path: The folder of the file.
+        safe_serialization: Whether to write `model.safetensors`, not `pytorch_model.bin`.
         remove_checkpoint_dir: Whether to delete the parts then.
 
     Raises:
@@ -104,17 +97,7 @@ def merge_fsdp_weights(
 
 
 def merge_parts(parts: Path, output: Path, *, safe: bool) -> None:
-    """Write the weights that ranks wrote in parts as one file, from this process alone.
-
-    Args:
-        parts: The folder of parts.
-        output: The folder of the file.
-        safe: Whether to write safetensors.
-
-    Raises:
-        FileNotFoundError: The folder holds no parts; the message names those inside that do.
-        StateError: Something in it is no tensor, which safetensors cannot hold.
-    """
+    """Write the weights that ranks wrote in parts as one file, from this process alone; see `merge_fsdp_weights`."""
     if not (parts / ".metadata").is_file():
         inside = sorted(each.parent.name for each in parts.glob("*/.metadata"))
         raise FileNotFoundError(

@@ -41,7 +41,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the state of a run. Called on all ranks: each writes its generators, the main process the rest.
+    """Write the state of a run into a folder. Called on all ranks: each writes its generators, the main one the rest.
 
     Args:
         output_dir: The folder of the files.
@@ -53,10 +53,7 @@ def save_accelerator_state(
         step: The number of micro-batches so far.
         scaler: The loss scale of fp16; None without one.
         save_on_each_node: Whether the first process of each node writes.
-        safe_serialization: Whether weights are safetensors; if false, files of torch's own.
-
-    Returns:
-        The folder of the files.
+        safe_serialization: Whether weights are safetensors, not files of torch's own.
     """
     del dataloaders
     folder = Path(output_dir)
@@ -70,7 +67,15 @@ def save_accelerator_state(
             save(each.state_dict(), numbered_file(folder, name, number), save_on_each_node)
     if scaler is not None:
         save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
-    torch.save({"step": step, **_generators()}, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
+    own: dict[str, Any] = {
+        "step": step,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        own["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    torch.save(own, folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
     return folder
 
 
@@ -86,7 +91,7 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Load the state of a run that `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
+    """Load what `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
 
     Args:
         input_dir: The folder of the files.
@@ -96,16 +101,13 @@ def load_accelerator_state(
         dataloaders: Not read: the files hold no place in the data.
         process_index: The rank of this process.
         scaler: The loss scale of fp16; None without one.
-        map_location: The device of what is read, "cpu" or "on_device"; None for the CPU.
+        map_location: "cpu", "on_device" or None: all of them read to the CPU first, and anything else is refused.
         load_kwargs: Arguments of `torch.load`.
         **load_model_func_kwargs: Arguments of the model's loading, such as `strict`.
 
     Returns:
-        What belongs to the Accelerator: `step`, the number of micro-batches; nothing for a rank without a file of its
-        generators, which go on as they are, with a warning.
-
-    Raises:
-        ValueError: `map_location` is another word.
+        `step`, the number of micro-batches; nothing for a rank without a file of its generators, which go on as they
+        are, with a warning.
     """
     del dataloaders
     if map_location not in (None, "cpu", "on_device"):
@@ -132,30 +134,22 @@ def load_accelerator_state(
         )
         return {}
     saved: dict[str, Any] = load(generators)
-    _restore_generators(saved)
+    random.setstate(saved["random_state"])
+    np.random.set_state(saved["numpy_random_seed"])
+    torch.set_rng_state(saved["torch_manual_seed"])
+    on_devices = cast("Sequence[torch.Tensor]", saved.get("torch_cuda_manual_seed") or ())
+    if len(on_devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(on_devices)
     return {"step": saved.get("step", 0)}
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of a registered object to `custom_checkpoint_N.pkl`, from the main process.
-
-    Args:
-        obj: The registered object.
-        path: The folder of the files.
-        index: The number of the object, in the order of registration.
-        save_on_each_node: Whether the first process of each node writes.
-    """
+    """Write the state of a registered object to `custom_checkpoint_INDEX.pkl`, from the main process."""
     save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node=save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load what `save_custom_state` wrote, tensors and plain values alone.
-
-    Args:
-        obj: The registered object.
-        path: The folder of the files.
-        index: The number of the object.
-    """
+    """Load what `save_custom_state` wrote, tensors and plain values alone."""
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))
 
 
@@ -165,18 +159,21 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
     These are the weights, optimizers, schedulers, registered objects and generators. The place in the data is not
     among them: Accelerate's order of samples is another one. `save_state` writes what drivetrain continues exactly.
 
-    Args:
-        accelerator: The Accelerator of the run.
-        output_dir: The folder of the files.
-
-    Returns:
-        The folder.
-
     Raises:
         RuntimeError: Ranks hold parts of the models.
         OtherRankFailedError: Another rank could not write.
     """
-    _check_whole(accelerator)
+    if accelerator.deepspeed_plugin is not None:
+        raise RuntimeError(
+            "write_accelerate_layout(): under DeepSpeed, Accelerate loads files of DeepSpeed's own, which drivetrain "
+            "does not write: save_model() writes the weights for other programs, and save_state() what drivetrain "
+            "continues"
+        )
+    if accelerator.state.divides_models:
+        raise RuntimeError(
+            "write_accelerate_layout(): ranks hold parts of the models: call save_fsdp_model() and "
+            "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"
+        )
     kept = accelerator.saved_objects()
     weights = [accelerator.get_state_dict(model) for model in kept.models]
 
@@ -200,40 +197,6 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
     )
 
 
-def _check_whole(accelerator: "Accelerator") -> None:
-    if accelerator.deepspeed_plugin is not None:
-        raise RuntimeError(
-            "write_accelerate_layout(): under DeepSpeed, Accelerate loads files of DeepSpeed's own, which drivetrain "
-            "does not write: save_model() writes the weights for other programs, and save_state() what drivetrain "
-            "continues"
-        )
-    if accelerator.state.divides_models:
-        raise RuntimeError(
-            "write_accelerate_layout(): ranks hold parts of the models: call save_fsdp_model() and "
-            "save_fsdp_optimizer() of accelerate.utils, which write them in Accelerate's layout"
-        )
-
-
 def numbered_file(folder: Path, stem: str, number: int, end: str = "bin") -> Path:
     """Return the file of one of several objects; the first one's has no number."""
     return folder / f"{stem}{f'_{number}' if number else ''}.{end}"
-
-
-def _generators() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "random_state": random.getstate(),
-        "numpy_random_seed": np.random.get_state(),
-        "torch_manual_seed": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        found["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
-    return found
-
-
-def _restore_generators(saved: dict[str, Any]) -> None:
-    random.setstate(saved["random_state"])
-    np.random.set_state(saved["numpy_random_seed"])
-    torch.set_rng_state(saved["torch_manual_seed"])
-    on_devices = cast("Sequence[torch.Tensor]", saved.get("torch_cuda_manual_seed") or ())
-    if len(on_devices) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(on_devices)

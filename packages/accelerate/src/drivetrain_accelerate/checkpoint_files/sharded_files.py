@@ -69,16 +69,9 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` wrote, here or in Accelerate, at any number of ranks. Called on all ranks.
+    """Load what `save_fsdp_model` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Args:
-        fsdp_plugin: `state_dict_type` says which files to read.
-        accelerator: The Accelerator that prepared the model.
-        model: The prepared model.
-        input_dir: The folder of the files.
-        model_index: The number of the model.
-        adapter_only: Whether the files hold the adapters alone if the model is one of PEFT.
-        use_dcp: Not used, for the same reason as in saving.
+    Called on all ranks.
 
     Raises:
         FileNotFoundError: The folder holds no such files.
@@ -118,17 +111,10 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write an optimizer's state by parameter names. Called on all ranks.
+    """Write the state of a model's optimizer by parameter names. Called on all ranks.
 
-    Args:
-        fsdp_plugin: `state_dict_type` says whether the main process writes `optimizer.bin`, or each rank its part in
-            the folder `optimizer_0`.
-        accelerator: The Accelerator that prepared both.
-        optimizer: The prepared optimizer.
-        model: The prepared model that it trains.
-        output_dir: The folder of the files.
-        optimizer_index: The number of the optimizer.
-        use_dcp: Not used: parts are always written by torch.distributed.checkpoint.
+    `fsdp_plugin.state_dict_type` says whether the main process writes `optimizer.bin`, or each rank its part in the
+    folder `optimizer_0`; the other arguments are as in `save_fsdp_model`.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -152,17 +138,9 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote, here or in Accelerate, at any number of ranks. Called on all ranks.
+    """Load what `save_fsdp_optimizer` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Args:
-        fsdp_plugin: `state_dict_type` says which files to read.
-        accelerator: The Accelerator that prepared both.
-        optimizer: The prepared optimizer.
-        model: The prepared model that it trains.
-        input_dir: The folder of the files.
-        optimizer_index: The number of the optimizer.
-        adapter_only: Not used: the state is of those parameters that the optimizer trains.
-        use_dcp: Not used, for the same reason as in saving.
+    Called on all ranks.
 
     Raises:
         FileNotFoundError: The folder holds no such files.
@@ -209,11 +187,7 @@ def _adapter_names(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, s
 
 
 def _place(prepared: Prepared, optimizer: Any) -> int:
-    """Return which of a model's optimizers one is.
-
-    Raises:
-        ValueError: It is none of them.
-    """
+    """Return which of a model's optimizers one is; raise a ValueError for none."""
     wanted = getattr(optimizer, "optimizer", optimizer)
     for place, each in enumerate(prepared.optimizers):
         if each.optimizer is wanted:

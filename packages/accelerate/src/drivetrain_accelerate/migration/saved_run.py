@@ -23,14 +23,6 @@ _SCHEDULER = re.compile(r"scheduler_\d+")
 _EVALUATED = re.compile(r"evaluation_model_(\d+)")
 
 
-class _Matched(NamedTuple):
-    """The saved state, and the state of each model made from it: prepared ones, and those in evaluation mode."""
-
-    saved: AccelerateState
-    states: list[dict[str, Any]]
-    evaluated: list[dict[str, Any]]
-
-
 class _Registered(NamedTuple):
     """The registered objects: the program's; schedulers that advance in their own way; models in evaluation mode."""
 
@@ -64,7 +56,14 @@ def load(run: RunState, folder: Path) -> tuple[int, str]:
     )
     for one, state in zip(run.prepared, states, strict=True):
         one.load_state_dict(state)
-    notes = [*saved.left_out, *_load_scale(run, saved), *_notes_on_schedules(run, saved)]
+    notes = [*saved.left_out, *_notes_on_schedules(run, saved)]
+    backend = run.backend.state_dict()
+    if backend["scaler"] is not None and saved.scaler is not None:
+        run.backend.load_state_dict({**backend, "scaler": saved.scaler})
+    elif backend["scaler"] is not None:  # the precision has changed
+        notes.append("that run did not scale its loss: the scale starts at its initial value")
+    elif saved.scaler is not None:
+        notes.append("scaler.pt: this run does not scale its loss")
     registered = _registered(run)
     for obj, state in zip(registered.objects, saved.custom, strict=True):
         obj.load_state_dict(state)
@@ -73,27 +72,37 @@ def load(run: RunState, folder: Path) -> tuple[int, str]:
     loaded = [each for each in registered.evaluated.values() if not run.keeps(each)]
     for model, state in zip(loaded, evaluated, strict=True):
         model.load_state_dict(state)
-    became = _restore_generators(run, saved)
+    # Hosts without a shared disk see only the files of their own ranks.
+    world_size = max(gather_object(run.context, saved.world_size))
+    is_same = world_size == run.context.topology.world_size
+    if is_same and all(gather_object(run.context, saved.generators is not None)):
+        assert saved.generators is not None
+        load_rng_state(saved.generators)
+        became = "restored as Accelerate saved them"
+    else:
+        became = reseed_generators(run, saved_world_size=world_size, step=run.step)
     if run.context.topology.is_main:
-        logger.warning("%s", _told(run, saved, [*notes, f"random number generators: {became}"]))
+        logger.warning("%s", _warning(run, saved, [*notes, f"random number generators: {became}"]))
     return run.step, became
 
 
-def _read(run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]) -> _Matched:
-    """Read a folder and match it with the prepared models' own states, without applying it."""
+def _read(
+    run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]
+) -> tuple[AccelerateState, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a folder's state, and that of each model made from it: prepared ones, and those in evaluation mode."""
     topology = run.context.topology
     saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
     _check_numbers(run, saved)
     weights = {id(one): each for one, each in zip(_models_in(run, saved), saved.models, strict=True)}
-    return _Matched(
-        saved,
-        [_state_of(run, saved, weights, one, state) for one, state in zip(run.prepared, own, strict=True)],
-        [
-            dict(match_model(weights[id(model)], model.state_dict(), model))
-            for model in _registered(run).evaluated.values()
-            if not run.keeps(model)
-        ],
-    )
+    states = [
+        _state_of(run, saved, weights, one, state) for one, state in zip(run.prepared, own, strict=True)
+    ]
+    evaluated = [
+        dict(match_model(weights[id(model)], model.state_dict(), model))
+        for model in _registered(run).evaluated.values()
+        if not run.keeps(model)
+    ]
+    return saved, states, evaluated
 
 
 def _check_numbers(run: RunState, saved: AccelerateState) -> None:
@@ -183,18 +192,6 @@ def _place(row: Sequence[object], wanted: object) -> int:
     return next(place for place, one in enumerate(row) if one is wanted)
 
 
-def _load_scale(run: RunState, saved: AccelerateState) -> list[str]:
-    """Load the loss scale where both runs have one; return notes if only one does, as the precision may change."""
-    own = run.backend.state_dict()
-    if own["scaler"] is not None and saved.scaler is not None:
-        run.backend.load_state_dict({**own, "scaler": saved.scaler})
-    elif own["scaler"] is not None:
-        return ["that run did not scale its loss: the scale starts at its initial value"]
-    elif saved.scaler is not None:
-        return ["scaler.pt: this run does not scale its loss"]
-    return []
-
-
 def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
     notes: list[str] = []
     pairs = list(zip(run.schedulers, saved.schedulers, strict=True)) if run.schedulers else []
@@ -214,18 +211,7 @@ def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
     return notes
 
 
-def _restore_generators(run: RunState, saved: AccelerateState) -> str:
-    topology = run.context.topology
-    # Hosts without a shared disk see only the files of their own ranks.
-    world_size = max(gather_object(run.context, saved.world_size))
-    if world_size == topology.world_size and all(gather_object(run.context, saved.generators is not None)):
-        assert saved.generators is not None
-        load_rng_state(saved.generators)
-        return "restored as Accelerate saved them"
-    return reseed_generators(run, saved_world_size=world_size, step=run.step)
-
-
-def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
+def _warning(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
     """Return the text of the warning: what was restored, what was not, and what to do."""
     steps = [state[NUM_YIELDED] for state in saved.loaders if isinstance(state.get(NUM_YIELDED), int)]
     known = ""
@@ -237,8 +223,8 @@ def _told(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
         f"the place in the data{known}: Accelerate's order of samples is not drivetrain's, and loaders begin an "
         "epoch; to train on the rest of one, read accelerator.skip_first_batches(loader, number of batches) first"
     )
-    told = [place] if run.loaders else []
+    told = [place, *notes] if run.loaders else notes
     return (
         f"{saved.folder} was saved by Accelerate: models, optimizers, schedulers and registered objects are taken "
-        f"over at step {run.step}. Note: {'; '.join([*told, *notes])}. The next save_state() is drivetrain's own"
+        f"over at step {run.step}. Note: {'; '.join(told)}. The next save_state() is drivetrain's own"
     )

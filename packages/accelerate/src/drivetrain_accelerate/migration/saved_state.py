@@ -44,7 +44,12 @@ def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Modu
             "model it was saved from"
         )
     for name, source in sources.items():
-        if hasattr(own[name], "shape") and (shape := _shape(saved, source)) != tuple(own[name].shape):
+        if not hasattr(own[name], "shape"):
+            continue
+        # An export's header has the shape: the tensor need not be read.
+        is_export = isinstance(saved, ExportedTensors)
+        shape = saved.places[source].info.shape if is_export else tuple(getattr(saved[source], "shape", ()))
+        if shape != tuple(own[name].shape):
             raise ValueError(
                 f"{kind}: {name} is of shape {tuple(own[name].shape)}, in the checkpoint {shape}; build the model it "
                 "was saved from"
@@ -139,9 +144,3 @@ def _check_shape(kind: str, name: str, what: str, value: Any, shape: tuple[int, 
             f"{kind}: {what} of {name} is of shape {found} in the checkpoint, and the parameter {shape}: prepare and "
             "group the same parameters in the same order"
         )
-
-
-def _shape(saved: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    if isinstance(saved, ExportedTensors):
-        return saved.places[name].info.shape  # from the header, without reading the tensor
-    return tuple(getattr(saved[name], "shape", ()))
