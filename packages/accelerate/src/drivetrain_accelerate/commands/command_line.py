@@ -8,20 +8,12 @@ from drivetrain_launcher.cli.main import main as run_drivetrain
 
 
 def main() -> None:
-    """Run `accelerate COMMAND ...` as this process's command line says it.
-
-    Raises:
-        SystemExit: The command fails.
-    """
+    """Run `accelerate COMMAND ...` as this process's command line says it."""
     run_words(sys.argv[1:])
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Run a command in this process.
-
-    Raises:
-        SystemExit: The command fails; with its exit code.
-    """
+    """Run a command in this process; raise SystemExit with its exit code if it fails."""
     if code := run_drivetrain(["accelerate", *words]):
         raise SystemExit(code)
 

@@ -110,11 +110,7 @@ def write_basic_config(
 
 
 def update_config(args: Namespace) -> str:
-    """Write a configuration file, by default the one in Accelerate's own place, again in today's words.
-
-    Raises:
-        ValueError: There is no such file.
-    """
+    """Write a configuration file, by default Accelerate's own, in today's words; raise a ValueError without one."""
     path = Path(default_config_file if args.config_file is None else args.config_file)
     if not path.is_file():
         raise ValueError(f"The passed config file located at {path} doesn't exist.")

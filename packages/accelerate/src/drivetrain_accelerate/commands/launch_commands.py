@@ -42,11 +42,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Run the function as the rank `index`.
-
-        Raises:
-            RuntimeError: The processes are to meet by a file, and the variables of their meeting are not set.
-        """
+        """Run the function as a rank; raise a RuntimeError if it shall meet others by a file that nobody names."""
         if self.debug:
             with _met_by_file(index):
                 self.launcher(*args)

@@ -98,11 +98,7 @@ class InterfaceDistribution(Distribution):
         return self._texts.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Refuse: the distribution has no files.
-
-        Raises:
-            FileNotFoundError: Raised by every call.
-        """
+        """Raise a FileNotFoundError: the distribution has no files."""
         raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")
 
 

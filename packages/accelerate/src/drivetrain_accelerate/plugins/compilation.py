@@ -34,11 +34,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
-        """Fill the fields.
-
-        Raises:
-            ValueError: The backend or a truth value is unknown.
-        """
+        """Fill the fields; raise a ValueError for an unknown word."""
         fill_unsaid(self, _ENV, backend="no", mode="default", use_regional_compilation=False)
         self.backend = DynamoBackend(str(self.backend).upper())
         fill_unsaid(self, f"{_ENV}USE_", fullgraph=False)

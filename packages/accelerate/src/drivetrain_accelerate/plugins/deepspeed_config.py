@@ -52,11 +52,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a value or a whole section.
-
-        Raises:
-            ValueError: There is none, and `must_exist`.
-        """
+        """Remove a value or a section; raise a ValueError if there is none, and `must_exist`."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and node.get(name) is not None:
             del node[name]

@@ -84,11 +84,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's optimizer on the CPU that computes the same as one of torch's.
-
-    Raises:
-        ValueError: DeepSpeed has none that does.
-    """
+    """Return DeepSpeed's CPU optimizer for one of torch's; raise a ValueError if none computes the same."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -68,11 +68,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        """Fill the fields, and make the configuration.
-
-        Raises:
-            ValueError: The configuration has no `zero_optimization`, or a launcher's file says what belongs there.
-        """
+        """Fill the fields, and make the configuration; raise a ValueError if `zero_optimization` is missing there."""
         self.deepspeed_config: dict[str, Any] = {}
         self._selected = False
         self._fill_from_environment()
@@ -103,11 +99,7 @@ class DeepSpeedPlugin:
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Mark this plugin as the one in use, on behalf of `AcceleratorState`.
-
-        Raises:
-            ValueError: A program calls it.
-        """
+        """Mark this plugin as the one in use; raise a ValueError for any caller but `AcceleratorState`."""
         if not _from_accelerator_state:
             raise ValueError("call AcceleratorState().select_deepspeed_plugin(name) to choose a plugin")
         self._selected = True
@@ -180,11 +172,7 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str | None) -> None:
-        """Write a precision into the configuration.
-
-        Raises:
-            ValueError: The configuration says the other half precision.
-        """
+        """Write a precision into the configuration; raise a ValueError if that enables the other half."""
         config, mode = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mode or "")
         if other is not None and config.get(other, {}).get("enabled") is True:
@@ -276,12 +264,7 @@ class DeepSpeedPlugin:
             self.msamp_opt_level = level
 
     def _read_config(self) -> None:
-        """Take a given configuration: what it says comes before the fields, which fill its "auto" values.
-
-        Raises:
-            ValueError: It has no `zero_optimization`, or a launcher's file says fields beside it, which would not be
-                heard.
-        """
+        """Take a given configuration: what it says comes before the fields, which fill its "auto" values."""
         said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
         if unheard := [name for name in (*_IN_CONFIG, "mixed_precision") if name in said]:
             raise ValueError(

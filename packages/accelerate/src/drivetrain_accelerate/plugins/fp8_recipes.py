@@ -30,11 +30,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        """Make the configuration.
-
-        Raises:
-            ImportError: torchao is not installed.
-        """
+        """Make the configuration; raise an ImportError without torchao."""
         try:
             from torchao.float8 import Float8LinearConfig
         except ImportError as error:
@@ -77,11 +73,7 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
-        """Fill the fields.
-
-        Raises:
-            ValueError: A word is unknown.
-        """
+        """Fill the fields; raise a ValueError for an unknown word."""
         fill_unsaid(
             self,
             _ENV,
@@ -111,11 +103,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        """Fill the level.
-
-        Raises:
-            ValueError: The level is unknown.
-        """
+        """Fill the level; raise a ValueError for an unknown one."""
         fill_unsaid(self, _ENV, opt_level="O2")
         _check_one_of(self, "opt_level", "O1", "O2")
 
@@ -127,11 +115,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        """Fill the fields of the library's own options.
-
-        Raises:
-            ValueError: The library is unknown, or one of the fields.
-        """
+        """Fill the fields of the library's own options; raise a ValueError for an unknown word."""
         # Accelerate takes MS-AMP if neither is said, and then fails where it is not installed.
         fill_unsaid(self, _ENV, backend="TE")
         in_capitals: Any = str(self.backend).upper()

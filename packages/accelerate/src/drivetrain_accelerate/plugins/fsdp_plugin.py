@@ -106,11 +106,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: Any = None
 
     def __post_init__(self) -> None:
-        """Fill the fields, and read words.
-
-        Raises:
-            ValueError: A word is unknown, or a field is not one of this version.
-        """
+        """Fill the fields; raise a ValueError for an unknown word, or a field of the other version."""
         version = value_from(f"{_ENV}VERSION", "1") if self.fsdp_version is None else self.fsdp_version
         if str(version) not in ("1", "2"):
             raise ValueError(f"fsdp_version={version!r}: must be 1 or 2")
@@ -172,11 +168,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Make the wrap policy one for this model, with its classes or the least size.
-
-        Raises:
-            ValueError: The model has no module of a class that is named.
-        """
+        """Make the policy one for this model; raise a ValueError if it has no module of a class that is named."""
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
@@ -217,11 +209,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = made
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check that the policy is of the class of this version.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Raise a ValueError if the policy is not of the class of this version."""
         needed = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
         if not isinstance(self.mixed_precision_policy, needed):
             raise ValueError(
@@ -235,11 +223,7 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = offload_of(self.cpu_offload, self.fsdp_version)
 
     def validate_cpu_offload(self) -> None:
-        """Check that the offload is of the class of this version.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Raise a ValueError if the offload is not of the class of this version."""
         needed = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
         if not isinstance(self.cpu_offload, needed):
             raise ValueError(

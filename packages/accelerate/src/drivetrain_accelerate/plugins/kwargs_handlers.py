@@ -126,11 +126,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> profiler.profile:
-        """Return the profiler.
-
-        Raises:
-            ValueError: An activity is unknown.
-        """
+        """Return the profiler; raise a ValueError for an unknown activity."""
         activities = None
         if self.activities is not None:
             known = profiler.ProfilerActivity.__members__

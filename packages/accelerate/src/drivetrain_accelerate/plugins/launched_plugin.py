@@ -1,6 +1,6 @@
 """The plugins of a run: those that follow from a program's other options or from the launch, and what they say."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any, cast
@@ -13,6 +13,11 @@ from drivetrain_config import resolve
 
 logger = getLogger(__name__)
 
+# The backends that Accelerate has a plugin for, each with the variable that asks for it.
+_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+)
+
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
     """Add the plugins that follow from the others, from the parallel dimensions or from the launch.
@@ -24,20 +29,17 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
 
     Returns:
         Whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
-
-    Raises:
-        ValueError: The parallel dimensions cannot be honoured, or several backends are asked for.
     """
     plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
     dimensions = plugins["parallelism_config"]
     if dimensions is not None:
         check_dimensions(dimensions, num_processes=num_processes)
-    given = [name for name in _MADE if plugins[f"{name}_plugin"] is not None]
+    given = [name for name in _VARIABLES if plugins[f"{name}_plugin"] is not None]
     if given:
         if len(given) > 1:
             asked = " and ".join(f"{name}_plugin=" for name in given)
             raise ValueError(f"{asked}: a run has one backend; pass one")
-        for name, (variable, _) in _MADE.items():
+        for name, variable in _VARIABLES.items():
             if is_main and name not in given and value_from(variable, False):
                 logger.warning(
                     "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave "
@@ -47,15 +49,10 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
                 )
         return False
     if dimensions is not None and dimensions.dp_shard_size > 1:
-        # torch's FSDP takes seconds to import: only a run that asks for it does.
-        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
-
-        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-        )
+        plugins |= _made("fsdp", fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         return False
     plugins |= launched_plugin()
-    return settings_backend() in _MADE
+    return settings_backend() in _VARIABLES
 
 
 def settings_backend() -> str | None:
@@ -70,15 +67,24 @@ def launched_plugin() -> dict[str, Any]:
 
     A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
     """
-    asked = [name for name, each in _MADE.items() if value_from(each[0], False)]
+    asked = [name for name, variable in _VARIABLES.items() if value_from(variable, False)]
     backend = settings_backend()
     if backend is None and len(asked) > 1:
         raise ValueError(
-            f"{' and '.join(_MADE[name][0] for name in asked)} are both true, and a run has one backend: unset "
+            f"{' and '.join(map(_VARIABLES.__getitem__, asked))} are both true, and a run has one backend: unset "
             "one of them, or pass the plugin of the one you mean"
         )
     backend = backend or next(iter(asked), None)
-    return {} if backend is None or backend not in _MADE else _MADE[backend][1]()
+    return _made(backend) if backend in _VARIABLES else {}
+
+
+def _made(backend: str, **fields: Any) -> dict[str, Any]:
+    # torch's FSDP takes seconds to import: only a run that asks for it does.
+    if backend == "fsdp":
+        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
+    else:
+        from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin as Plugin
+    return {f"{backend}_plugin": Plugin(**fields)}
 
 
 def shown_plugin(plugin: Any) -> str | None:
@@ -98,22 +104,3 @@ def shown_plugin(plugin: Any) -> str | None:
         and name not in ("hf_ds_config", "dschf")  # made of the others, or noted in use
     }
     return f"{type(plugin).__name__}: {said!r}"
-
-
-def _fsdp() -> dict[str, Any]:
-    # torch's FSDP takes seconds to import: only a run that asks for it does.
-    from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
-
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
-
-
-def _deepspeed() -> dict[str, Any]:
-    from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
-
-    return {"deepspeed_plugin": DeepSpeedPlugin()}
-
-
-# The backends that Accelerate has a plugin for, each with the variable that asks for it.
-_MADE: Mapping[str, tuple[str, Callable[[], dict[str, Any]]]] = MappingProxyType(
-    {"fsdp": ("ACCELERATE_USE_FSDP", _fsdp), "deepspeed": ("ACCELERATE_USE_DEEPSPEED", _deepspeed)}
-)

@@ -20,6 +20,14 @@ _ENV = "PARALLELISM_CONFIG_"
 _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
+def _axes(*names: str, doc: str) -> Any:
+    return property(lambda self: self._enabled(*names), doc=doc)
+
+
+def _is_enabled(name: str, doc: str) -> Any:
+    return property(lambda self: getattr(self, f"{name}_size") > 1, doc=doc)
+
+
 @options
 class ParallelismConfig:
     """The number of processes along each parallel dimension; those not given come from the environment, or are 1.
@@ -51,11 +59,7 @@ class ParallelismConfig:
     device_mesh = None
 
     def __post_init__(self) -> None:
-        """Fill the fields, and check them together.
-
-        Raises:
-            ValueError: A size or a library is not allowed, or two sizes exclude each other.
-        """
+        """Fill the fields; raise a ValueError for values that are not allowed, alone or together."""
         fill_unsaid(self, _ENV, **{f"{name}_size": 1 for name in _DIMENSIONS})
         fill_unsaid(self, _ENV, cp_backend="torch", sp_backend="deepspeed")
         for name, allowed in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
@@ -64,12 +68,13 @@ class ParallelismConfig:
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
                 raise ValueError(f"{name}_size={size!r}: must be an integer of at least 1")
-        if self.tp_size > 1 and self.tp_handler is None:
-            self.tp_handler = TorchTensorParallelConfig()
-        if self.cp_size > 1 and self.cp_handler is None:
-            self.cp_handler = TorchContextParallelConfig()
-        if self.sp_size > 1 and self.sp_handler is None:
-            self.sp_handler = DeepSpeedSequenceParallelConfig()
+        for name, handler in (
+            ("tp", TorchTensorParallelConfig),
+            ("cp", TorchContextParallelConfig),
+            ("sp", DeepSpeedSequenceParallelConfig),
+        ):
+            if self._sizes[name] > 1 and getattr(self, f"{name}_handler") is None:
+                setattr(self, f"{name}_handler", handler())
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive: set one of them to 1"
@@ -92,25 +97,17 @@ class ParallelismConfig:
             for name, value in found.items()
         }
 
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """The axes along which processes read different samples."""
-        return self._enabled("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """The axes along which processes read the same samples."""
-        return self._enabled("tp", "cp", "sp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes over which FSDP shards."""
-        return self._enabled("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """The axes over which losses are averaged."""
-        return self._enabled("dp_replicate", "dp_shard", "cp")
+    dp_dim_names = _axes(
+        "dp_replicate", "dp_shard", doc="The axes along which processes read different samples."
+    )
+    non_dp_dim_names = _axes("tp", "cp", "sp", doc="The axes along which processes read the same samples.")
+    dp_shard_cp_dim_names = _axes("dp_shard", "cp", doc="The axes over which FSDP shards.")
+    dp_cp_dim_names = _axes("dp_replicate", "dp_shard", "cp", doc="The axes over which losses are averaged.")
+    dp_replicate_enabled = _is_enabled("dp_replicate", doc="True if the model is replicated.")
+    dp_shard_enabled = _is_enabled("dp_shard", doc="True if the model is sharded.")
+    tp_enabled = _is_enabled("tp", doc="True if matrices are split.")
+    cp_enabled = _is_enabled("cp", doc="True if sequences are split.")
+    sp_enabled = _is_enabled("sp", doc="True if DeepSpeed splits sequences.")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -133,31 +130,6 @@ class ParallelismConfig:
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
-    def dp_replicate_enabled(self) -> bool:
-        """True if the model is replicated."""
-        return self.dp_replicate_size > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """True if the model is sharded."""
-        return self.dp_shard_size > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """True if matrices are split."""
-        return self.tp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """True if sequences are split."""
-        return self.cp_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """True if DeepSpeed splits sequences."""
-        return self.sp_size > 1
-
-    @property
     def active_mesh_dims(self) -> list[str]:
         """The axes with more than one process."""
         return self.dp_dim_names + self.non_dp_dim_names
@@ -165,12 +137,7 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return a new mesh, with the joint axes that FSDP and losses use. Called on all ranks.
 
-        Args:
-            device_type: The kind of device, such as "cuda".
-
-        Returns:
-            The mesh; None if no axis has more than one process, or with sequence parallelism, which has groups of
-            its own.
+        It is None if no axis has more than one process, or with sequence parallelism, which has groups of its own.
         """
         names = self._enabled(*_DIMENSIONS)
         if not names or self.sp_size > 1:

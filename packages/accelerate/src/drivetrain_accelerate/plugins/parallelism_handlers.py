@@ -48,11 +48,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        """Fill the strategy.
-
-        Raises:
-            ValueError: It is unknown.
-        """
+        """Fill the strategy; raise a ValueError for an unknown one."""
         fill_unsaid(self, _ENV, cp_comm_strategy="allgather")
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r}: must be 'allgather' or 'alltoall'")
@@ -73,11 +69,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        """Fill the fields.
-
-        Raises:
-            ValueError: The length is missing, or the attention cannot be used.
-        """
+        """Fill the fields; raise a ValueError for a missing length or an unknown attention."""
         fill_unsaid(self, _ENV, sp_seq_length_is_variable=True)
         if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
             name = f"{_ENV}SP_SEQ_LENGTH"

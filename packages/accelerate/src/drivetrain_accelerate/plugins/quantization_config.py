@@ -37,11 +37,7 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields, and read names of dtypes.
-
-        Raises:
-            ValueError: A field has the wrong type or value; the message begins with its name.
-        """
+        """Read names of dtypes; raise a ValueError, which begins with the field's name, for a wrong value."""
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")

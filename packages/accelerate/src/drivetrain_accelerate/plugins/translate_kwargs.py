@@ -126,12 +126,10 @@ def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
     """Return the fields of the `ddp` section."""
     DDP_FIELDS.check(handler)
     section: dict[str, object] = {
-        "broadcast_buffers": handler.broadcast_buffers,
+        **DDP_FIELDS.settings(handler),
         "bucket_size_mb": float(handler.bucket_cap_mb),
         # A static graph finds unused parameters by itself.
         "find_unused_parameters": handler.find_unused_parameters and not handler.static_graph,
-        "gradient_as_bucket_view": handler.gradient_as_bucket_view,
-        "static_graph": handler.static_graph,
         "communication_hook": str(handler.comm_hook.value),
     }
     options = dict(handler.comm_state_option)
@@ -152,12 +150,7 @@ def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
 def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
     """Return the fields of the `precision` section that say how fp16's loss scale moves."""
     SCALER_FIELDS.check(handler)
-    section: dict[str, object] = {
-        "initial_scale": handler.init_scale,
-        "growth_factor": handler.growth_factor,
-        "backoff_factor": handler.backoff_factor,
-        "growth_interval": handler.growth_interval,
-    }
+    section: dict[str, object] = SCALER_FIELDS.settings(handler)
     if handler.init_scale < 1:
         section["min_scale"] = handler.init_scale  # by default the scale does not fall below 1
     return section
@@ -210,13 +203,7 @@ def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
     `even_batches` fills the tail from the epoch's beginning, and `gather_for_metrics` leaves what was filled in out;
     drivetrain's "pad" does both. Without it, no sample is repeated, and ranks stay in step.
     """
-    return {
-        "split_batches": configuration.split_batches,
-        "dispatch": configuration.dispatch_batches,
-        "even": "pad" if configuration.even_batches else "uneven",
-        "seed": configuration.data_seed,
-        "non_blocking": configuration.non_blocking,
-    }
+    return {**DATA_FIELDS.settings(configuration), "even": "pad" if configuration.even_batches else "uneven"}
 
 
 def check_project(configuration: ProjectConfiguration) -> None:

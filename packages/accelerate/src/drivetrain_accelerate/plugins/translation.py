@@ -30,25 +30,20 @@ class Fields:
         """Return the names of all fields."""
         return {*self.translated, *self.refused, *self.without_effect}
 
-    def refusal(self, name: str, value: object, instead: str = "", *, ours: str = "") -> TranslationError:
-        """Return the error for a value that cannot be honoured.
+    def settings(self, options: Any) -> dict[str, Any]:
+        """Return the fields of a section that take values as they are: those translated to `section.field` alone."""
+        found = ((ours.partition(".")[2], name) for name, ours in self.translated.items())
+        return {field: getattr(options, name) for field, name in found if field.isidentifier()}
 
-        Args:
-            name: The name of the field.
-            value: The value that was given.
-            instead: The reason and the way out; by default those of the table.
-            ours: The part of drivetrain that it would concern; by default the table's.
-        """
+    def refusal(self, name: str, value: object, instead: str = "", *, ours: str = "") -> TranslationError:
+        """Return the error for a value that cannot be honoured, by default with the table's words."""
         of_table, way_out = self.refused.get(name, (self.translated.get(name, ""), ""))
         return TranslationError(
             f"{self.owner}({name}={value!r}) (drivetrain: {ours or of_table}): {instead or way_out}"
         )
 
     def check(self, options: Any) -> None:
-        """Refuse options of which a refused field has another value than its default.
-
-        A field that is None by default may be False: a plugin fills it so.
-        """
+        """Refuse options of which a refused field is neither its default nor False, as which a plugin fills None."""
         for each in fields(options):
             if each.name not in self.refused:
                 continue

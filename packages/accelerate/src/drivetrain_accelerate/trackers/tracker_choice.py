@@ -32,11 +32,7 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` name a class of trackers by its `name`.
-
-    Raises:
-        ValueError: It is no subclass of `GeneralTracker`.
-    """
+    """Let `log_with` name a subclass of `GeneralTracker`, else a ValueError, by its `name`."""
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"register_tracker_class({tracker_class!r}): give a subclass of accelerate.tracking.GeneralTracker"
