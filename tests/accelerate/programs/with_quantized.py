@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from small_models import llama
+from small_models import QUIET, llama
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -39,14 +39,11 @@ def fine_tuned(model: Any, folder: Path, ids: torch.Tensor) -> list[float]:
         output_dir=str(folder),
         max_steps=3,
         per_device_train_batch_size=2,
-        logging_steps=1,
         save_strategy="no",
         train_sampling_strategy="sequential",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
         learning_rate=1e-2,
         label_names=["labels"],
+        **QUIET,
     )
     data = [{"input_ids": row, "labels": row} for row in ids.repeat(4, 1)]
     trainer = Trainer(model=model, args=arguments, train_dataset=data)

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import torch
+from small_models import QUIET, tell
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -67,18 +68,15 @@ def main() -> None:
         per_device_train_batch_size=4,
         num_train_epochs=2,
         gradient_accumulation_steps=options.accumulate,
-        logging_steps=1,
         save_steps=4,
         eval_strategy="epoch",
         train_sampling_strategy="sequential",
-        report_to=[],
-        use_cpu=True,
         bf16=options.bf16,
-        disable_tqdm=True,
         learning_rate=1e-3,
         fsdp=options.fsdp is not None,
         fsdp_config=options.fsdp,
         deepspeed=options.deepspeed,
+        **QUIET,
     )
     model: Any = LlamaForCausalLM(config)
     if options.lora:
@@ -95,16 +93,13 @@ def main() -> None:
     for _ in range(options.times):
         trainer.train(resume_from_checkpoint=options.resume)
     predicted = trainer.predict(data[:10])
-    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
-    history = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
-    found = {
-        "history": history,
-        "predictions": float(torch.as_tensor(predicted.predictions).double().abs().sum()),
-        "rows": len(predicted.predictions),
-        "test_loss": predicted.metrics["test_loss"],
-    }
-    if trainer.is_world_process_zero():
-        print("FOUND", json.dumps(found))
+    tell(
+        trainer,
+        *("loss", "grad_norm", "learning_rate", "eval_loss", "step"),
+        predictions=float(torch.as_tensor(predicted.predictions).double().abs().sum()),
+        rows=len(predicted.predictions),
+        test_loss=predicted.metrics["test_loss"],
+    )
 
 
 if __name__ == "__main__":

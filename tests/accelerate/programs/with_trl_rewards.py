@@ -1,14 +1,13 @@
 """A program written for TRL's trainers that sample completions and learn from rewards, and from labels."""
 
 import argparse
-import json
 import os
 from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
-from small_models import llama, texts, tokenizer
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, set_seed
+from small_models import QUIET, llama, preferences, rewarding_llama, tell, texts, tokenizer, weight_of
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -28,13 +27,6 @@ def colourful(completions: list[str], **others: Any) -> list[float]:
     ]
 
 
-def rewarded() -> LlamaForSequenceClassification:
-    config = llama().config
-    config.num_labels = 1
-    set_seed(0)
-    return LlamaForSequenceClassification(config)
-
-
 def sampling(kind: str, common: dict[str, Any]) -> Any:
     """Return a trainer that samples; each rank saves the weights that TRL reads anew as its reference."""
     place = os.path.join(common["output_dir"], "model" + os.environ.get("RANK", "0"))
@@ -49,7 +41,7 @@ def sampling(kind: str, common: dict[str, Any]) -> Any:
         return RLOOTrainer(args=RLOOConfig(num_generations=2, beta=0.05, **SAMPLED, **common), **given)
     if kind == "grpo-adapter":
         given["peft_config"] = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-        given["reward_funcs"] = [colourful, rewarded()]
+        given["reward_funcs"] = [colourful, rewarding_llama()]
         given["reward_processing_classes"] = [None, tokenizer()]
         return GRPOTrainer(args=GRPOConfig(num_generations=2, beta=0.1, **SAMPLED, **common), **given)
     return GRPOTrainer(args=GRPOConfig(num_generations=4, **SAMPLED, **common), **given)
@@ -57,8 +49,7 @@ def sampling(kind: str, common: dict[str, Any]) -> Any:
 
 def labelled(kind: str, common: dict[str, Any]) -> Any:
     common = common | {"max_length": 32, "train_sampling_strategy": "sequential", "eval_strategy": "epoch"}
-    pairs = zip(texts(22), texts(22)[::-1], strict=True)
-    rows = [{"prompt": "red sea", "chosen": " " + good, "rejected": " " + bad} for good, bad in pairs]
+    rows = preferences()
     if kind == "kto":
         rows = [
             {"prompt": "red sea", "completion": row["chosen"], "label": place % 3 > 0}
@@ -88,25 +79,15 @@ def main() -> None:
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 1,
-        "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
         "bf16": options.kind == "grpo-adapter",
-        "disable_tqdm": True,
         "learning_rate": 1e-2,
+        **QUIET,
     }
     make = sampling if options.kind in ("grpo", "grpo-adapter", "rloo") else labelled
     trainer = make(options.kind, common)
     trainer.train()
-    timed = ("runtime", "per_second", "flos", "_time")
-    kept = [
-        {key: value for key, value in entry.items() if not key.endswith(timed)}
-        for entry in trainer.state.log_history
-    ]
-    weights = float(sum(each.detach().double().abs().sum() for each in trainer.model.parameters()))
-    if trainer.is_world_process_zero():
-        print("FOUND", json.dumps({"history": kept, "weights": weights}))
+    tell(trainer, weights=weight_of(trainer.model))
 
 
 if __name__ == "__main__":

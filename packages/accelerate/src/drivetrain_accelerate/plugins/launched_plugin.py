@@ -1,6 +1,7 @@
 """The plugins of a run: those that follow from a program's other options or from the launch, and what they say."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,6 +18,7 @@ logger = getLogger(__name__)
 _VARIABLES: Mapping[str, str] = MappingProxyType(
     {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
 )
+_CLASSES = {"fsdp": "FullyShardedDataParallelPlugin", "deepspeed": "DeepSpeedPlugin"}
 
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
@@ -75,16 +77,13 @@ def launched_plugin() -> dict[str, Any]:
             "one of them, or pass the plugin of the one you mean"
         )
     backend = backend or next(iter(asked), None)
-    return _made(backend) if backend in _VARIABLES else {}
+    return _made(backend) if backend is not None and backend in _VARIABLES else {}
 
 
 def _made(backend: str, **fields: Any) -> dict[str, Any]:
     # torch's FSDP takes seconds to import: only a run that asks for it does.
-    if backend == "fsdp":
-        from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
-    else:
-        from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin as Plugin
-    return {f"{backend}_plugin": Plugin(**fields)}
+    module = import_module(f"drivetrain_accelerate.plugins.{backend}_plugin")
+    return {f"{backend}_plugin": getattr(module, _CLASSES[backend])(**fields)}
 
 
 def shown_plugin(plugin: Any) -> str | None:

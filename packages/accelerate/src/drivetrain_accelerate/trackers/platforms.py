@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 from packaging.version import parse
 
 from drivetrain_accelerate.libraries.availability import compare_versions
-from drivetrain_accelerate.trackers.general_tracker import Platform, calls_on_main_process
+from drivetrain_accelerate.trackers.general_tracker import PlatformTracker, calls_on_main_process
 from drivetrain_config import environ
 
 Folder = str | PathLike[str]
 
 
 @calls_on_main_process
-class _RunTracker(Platform):
+class _RunTracker(PlatformTracker):
     """A tracker over a module whose `init` returns a run with `log` and `finish`."""
 
     main_process_only: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class WandBTracker(_RunTracker):
 
 
 @calls_on_main_process
-class CometMLTracker(Platform):
+class CometMLTracker(PlatformTracker):
     """A tracker of Comet: an experiment of the project that the run's name says, by `comet_ml.start(**kwargs)`."""
 
     name = "comet_ml"
@@ -112,7 +112,7 @@ class CometMLTracker(Platform):
 
 
 @calls_on_main_process
-class AimTracker(Platform):
+class AimTracker(PlatformTracker):
     """A tracker of Aim: a run in the repository of a folder, by `aim.Run(**kwargs)`."""
 
     name = "aim"
@@ -157,7 +157,7 @@ class AimTracker(Platform):
 
 
 @calls_on_main_process
-class MLflowTracker(Platform):
+class MLflowTracker(PlatformTracker):
     """A tracker of MLflow. What is None is read from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID and so on.
 
     Args:
@@ -246,7 +246,7 @@ class MLflowTracker(Platform):
 
 
 @calls_on_main_process
-class ClearMLTracker(Platform):
+class ClearMLTracker(PlatformTracker):
     """A tracker of ClearML: the current task, or a new one, which it closes.
 
     Args:
@@ -314,7 +314,7 @@ class ClearMLTracker(Platform):
 
 
 @calls_on_main_process
-class DVCLiveTracker(Platform):
+class DVCLiveTracker(PlatformTracker):
     """A tracker of DVCLive, which has no names of runs.
 
     Args:
