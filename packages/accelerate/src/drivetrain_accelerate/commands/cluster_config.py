@@ -55,11 +55,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the contents of a file with what older files said in other words, and what they left out.
-
-        Raises:
-            ValueError: The contents do not say how processes work together.
-        """
+        """Return a file's contents in today's words; raise a ValueError if they lack `distributed_type`."""
         if "distributed_type" not in config_dict:
             raise ValueError(
                 "A `distributed_type` must be specified in the config file. drivetrain's own settings files have "

@@ -31,9 +31,7 @@ def words_of_process(words: Sequence[str]) -> list[str]:
 def run_apart(words: Sequence[str], *, is_quiet: bool = False) -> None:
     """Run a command in a process of its own, since it may replace what this one has imported.
 
-    Raises:
-        CalledProcessError: The command fails.
-        SystemExit: The command fails, and is to be quiet.
+    If it fails, raise CalledProcessError, or quietly SystemExit.
     """
     command = words_of_process(words)
     done = subprocess.run(command, check=False)

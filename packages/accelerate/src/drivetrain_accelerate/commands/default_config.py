@@ -69,17 +69,10 @@ def run_update(arguments: UpdateConfigArguments) -> int:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str = default_json_config_file
 ) -> Path | Literal[False]:
-    """Write a configuration file for all accelerators of this machine.
-
-    Args:
-        mixed_precision: no, fp16, bf16 or fp8.
-        save_location: The file; one that is there is left as it is.
-
-    Returns:
-        The file; False if it was there.
+    """Write a configuration file for all accelerators of this machine, and return it; False if it is there already.
 
     Raises:
-        ValueError: There is no such precision.
+        ValueError: There is no such precision: it is no, fp16, bf16 or fp8.
     """
     path = Path(save_location)
     if path.exists():

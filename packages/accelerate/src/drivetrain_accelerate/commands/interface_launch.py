@@ -105,11 +105,7 @@ def launch_command_parser(subparsers: Any = None) -> Any:
 
 
 def launch_command(args: Namespace) -> None:
-    """Start a launch of what `launch_command_parser` has parsed in a process of its own, and wait for its end.
-
-    Raises:
-        CalledProcessError: A rank failed, or the flags cannot be honoured; the launcher's message says what.
-    """
+    """Launch what `launch_command_parser` has parsed in a process of its own; else raise CalledProcessError."""
     run_apart(["launch", *words_of(args)], is_quiet=bool(getattr(args, "quiet", None)))
 
 

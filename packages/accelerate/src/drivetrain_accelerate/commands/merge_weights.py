@@ -47,12 +47,7 @@ def run(arguments: MergeWeightsArguments) -> int:
 
 
 def merge_command(args: Namespace | MergeWeightsArguments) -> None:
-    """Merge the weights of a sharded checkpoint into one export.
-
-    Raises:
-        ValueError: The folder holds no sharded weights.
-        CorruptCheckpointError: The checkpoint is damaged.
-    """
+    """Merge the weights of a sharded checkpoint into one export; raise a ValueError if the folder holds none."""
     given, output = Path(args.checkpoint_directory), Path(args.output_path)
     steps = step_folders(given) if given.is_dir() else []
     # A folder of `save_state` stands for the only checkpoint that it holds.

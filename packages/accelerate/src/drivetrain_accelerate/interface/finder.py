@@ -24,11 +24,9 @@ _ANY = DistributionFinder.Context()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFinder(MetaPathFinder):
-    """The finder that stands first in `sys.meta_path` while the interface is installed.
+    """The finder that stands first in `sys.meta_path` while the interface of a version is installed.
 
-    Attributes:
-        version: The version whose interface is provided.
-        variables_before: The environment variables that the installation has changed, as they were before.
+    `variables_before` are the environment variables that the installation has changed, as they were.
     """
 
     version: str
@@ -40,11 +38,7 @@ class InterfaceFinder(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002 the names alone decide
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the interface; None for any other module.
-
-        Raises:
-            ModuleNotFoundError: The interface has no such module.
-        """
+        """Return the spec of a module of the interface, None for other modules, or raise ModuleNotFoundError."""
         if fullname.partition(".")[0] != _NAME:
             return None
         installed = _installed_package() if fullname in (_NAME, TEST_UTILS) else None
@@ -76,11 +70,7 @@ class InterfaceFinder(MetaPathFinder):
 
 
 class InterfaceDistribution(Distribution):
-    """The distribution `accelerate` in the version whose interface is provided.
-
-    Args:
-        version: The version that it says.
-    """
+    """The distribution `accelerate` in the version whose interface is provided."""
 
     def __init__(self, version: str) -> None:
         self._texts = {

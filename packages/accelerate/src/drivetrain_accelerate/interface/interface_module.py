@@ -68,12 +68,7 @@ class InterfaceModule(ModuleType):
 
 
 def in_use(full_name: str, own: Anything) -> Anything:
-    """Return what a program has set in place of a name, as libraries do for a while; else our own object.
-
-    Args:
-        full_name: The name, such as "accelerate.big_modeling.check_device_map".
-        own: The object that this package provides under the name.
-    """
+    """Return what a program has set in place of a full name, as libraries do for a while; else our own object."""
     module, _, name = full_name.rpartition(".")
     found = sys.modules.get(module)
     return vars(found).get(name, own) if isinstance(found, InterfaceModule) else own
@@ -88,12 +83,7 @@ if __name__ == "__main__":
 
 
 class InterfaceLoader(InspectLoader):
-    """Make modules of the interface.
-
-    Args:
-        version: The version that the package's `__version__` says.
-        file: The file that its `__file__` says.
-    """
+    """Make modules of the interface, of which the package tells its version and file."""
 
     def __init__(self, version: str, file: str) -> None:
         self._version = version

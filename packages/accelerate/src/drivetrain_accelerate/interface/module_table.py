@@ -16,12 +16,7 @@ _PACKAGE = "drivetrain_accelerate"
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The place of a name.
-
-    Attributes:
-        module: The module that defines it.
-        name: The name that it has there.
-    """
+    """The module that defines a name, and the name that it has there."""
 
     module: str
     name: str
@@ -88,22 +83,32 @@ def module_table() -> ModuleTable:
 
 
 def parse_table(text: str) -> ModuleTable:
-    """Return the table of a text in the form of interface.toml.
-
-    Raises:
-        ValueError: A module hands on a name that the other module does not hold.
-    """
+    """Return the table of a text in the form of interface.toml; raise a ValueError for a name without a holder."""
     read = tomllib.loads(text)
     not_provided = _instead(read.pop("not_provided", []))
     refused_modules = _instead(read.pop("module_not_provided", []))
-    own = {module: _own_names(rooms) for module, rooms in read.items()}
-    names: dict[str, Mapping[str, Home]] = {}
+    own: dict[str, dict[str, Home]] = {module: {} for module in read}
+    handed_on: list[tuple[str, str, str]] = []
     for module, rooms in read.items():
-        handed = _handed_on(module, rooms, own, not_provided)
-        names[module] = MappingProxyType({**own[module], **handed})
+        for room, listed in rooms.items():
+            for word in listed.split():
+                name, _, here = word.partition("=")
+                if room.partition(".")[0] == "accelerate":  # another module of the interface
+                    handed_on.append((module, room, name))
+                else:
+                    own[module][name] = Home(f"{_PACKAGE}.{room}", here or name)
+    names = {module: dict(homes) for module, homes in own.items()}
+    refused = dict(not_provided)
+    for module, room, name in handed_on:
+        if (home := own.get(room, {}).get(name)) is not None:
+            names[module][name] = home
+        elif (reason := not_provided.get(f"{room}.{name}")) is not None:
+            refused[f"{module}.{name}"] = reason
+        else:
+            raise ValueError(f"interface.toml: {module} hands on {name}, which {room} does not hold")
     return ModuleTable(
-        names=MappingProxyType(names),
-        not_provided=MappingProxyType(_spread(read, not_provided)),
+        names=MappingProxyType({module: MappingProxyType(homes) for module, homes in names.items()}),
+        not_provided=MappingProxyType(refused),
         modules_not_provided=MappingProxyType(refused_modules),
         holders=MappingProxyType(_holders(own, not_provided)),
     )
@@ -128,46 +133,3 @@ def _holders(
 def _instead(refused: list[dict[str, str]]) -> dict[str, str]:
     """Return what to do instead for each name of a list of tables."""
     return {name: each["instead"] for each in refused for name in each["names"].split()}
-
-
-def _own_names(rooms: Mapping[str, str]) -> dict[str, Home]:
-    return {
-        name: Home(f"{_PACKAGE}.{room}", here or name)
-        for room, listed in rooms.items()
-        if not _is_interface(room)
-        for name, _, here in (word.partition("=") for word in listed.split())
-    }
-
-
-def _handed_on(
-    module: str,
-    rooms: Mapping[str, str],
-    own: Mapping[str, Mapping[str, Home]],
-    not_provided: Mapping[str, str],
-) -> dict[str, Home]:
-    """Return the names that a module has from other modules of the interface."""
-    found: dict[str, Home] = {}
-    for room, listed in rooms.items():
-        if not _is_interface(room):
-            continue
-        for name in listed.split():
-            if name in own.get(room, {}):
-                found[name] = own[room][name]
-            elif f"{room}.{name}" not in not_provided:
-                raise ValueError(f"interface.toml: {module} hands on {name}, which {room} does not hold")
-    return found
-
-
-def _spread(read: Mapping[str, Mapping[str, str]], not_provided: Mapping[str, str]) -> dict[str, str]:
-    """Return what is not provided under every module that hands it on, too."""
-    found = dict(not_provided)
-    for module, rooms in read.items():
-        for room, listed in rooms.items():
-            for name in listed.split() if _is_interface(room) else ():
-                if (reason := not_provided.get(f"{room}.{name}")) is not None:
-                    found[f"{module}.{name}"] = reason
-    return found
-
-
-def _is_interface(room: str) -> bool:
-    return room.partition(".")[0] == "accelerate"

@@ -75,7 +75,7 @@ def match_optimizer(
         own: The groups of this run's optimizer, with parameters by name.
         shapes: The full shapes of the parameters, by name.
         kind: The optimizer's name in messages.
-        clone: Whether to copy all tensors; otherwise those of a parameter's shape stay in the file's memory.
+        clone: Whether to copy tensors of a parameter's shape too, which else stay in the file's memory.
     """
     if not {"state", "param_groups"} <= saved.keys():  # a format of the optimizer's own
         return name_state(saved, [group["params"] for group in own])

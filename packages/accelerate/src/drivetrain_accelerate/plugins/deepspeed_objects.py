@@ -61,11 +61,7 @@ class DummyScheduler:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
-    """Return the plugin that an `AcceleratorState` has in use.
-
-    Raises:
-        ValueError: The state's processes do not train by DeepSpeed, or none of several plugins is chosen.
-    """
+    """Return the plugin that an `AcceleratorState` has in use; raise a ValueError if it has none."""
     if state.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
             "no plugin of DeepSpeed is in use: give Accelerator(deepspeed_plugin=...), or choose one by "

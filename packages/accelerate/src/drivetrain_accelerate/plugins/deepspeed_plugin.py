@@ -120,16 +120,13 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace a value that is "auto", and note one that differs from the run's.
+        """Replace a value that is "auto", and note one that differs from the run's in `mismatches`, if it must match.
 
         Args:
             ds_key_long: The dotted name of the value.
             mismatches: The list that differences are added to.
             must_match: Whether differences count.
-            **kwargs: The run's values by dotted name.
-
-        Raises:
-            ValueError: The value is "auto", and the run has none.
+            **kwargs: The run's values by dotted name; without one for "auto", a ValueError.
         """
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
         given = None if node is None else node.get(key)
@@ -153,11 +150,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill and compare all values of the configuration, or of a section of it.
-
-        Raises:
-            ValueError: A value is "auto", and the run has none; or values differ. The message lists them.
-        """
+        """Fill and compare all values of the configuration or a part; raise a ValueError that lists differences."""
         found = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
@@ -218,11 +211,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Tell DeepSpeed which layers hold experts, that all of a layer's are gathered together in stage 3.
-
-        Raises:
-            ValueError: The model has no module of a class that is named.
-        """
+        """Tell DeepSpeed which layers hold experts, to gather these together; raise a ValueError if none is there."""
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = environ.read(f"{_ENV}MOE_LAYER_CLS_NAMES")
         if self.transformer_moe_cls_names is None:

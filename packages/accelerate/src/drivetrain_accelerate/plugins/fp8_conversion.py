@@ -22,13 +22,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Return whether a layer can be converted: its sizes are multiples of 16, and it is none of those left out.
-
-    Args:
-        module: The layer; modules of other classes can.
-        fqn: The name of the layer.
-        layers_to_filter: The names that are left out.
-    """
+    """Return whether a layer can be converted: its sizes are multiples of 16, and its name is not left out."""
     if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False
     return fqn not in layers_to_filter
@@ -52,13 +46,10 @@ def convert_model_to_fp8_ao(
     config: "Float8LinearConfig | None" = None,
     module_filter_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Let linear layers compute in float8, in place.
+    """Let linear layers compute in float8, in place, by one of torchao's recipes; None: one scale for a tensor.
 
-    Args:
-        model: The model to convert.
-        config: torchao's configuration, one of its recipes; None: one scale for a tensor.
-        module_filter_func: A function of layer and name that returns whether to convert it; None: all but the first
-            and the last whose sizes are multiples of 16.
+    Without a function of layer and name that chooses, all are converted but the first, the last, and those with a
+    size that is no multiple of 16.
 
     Raises:
         TranslationError: The configuration is none of the recipes.
@@ -76,13 +67,7 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace linear layers by Transformer Engine's, or back; norms stay torch's.
-
-    Args:
-        model: The model, changed in place.
-        to_transformer_engine: Whether to convert, not to restore.
-        _convert_linear: Whether to convert linear layers.
-        _convert_ln: Without effect: a norm computes the same in either library.
+    """Replace a model's linear layers by Transformer Engine's, or back, in place; norms stay torch's.
 
     Raises:
         PrecisionError: Transformer Engine is not installed, or cannot run here.
@@ -105,13 +90,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward that computes in fp8 while its module trains.
-
-    Args:
-        model_forward: The bound forward of a model.
-        fp8_recipe: Transformer Engine's own recipe object.
-        use_during_eval: Whether evaluation computes in fp8 too.
-    """
+    """Return a bound forward that computes by Transformer Engine's recipe in training, or in evaluation too."""
     from transformer_engine.pytorch import autocast  # pyright: ignore[reportMissingImports]
 
     @wraps(model_forward)
@@ -124,15 +103,7 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Let a converted model compute in fp8 by a handler's recipe.
-
-    Args:
-        model: The converted model.
-        fp8_recipe_handler: The options; None: the defaults.
-
-    Raises:
-        PrecisionError: Transformer Engine is not installed.
-    """
+    """Let a converted model compute in fp8 by a handler's recipe, or by the default one."""
     recipe = fp8_recipe(fp8_recipe_handler or TERecipeKwargs())
     during_eval = bool(fp8_recipe_handler and fp8_recipe_handler.use_autocast_during_eval)
     forward = model.forward

@@ -144,13 +144,9 @@ class FullyShardedDataParallelPlugin:
         environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING=str(self.cpu_ram_efficient_loading))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set the form of state dicts, and its options where there are none yet.
+        """Set the form of state dicts, by name or as torch's enum, and its options where there are none yet.
 
-        Args:
-            state_dict_type: The form, by name or as torch's enum; None: the field's, or the version's own.
-
-        Raises:
-            ValueError: The form is unknown, or not one of this version.
+        None is the field's form, or the version's own; a ValueError one that is unknown, or not of this version.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         given = self.state_dict_type if state_dict_type is None else state_dict_type
@@ -190,15 +186,9 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Set all dtypes to that of a mode, if there is no policy yet.
+        """Set all dtypes to that of a mode, "fp8" being bf16 here, or a dtype, unless there is a policy to keep.
 
-        Args:
-            mixed_precision: "fp32", "fp16", "bf16", "fp8" (which is bf16 here), or a dtype.
-            buffer_autocast: Version 1: whether buffers stay in fp32.
-            override: Whether to replace a policy.
-
-        Raises:
-            ValueError: The mode is unknown.
+        In version 1, `buffer_autocast` leaves buffers in fp32. An unknown mode raises a ValueError.
         """
         if isinstance(self.mixed_precision_policy, dict):
             self.mixed_precision_policy = mixed_precision_of(self.mixed_precision_policy, self.fsdp_version)

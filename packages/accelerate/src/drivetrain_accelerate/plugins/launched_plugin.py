@@ -22,15 +22,9 @@ _CLASSES = {"fsdp": "FullyShardedDataParallelPlugin", "deepspeed": "DeepSpeedPlu
 
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
-    """Add the plugins that follow from the others, from the parallel dimensions or from the launch.
+    """Add the plugins that follow from the others, from the parallel dimensions or from the launch; rank 0 warns.
 
-    Args:
-        plugins: The plugins by the names of an Accelerator's arguments; None for those that were left out.
-        num_processes: The number of ranks.
-        is_main: Whether this process is rank 0, which warns of what gives way.
-
-    Returns:
-        Whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
+    Return whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
     """
     plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
     dimensions = plugins["parallelism_config"]

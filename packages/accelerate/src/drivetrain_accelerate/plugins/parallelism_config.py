@@ -155,11 +155,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, which the first call makes. Called on all ranks.
-
-        Raises:
-            ValueError: There is none yet, and no kind of device is given; or the mesh has another kind.
-        """
+        """Return the mesh, which the first call makes. Called on all ranks, of one kind of device."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError(

@@ -42,13 +42,7 @@ _SCALE_WITHOUT_EFFECT = ("hysteresis", "consecutive_hysteresis")
 
 
 def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
-    """Return the fields of the `deepspeed` section: the plugin's configuration, with what its fields add.
-
-    Values of "auto" stay: the run fills them.
-
-    Raises:
-        TranslationError: A field contradicts the configuration, or cannot be honoured.
-    """
+    """Return the `deepspeed` section: the plugin's configuration with its fields; "auto" stays."""
     if plugin.enable_msamp or "msamp" in plugin.deepspeed_config:
         raise DEEPSPEED_FIELDS.refusal("enable_msamp", True)
     config = deepcopy(plugin.deepspeed_config)

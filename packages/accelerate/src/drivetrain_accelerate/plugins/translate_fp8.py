@@ -49,12 +49,7 @@ def fp8_recipe(
 ) -> Fp8Recipe:
     """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
 
-    Args:
-        handler: The options that a program gives.
-        is_sharded: Whether FSDP divides the weights; else none is gathered in fp8, whatever the options say.
-
-    Raises:
-        TranslationError: No recipe computes so.
+    Where FSDP does not divide the weights, none is gathered in fp8, whatever the options say.
     """
     if isinstance(handler, AORecipeKwargs):
         return _torchao_recipe(handler, is_sharded=is_sharded)

@@ -82,15 +82,9 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def fsdp_sections(
     plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module] = ()
 ) -> dict[str, object]:
-    """Return the fields of the `fsdp` section that a plugin says.
+    """Return the fields of the `fsdp` section that a plugin says, before or after `set_auto_wrap_policy`.
 
-    Args:
-        plugin: The plugin, before or after `set_auto_wrap_policy`.
-        models: The models that are prepared; peft's wrap policy names classes that a model need not have, and these
-            are left out where models are given.
-
-    Raises:
-        TranslationError: A field cannot be honoured.
+    peft's wrap policy names classes that a model need not have: these are left out where models are given.
     """
     # Of a refused field, the values that mean nothing else than its default.
     for name, allowed in (
@@ -123,16 +117,8 @@ def fsdp_precision_sections(
 ) -> dict[str, object]:
     """Return the fields of the `precision` section that a plugin's own policy says.
 
-    Call it before `plugin.set_mixed_precision(mode)`, which makes a policy where the program gave none: without one,
-    drivetrain adds gradients up in fp32.
-
-    Args:
-        plugin: The options of sharding.
-        mixed_precision: The precision of the run: "no", "fp16", "bf16" or "fp8".
-        is_strict: Whether gradients are added up in fp32 without a policy; if not, in the run's half precision.
-
-    Raises:
-        TranslationError: The policy computes in another dtype than the run, or casts in another way.
+    Call it before `plugin.set_mixed_precision(mode)`, which makes a policy where the program gave none. Without one,
+    drivetrain adds gradients up in fp32; with `is_strict=False`, in the run's half precision.
     """
     policy: Any = plugin.mixed_precision_policy
     if policy is None:

@@ -15,10 +15,9 @@ class Fields:
 
     Attributes:
         owner: The name of the class.
-        translated: The fields that become settings, with the settings' names; some of their values are refused.
-        refused: The fields of which any value but the default is refused, with the part of drivetrain that it would
-            concern, and what to do instead.
-        without_effect: The fields that change nothing here, with the reason.
+        translated: The settings that fields become; some of their values are refused.
+        refused: The part of drivetrain that other values than the default would concern, and what to do instead.
+        without_effect: The reasons of fields that change nothing here.
     """
 
     owner: str

@@ -44,13 +44,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = None) -> list[Any]:
     """Return the trackers to use: objects as they are, and the names of those that are installed, each once.
 
-    Args:
-        log_with: Names, "all" for all that are installed and need no more than there is, and trackers; or one of
-            these.
-        logging_dir: The folder of logs, which some need.
-
-    Raises:
-        ValueError: A name is unknown, or its tracker needs a folder and none is said.
+    `log_with` is a name, a tracker, "all" (those that are installed and need no more than is there), or several.
+    A ValueError refuses unknown names, and trackers that need a folder of logs where none is said.
     """
     found: list[Any] = []
     asked: Sequence[Any] = log_with if isinstance(log_with, list | tuple) else [log_with] if log_with else []
