@@ -57,7 +57,14 @@ class AccelerateLaunchArguments:
 def run(arguments: AccelerateLaunchArguments) -> int:
     """Run a script written for Accelerate on one process or many, with the interface installed in each."""
     layers = arguments.layers
-    if not arguments.config and (file := _found_file()) is not None:
+    file = None
+    if not arguments.config:
+        file = find_file(Path.cwd(), environ.child_environment())
+        own = Path(default_config_file)
+        if file is None and own.is_file():
+            place = SettingsPlace(folder=own.parent, stem=own.stem, title="Accelerate's own place")
+            file = SettingsFile(path=own, place=place)
+    if file is not None:
         given = layers.entries
         below = Layers.read(file=file).entries
         of_file = {
@@ -80,15 +87,6 @@ def run(arguments: AccelerateLaunchArguments) -> int:
             layers=layers,
         )
     )
-
-
-def _found_file() -> SettingsFile | None:
-    """Return drivetrain's settings file, or else the one in Accelerate's own place; None without one."""
-    if (found := find_file(Path.cwd(), environ.child_environment())) is not None:
-        return found
-    path = Path(default_config_file)
-    place = SettingsPlace(folder=path.parent, stem=path.stem, title="Accelerate's own place")
-    return SettingsFile(path=path, place=place) if path.is_file() else None
 
 
 def launch_command_parser(subparsers: Any = None) -> Any:

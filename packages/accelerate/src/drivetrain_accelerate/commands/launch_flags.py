@@ -129,65 +129,43 @@ _VALUES = (
 _NAMES = {"tpu_cluster": "tpu_use_cluster"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Flag:
-    """A flag, the name of its value in the namespace, and what argparse is told of it."""
-
-    name: str
-    dest: str
-    told: Mapping[str, Any]
-
-    @property
-    def default(self) -> Any:
-        return self.told.get("default")
-
-
-def _all_flags() -> Iterator[_Flag]:
+def _all_flags() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield each flag, the name of its value in the namespace, and what argparse is told of it."""
     for default, names in _SWITCHES.items():
         for name in names.split():
-            yield _Flag(name, _NAMES.get(name, name), {"action": "store_true", "default": default})
+            yield name, _NAMES.get(name, name), {"action": "store_true", "default": default}
     for kind in _VALUES:
         told = {"type": kind.convert, "default": kind.default, "choices": kind.choices}
         for name in kind.names.split():
-            yield _Flag(name, name, told)
+            yield name, name, told
     for name in _SEVERAL:
-        yield _Flag(name, name, {"action": "append", "type": str})
+        yield name, name, {"action": "append", "type": str}
 
 
 def add_flags(parser: CustomArgumentParser) -> None:
     """Add the flags of `accelerate launch` to a parser."""
-    for flag in _all_flags():
-        short = [_SHORT[flag.name]] if flag.name in _SHORT else []
+    for name, dest, told in _all_flags():
+        short = [_SHORT[name]] if name in _SHORT else []
         # Both spellings, since the parser of another program's subcommand may be any.
-        names = [*short, *spellings([f"--{flag.name}"])]
-        parser.add_argument(*names, dest=flag.dest, help=_SEE, **flag.told)
-    parser.add_argument(
-        *spellings(["--no_tpu_cluster"]),
-        dest="tpu_use_cluster",
-        action="store_false",
-        default=False,
-        help=_SEE,
-    )
+        parser.add_argument(*short, *spellings([f"--{name}"]), dest=dest, help=_SEE, **told)
+    off = {"dest": "tpu_use_cluster", "action": "store_false", "default": False}
+    parser.add_argument(*spellings(["--no_tpu_cluster"]), help=_SEE, **off)
 
 
 def words_of(args: Namespace) -> list[str]:
     """Return the command line that says what a namespace of this parser holds."""
-    said = getattr(args, "nondefault", None)
+    said = getattr(args, "nondefault", None) or ()
     words: list[str] = []
-    for flag in _all_flags():
-        value: Any = getattr(args, flag.dest, flag.default)
-        if value != flag.default or (said is not None and flag.dest in said):
-            words += _written(f"--{flag.name}", value)
+    for name, dest, told in _all_flags():
+        default = told.get("default")
+        value: Any = getattr(args, dest, default)
+        is_said = value != default or dest in said
+        if not is_said or value is None or value is False:
+            continue
+        if value is True:
+            words.append(f"--{name}")
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
+            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
     return [*words, args.training_script, *args.training_script_args]
-
-
-def _written(flag: str, value: Any) -> list[str]:
-    """Return a flag with its value; nothing for a switch that is off, or a value that is none."""
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [flag]
-    if isinstance(value, list):
-        return [word for each in value for word in (flag, str(each))]
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]

@@ -9,7 +9,7 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -188,7 +188,7 @@ def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
 
 
 def main() -> None:
-    """Run the program that the command line names, and record its losses."""
+    """Run the program that the command line names, record its losses, and end it after the last one."""
     side, file, steps, *program = sys.argv[1:]
     path = Path(f"{file}.{environ.read('RANK') or '0'}")
     path.touch()
@@ -199,21 +199,13 @@ def main() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     accelerator: Any = import_module("accelerate").Accelerator
-    accelerator.backward = _recording(accelerator.backward, path, int(steps))
-    is_module = program[:1] == ["-m"]
-    name, *arguments = program[is_module:]
-    run_as_main(name, arguments, is_module=is_module)
-
-
-def _recording(backward: Callable[..., Any], path: Path, num_steps: int) -> Callable[..., Any]:
-    """Return a `backward` that records the loss, and ends the program after the last one."""
-    num_left = num_steps
+    backward, num_left = accelerator.backward, int(steps)
 
     @wraps(backward)
-    def recorded(accelerator: object, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: object, loss: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_left
         value = float(torch.as_tensor(loss).detach().float())
-        result = backward(accelerator, loss, *args, **kwargs)
+        result = backward(self, loss, *args, **kwargs)
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(value)}\n")
         num_left -= 1
@@ -222,7 +214,10 @@ def _recording(backward: Callable[..., Any], path: Path, num_steps: int) -> Call
             raise SystemExit(0)
         return result
 
-    return recorded
+    accelerator.backward = recorded
+    is_module = program[:1] == ["-m"]
+    name, *arguments = program[is_module:]
+    run_as_main(name, arguments, is_module=is_module)
 
 
 if __name__ == "__main__":
