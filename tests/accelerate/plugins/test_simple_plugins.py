@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from drivetrain_accelerate.plugins import (
-    compilation,
     fp8_recipes,
+    kwargs_handlers,
     parallelism_config,
     parallelism_handlers,
     quantization_config,
@@ -71,7 +71,7 @@ QUANTISED: list[tuple[dict[str, Any], dict[str, str]]] = [
 CASES = [
     (ours, getattr(real, ours.__name__), fields, variables)
     for ours, cases in (
-        (compilation.TorchDynamoPlugin, COMPILE),
+        (kwargs_handlers.TorchDynamoPlugin, COMPILE),
         (parallelism_handlers.TorchTensorParallelPlugin, TENSOR),
         (parallelism_handlers.TorchTensorParallelConfig, [({}, {})]),
         (parallelism_handlers.TorchContextParallelConfig, CONTEXT),
@@ -216,7 +216,7 @@ def test_transformer_engines_options_are_filled_and_checked() -> None:
 )
 def test_what_a_variable_says_is_no_default(name: str, variables: dict[str, str]) -> None:
     with environ.exported(**variables):
-        mine, theirs = ({**compilation.__dict__, **fp8_recipes.__dict__}[name](), getattr(real, name)())
+        mine, theirs = ({**kwargs_handlers.__dict__, **fp8_recipes.__dict__}[name](), getattr(real, name)())
         assert mine.to_kwargs() == theirs.to_kwargs() != {}
 
 

@@ -36,12 +36,7 @@ _SWITCHES = {"enable_cpu_affinity": ("launch", "bind", "auto")}
 # With NO, the number of processes decides; the MULTI types replicate the model.
 _BACKENDS = {
     "NO": None,
-    "MULTI_CPU": "ddp",
-    "MULTI_GPU": "ddp",
-    "MULTI_HPU": "ddp",
-    "MULTI_MLU": "ddp",
-    "MULTI_NPU": "ddp",
-    "MULTI_XPU": "ddp",
+    **{f"MULTI_{kind}": "ddp" for kind in ("CPU", "GPU", "HPU", "MLU", "NPU", "XPU")},
     "FSDP": "fsdp",
     "DEEPSPEED": "deepspeed",
 }
@@ -57,26 +52,11 @@ _FAMILIES: Mapping[str, tuple[Family, str | None]] = {
 _WITHOUT_EFFECT = ("same_network", "main_training_function")
 
 # Known keys that are refused unless they are off; listed to tell them from misspelled keys.
-_OFF_ONLY = (
-    "compute_environment",
-    "commands",
-    "command_file",
-    "downcast_bf16",
-    "dynamo_backend",
-    "dynamo_config",
-    "ipex_config",
-    "megatron_lm_config",
-    "mpirun_config",
-    "parallelism_config",
-    "tp_config",
-    "tpu_cluster",
-    "tpu_env",
-    "tpu_name",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_vm",
-    "tpu_zone",
-)
+_OFF_ONLY = """
+    compute_environment commands command_file downcast_bf16 dynamo_backend dynamo_config ipex_config
+    megatron_lm_config mpirun_config parallelism_config tp_config tpu_cluster tpu_env tpu_name tpu_use_cluster
+    tpu_use_sudo tpu_vm tpu_zone
+"""
 _OFF = (None, False, "", "no", "NO", "LOCAL_MACHINE", [])
 
 
@@ -119,8 +99,14 @@ def translate(file: Contents) -> Contents | None:
         return None
     found = _Translation(file)
     for key, value in data.items():
-        if key in _FAMILIES and value and (_goes_with_type(key, data) or not _is_off(value)):
-            _read_family(found, key)
+        if key in _FAMILIES and value:
+            family, kind = _FAMILIES[key]
+            goes_with_type = kind in (None, data.get("distributed_type"))
+            if goes_with_type and isinstance(value, Mapping):
+                _read_family(found, family, key, value)
+            elif goes_with_type or not _is_off(value):
+                beside = "" if kind is None else f" beside distributed_type: {kind}"
+                found.refuse(value, f"a mapping{beside}", key)
             continue
         settings, refusal = _meaning(key, value, data)
         for section, name, meant in settings:
@@ -135,18 +121,7 @@ def translate(file: Contents) -> Contents | None:
     return Contents(path=file.path, data=found.sections, lines=found.lines, notices=tuple(found.notices))
 
 
-def _goes_with_type(key: str, data: Mapping[str, Any]) -> bool:
-    return _FAMILIES[key][1] in (None, data.get("distributed_type"))
-
-
-def _read_family(found: _Translation, key: str) -> None:
-    """Read the options of one kind; refuse those of FSDP and DeepSpeed under a type that applies neither."""
-    family, kind = _FAMILIES[key]
-    given = found.file.data[key]
-    if not _goes_with_type(key, found.file.data) or not isinstance(given, Mapping):
-        beside = "" if kind is None else f" beside distributed_type: {kind}"
-        found.refuse(given, f"a mapping{beside}", key)
-        return
+def _read_family(found: _Translation, family: Family, key: str, given: Mapping[Any, Any]) -> None:
     words: dict[str, Any] = {str(word): value for word, value in given.items()}
     reading = read_words(family, {word: value for word, value in words.items() if word in family.words})
     for (section, name), (word, value) in reading.settings.items():
@@ -177,10 +152,10 @@ def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> tuple[list[tuple[
         return [(*_SAME_MEANING[key], meant)], None
     if key in _SWITCHES and value is True:
         return [_SWITCHES[key]], None
-    known = [*_SAME_MEANING, *_SWITCHES, *_WITHOUT_EFFECT, *_OFF_ONLY, *_FAMILIES]
+    known = [*_SAME_MEANING, *_SWITCHES, *_WITHOUT_EFFECT, *_OFF_ONLY.split(), *_FAMILIES]
     if key in _WITHOUT_EFFECT or (key in known and _is_off(value)):
         return [], None
-    if key in _OFF_ONLY:
+    if key in _OFF_ONLY.split():
         return [], ""
     return [], "true or false" if key in _SWITCHES else f"an unknown key{suggest(key, known)}"
 

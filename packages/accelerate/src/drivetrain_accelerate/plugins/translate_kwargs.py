@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from drivetrain_accelerate.plugins.compilation import TorchDynamoPlugin
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, DynamoBackend
 from drivetrain_accelerate.plugins.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    TorchDynamoPlugin,
 )
 from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration, ProjectConfiguration
 from drivetrain_accelerate.plugins.translation import Fields

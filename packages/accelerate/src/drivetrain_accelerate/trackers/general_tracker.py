@@ -72,7 +72,7 @@ def calls_on_main_process(kind: Kind) -> Kind:
     return kind
 
 
-class PlatformTracker(GeneralTracker):
+class LibraryTracker(GeneralTracker):
     """A tracker over the module of its name; `start` sets the attribute that `opened` names, the platform's object.
 
     Args:

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 from packaging.version import parse
 
 from drivetrain_accelerate.libraries.availability import compare_versions
-from drivetrain_accelerate.trackers.general_tracker import PlatformTracker, calls_on_main_process
+from drivetrain_accelerate.trackers.general_tracker import LibraryTracker, calls_on_main_process
 from drivetrain_config import environ
 
 Folder = str | PathLike[str]
 
 
 @calls_on_main_process
-class _RunTracker(PlatformTracker):
+class _RunTracker(LibraryTracker):
     """A tracker over a module whose `init` returns a run with `log` and `finish`."""
 
     main_process_only: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class WandBTracker(_RunTracker):
 
 
 @calls_on_main_process
-class CometMLTracker(PlatformTracker):
+class CometMLTracker(LibraryTracker):
     """A tracker of Comet: an experiment of the project that the run's name says, by `comet_ml.start(**kwargs)`."""
 
     name = "comet_ml"
@@ -112,7 +112,7 @@ class CometMLTracker(PlatformTracker):
 
 
 @calls_on_main_process
-class AimTracker(PlatformTracker):
+class AimTracker(LibraryTracker):
     """A tracker of Aim: a run in the repository of a folder, by `aim.Run(**kwargs)`."""
 
     name = "aim"
@@ -157,7 +157,7 @@ class AimTracker(PlatformTracker):
 
 
 @calls_on_main_process
-class MLflowTracker(PlatformTracker):
+class MLflowTracker(LibraryTracker):
     """A tracker of MLflow. What is None is read from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID and so on.
 
     Args:
@@ -246,7 +246,7 @@ class MLflowTracker(PlatformTracker):
 
 
 @calls_on_main_process
-class ClearMLTracker(PlatformTracker):
+class ClearMLTracker(LibraryTracker):
     """A tracker of ClearML: the current task, or a new one, which it closes.
 
     Args:
@@ -314,7 +314,7 @@ class ClearMLTracker(PlatformTracker):
 
 
 @calls_on_main_process
-class DVCLiveTracker(PlatformTracker):
+class DVCLiveTracker(LibraryTracker):
     """A tracker of DVCLive, which has no names of runs.
 
     Args:

@@ -7,13 +7,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from drivetrain_accelerate.trackers.general_tracker import PlatformTracker, calls_on_main_process, number_of
+from drivetrain_accelerate.trackers.general_tracker import LibraryTracker, calls_on_main_process, number_of
 
 _PLAIN = (int, float, str, bool, type(None))
 
 
 @calls_on_main_process
-class TensorBoardTracker(PlatformTracker):
+class TensorBoardTracker(LibraryTracker):
     """A tracker that writes event files into a folder of the run's name.
 
     Args:
