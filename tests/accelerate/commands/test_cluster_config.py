@@ -84,9 +84,7 @@ def test_places_are_those_of_the_real_one() -> None:
     for name in (
         "hf_cache_home",
         "cache_dir",
-        "default_config_file",
-        "default_json_config_file",
-        "default_yaml_config_file",
+        *(f"default_{form}config_file" for form in ("", "json_", "yaml_")),
     ):
         assert getattr(ours, name) == getattr(real, name)
 

@@ -242,31 +242,27 @@ def weights(model: nn.Module) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("file", "contents", "message"),
     [
-        (
-            lambda f, a: torch.save({"state": {}, "param_groups": []}, f / "optimizer.bin"),
-            "1 parameter groups",
-        ),
-        (lambda f, a: torch.save({}, f / "optimizer_1.bin"), "does not hold what its name says"),
-        (
-            lambda f, a: torch.save({"last_epoch": 1}, f / "scheduler_1.bin"),
-            "holds 2 schedulers, and this run has 1",
-        ),
-        (lambda f, a: torch.save({}, f / "custom_checkpoint_0.pkl"), "holds 1 registered objects"),
-        (
-            lambda f, a: torch.save({"a": Kept()}, f / "custom_checkpoint_0.pkl"),
-            "custom_checkpoint_0.pkl holds more",
-        ),
-        (lambda f, a: a.register_for_checkpointing(Kept()), "holds 0 registered objects, and this run has 1"),
-        (lambda f, a: (f / "model.safetensors").write_bytes(b"x"), "no whole safetensors file"),
+        ("optimizer.bin", {"state": {}, "param_groups": []}, "1 parameter groups"),
+        ("optimizer_1.bin", {}, "does not hold what its name says"),
+        ("scheduler_1.bin", {"last_epoch": 1}, "holds 2 schedulers, and this run has 1"),
+        ("custom_checkpoint_0.pkl", {}, "holds 1 registered objects"),
+        ("custom_checkpoint_0.pkl", {"a": Kept()}, "custom_checkpoint_0.pkl holds more"),
+        ("model.safetensors", {}, "no whole safetensors file"),
+        (None, None, "holds 0 registered objects, and this run has 1"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(tmp_path: Path, break_it, message: str) -> None:
+def test_what_does_not_fit_changes_nothing(
+    tmp_path: Path, file: str | None, contents: object, message: str
+) -> None:
     trained(tmp_path)
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler = accelerator.prepare(*built(seed=1))
-    break_it(tmp_path, accelerator)
+    if file is None:
+        accelerator.register_for_checkpointing(Kept())
+    else:
+        torch.save(contents, tmp_path / file)
     before = weights(model)
     with pytest.raises((ValueError, RuntimeError), match=message):
         accelerator.load_state(tmp_path)

@@ -27,14 +27,8 @@ tpu_use_cluster: false
 tpu_use_sudo: false
 use_cpu: false
 """
-
-
 SHARDED = """\
-compute_environment: LOCAL_MACHINE
-debug: false
 distributed_type: FSDP
-downcast_bf16: 'no'
-enable_cpu_affinity: false
 fsdp_config:
   fsdp_activation_checkpointing: false
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
@@ -44,21 +38,9 @@ fsdp_config:
   fsdp_state_dict_type: SHARDED_STATE_DICT
   fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
   fsdp_version: 2
-machine_rank: 0
-main_training_function: main
 mixed_precision: bf16
-num_machines: 1
-num_processes: 8
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
 """
-
 PARTITIONED = """\
-compute_environment: LOCAL_MACHINE
 deepspeed_config:
   deepspeed_multinode_launcher: standard
   gradient_accumulation_steps: 16
@@ -70,9 +52,74 @@ deepspeed_config:
   zero_stage: 3
 distributed_type: DEEPSPEED
 fsdp_config: {}
-mixed_precision: bf16
-num_processes: 8
 """
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "two nodes": (
+        TWO_NODES,
+        {
+            "launch": {
+                "devices": "0,1,2,3",
+                "node_rank": 1,
+                "master_addr": "10.0.0.1",
+                "master_port": 29501,
+                "num_nodes": 2,
+                "num_processes": 8,
+                "rdzv_backend": "static",
+            },
+            "run": {"backend": "ddp", "mixed_precision": "bf16", "cpu": False},
+            "state": {"debug": False},
+        },
+    ),
+    "sharded": (
+        SHARDED,
+        {
+            "fsdp": {
+                "activation_checkpointing": "none",
+                "offload": False,
+                "strategy": "shard_grad_op",
+                "wrap": "LlamaDecoderLayer",
+            },
+            "run": {"backend": "fsdp", "mixed_precision": "bf16"},
+        },
+    ),
+    "partitioned": (
+        PARTITIONED,
+        {
+            "deepspeed": {
+                "config": {"gradient_clipping": 1.0},
+                "offload_optimizer": "cpu",
+                "offload_param": "none",
+                "stage": 3,
+            },
+            "run": {"gradient_accumulation_steps": 16, "backend": "deepspeed"},
+        },
+    ),
+    "no distribution, by the number of processes": (
+        "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: no\ngpu_ids: all\n",
+        {"launch": {"num_processes": 1}, "run": {"mixed_precision": False}},
+    ),
+    "a bare NO, false to YAML": (
+        "distributed_type: NO\nnum_processes: 1\n",
+        {"launch": {"num_processes": 1}},
+    ),
+    "many CPUs": (
+        "distributed_type: MULTI_CPU\nuse_cpu: false\n",
+        {"run": {"backend": "ddp", "cpu": True}},
+    ),
+    "a single device, empty keys": (
+        "distributed_type: MULTI_GPU\ngpu_ids: 3\nmain_process_ip: null\nfsdp_config: {}\n",
+        {"run": {"backend": "ddp"}, "launch": {"devices": "3"}},
+    ),
+    "affinity": ("distributed_type: 'NO'\nenable_cpu_affinity: true\n", {"launch": {"bind": "auto"}}),
+    "an option that is false": (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: false}\n",
+        {"fsdp": {"strategy": "shard_grad_op"}, "run": {"backend": "fsdp"}},
+    ),
+    "a section of that name is no mark of Accelerate": (
+        "distributed_type: {a: 1}\n",
+        {"distributed_type": {"a": 1}},
+    ),
+}
 
 
 def read(folder: Path, text: str, name: str = "default_config.yaml") -> dict[str, Any]:
@@ -81,57 +128,29 @@ def read(folder: Path, text: str, name: str = "default_config.yaml") -> dict[str
     return dict(read_file(path).data)
 
 
-def test_a_file_of_two_nodes_is_read_into_our_sections(tmp_path: Path) -> None:
-    assert read(tmp_path, TWO_NODES) == {
-        "launch": {
-            "devices": "0,1,2,3",
-            "node_rank": 1,
-            "master_addr": "10.0.0.1",
-            "master_port": 29501,
-            "num_nodes": 2,
-            "num_processes": 8,
-            "rdzv_backend": "static",
-        },
-        "run": {"backend": "ddp", "mixed_precision": "bf16", "cpu": False},
-        "state": {"debug": False},
-    }
-
-
-def test_each_value_keeps_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "default_config.yaml"
-    path.write_text(TWO_NODES)
-    contents = read_file(path)
-    assert contents.where("launch", "num_processes") == f"{path}:13"
-    assert contents.where("run", "backend") == f"{path}:3"
-
-
-@pytest.mark.parametrize("kind", ["'NO'", "NO"])  # a bare NO is false to YAML
-def test_no_distribution_leaves_the_backend_to_the_number_of_processes(tmp_path: Path, kind: str) -> None:
-    found = read(tmp_path, f"distributed_type: {kind}\nnum_processes: 1\nmixed_precision: no\ngpu_ids: all\n")
-    assert found == {"launch": {"num_processes": 1}, "run": {"mixed_precision": False}}
-
-
-def test_training_on_many_cpus_is_training_on_the_cpu(tmp_path: Path) -> None:
-    found = read(tmp_path, "distributed_type: MULTI_CPU\nuse_cpu: false\nnum_processes: 2\n")
-    assert found["run"] == {"backend": "ddp", "cpu": True}
-
-
-def test_a_single_device_and_empty_keys_are_read(tmp_path: Path) -> None:
-    found = read(
-        tmp_path, "distributed_type: MULTI_GPU\ngpu_ids: 3\nmain_process_ip: null\nfsdp_config: {}\n"
-    )
-    assert found == {"run": {"backend": "ddp"}, "launch": {"devices": "3"}}
-
-
-def test_affinity_binds_ranks_to_cores(tmp_path: Path) -> None:
-    assert read(tmp_path, "distributed_type: 'NO'\nenable_cpu_affinity: true\n") == {
-        "launch": {"bind": "auto"}
-    }
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_into_our_sections(tmp_path: Path, name: str) -> None:
+    text, sections = FILES[name]
+    assert read(tmp_path, text) == sections
 
 
 def test_the_same_file_as_json_is_read(tmp_path: Path) -> None:
     found = read(tmp_path, '{"distributed_type": "NO", "num_processes": 2, "downcast_bf16": false}', "a.json")
     assert found == {"launch": {"num_processes": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        (TWO_NODES, ("launch", "num_processes"), 13),
+        (TWO_NODES, ("run", "backend"), 3),
+        (SHARDED, ("fsdp", "strategy"), 7),
+    ],
+)
+def test_each_value_keeps_its_line(tmp_path: Path, text: str, key: tuple[str, str], line: int) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(text)
+    assert read_file(path).where(*key) == f"{path}:{line}"
 
 
 @pytest.mark.parametrize(
@@ -234,50 +253,8 @@ def test_an_option_of_fp8_without_a_setting_is_refused_with_what_to_say(
         read(tmp_path, f"distributed_type: MULTI_GPU\nfp8_config: {options}\n")
 
 
-def test_a_file_for_fsdp_is_read_into_its_section(tmp_path: Path) -> None:
-    assert read(tmp_path, SHARDED) == {
-        "fsdp": {
-            "activation_checkpointing": "none",
-            "offload": False,
-            "strategy": "shard_grad_op",
-            "wrap": "LlamaDecoderLayer",
-        },
-        "launch": {"node_rank": 0, "num_nodes": 1, "num_processes": 8, "rdzv_backend": "static"},
-        "run": {"backend": "fsdp", "mixed_precision": "bf16", "cpu": False},
-        "state": {"debug": False},
-    }
-
-
-def test_a_file_for_deepspeed_is_read_into_its_section(tmp_path: Path) -> None:
-    assert read(tmp_path, PARTITIONED) == {
-        "deepspeed": {
-            "config": {"gradient_clipping": 1.0},
-            "offload_optimizer": "cpu",
-            "offload_param": "none",
-            "stage": 3,
-        },
-        "launch": {"num_processes": 8},
-        "run": {"gradient_accumulation_steps": 16, "backend": "deepspeed", "mixed_precision": "bf16"},
-    }
-
-
-def test_a_single_word_that_is_false_counts(tmp_path: Path) -> None:
-    found = read(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: false}\n")
-    assert found["fsdp"] == {"strategy": "shard_grad_op"}
-
-
-def test_words_keep_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "default_config.yaml"
-    path.write_text(SHARDED)
-    assert read_file(path).where("fsdp", "strategy") == f"{path}:11"
-
-
 def test_everything_that_cannot_be_honoured_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"compute_environment: AMAZON_SAGEMAKER; .*profile: me .*lines out"
     ):
         read(tmp_path, "compute_environment: AMAZON_SAGEMAKER\nprofile: me\nuse_cpu: true\n")
-
-
-def test_a_section_of_that_name_is_no_mark_of_accelerate(tmp_path: Path) -> None:
-    assert read(tmp_path, "distributed_type: {a: 1}\n") == {"distributed_type": {"a": 1}}

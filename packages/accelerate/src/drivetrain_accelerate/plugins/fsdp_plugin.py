@@ -1,9 +1,9 @@
-"""The options of FSDP."""
+"""The options of FSDP, and what of torch's the words mean that they may be."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from logging import getLogger
-from typing import Any
+from typing import Any, cast
 from warnings import warn
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
@@ -18,19 +19,18 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, truth, value_from
 from drivetrain_accelerate.model_structure import get_module_class_from_name
-from drivetrain_accelerate.plugins.fsdp_words import (
-    mixed_precision_of,
-    offload_of,
-    prefetch_of,
-    state_dict_type_of,
-    strategy_of,
-    wrap_policy_of,
+from drivetrain_accelerate.plugins.constants import (
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
 )
 from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_config import environ
@@ -50,6 +50,13 @@ _STATE_DICT_OPTIONS: dict[StateDictType, tuple[Any, Any, dict[str, bool]]] = {
         ShardedOptimStateDictConfig,
         {"offload_to_cpu": True},
     ),
+}
+
+
+_MODES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPE_FIELDS = {
+    1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
+    2: ("param_dtype", "reduce_dtype", "output_dtype"),
 }
 
 
@@ -200,12 +207,7 @@ class FullyShardedDataParallelPlugin:
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError if the policy is not of the class of this version."""
-        needed = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
-        if not isinstance(self.mixed_precision_policy, needed):
-            raise ValueError(
-                f"mixed_precision_policy={self.mixed_precision_policy!r}: fsdp_version={self.fsdp_version} takes a "
-                f"{needed.__name__} of torch.distributed.fsdp"
-            )
+        self._check_class("mixed_precision_policy", MixedPrecision, MixedPrecisionPolicy)
 
     def set_cpu_offload(self) -> None:
         """Turn a truth value into the class of this version."""
@@ -214,11 +216,14 @@ class FullyShardedDataParallelPlugin:
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError if the offload is not of the class of this version."""
-        needed = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
-        if not isinstance(self.cpu_offload, needed):
+        self._check_class("cpu_offload", CPUOffload, OffloadPolicy, instead="True, False or ")
+
+    def _check_class(self, field: str, first: type, second: type, instead: str = "") -> None:
+        value, needed = getattr(self, field), first if self.fsdp_version == 1 else second
+        if not isinstance(value, needed):
             raise ValueError(
-                f"cpu_offload={self.cpu_offload!r}: fsdp_version={self.fsdp_version} takes True, False or a "
-                f"{needed.__name__} of torch.distributed.fsdp"
+                f"{field}={value!r}: fsdp_version={self.fsdp_version} takes {instead}a {needed.__name__} of "
+                "torch.distributed.fsdp"
             )
 
     def _read_first_version(self) -> None:
@@ -292,3 +297,82 @@ def make_room(module: nn.Module) -> None:
     """Give the tensors of a module memory, without values, on the device that trains."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=device or torch.device("cpu"), recurse=False)
+
+
+def strategy_of(value: Any, *, field: str) -> ShardingStrategy:
+    """Return torch's sharding strategy for a name or number."""
+    if isinstance(value, ShardingStrategy):
+        return value
+    name = _name(value, FSDP_SHARDING_STRATEGY, field)
+    return ShardingStrategy(FSDP_SHARDING_STRATEGY.index(name) + 1)
+
+
+def prefetch_of(value: Any) -> BackwardPrefetch | None:
+    """Return torch's prefetch for a name or number; None for NO_PREFETCH."""
+    if value is None or isinstance(value, BackwardPrefetch):
+        return value
+    name = _name(value, FSDP_BACKWARD_PREFETCH, "backward_prefetch")
+    return None if name == "NO_PREFETCH" else BackwardPrefetch[name]
+
+
+def state_dict_type_of(value: Any) -> StateDictType:
+    """Return torch's form of a state dict for a name or number."""
+    if isinstance(value, StateDictType):
+        return value
+    return StateDictType[_name(value, FSDP_STATE_DICT_TYPE, "state_dict_type")]
+
+
+def wrap_policy_of(value: str) -> Callable[..., Any] | None:
+    """Return torch's wrap policy for a name; None for NO_WRAP."""
+    name = value.upper()
+    if name not in FSDP_AUTO_WRAP_POLICY:
+        raise ValueError(f"Invalid auto wrap policy: {value}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
+    policies = (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)
+    return policies[FSDP_AUTO_WRAP_POLICY.index(name)]
+
+
+def offload_of(value: bool, version: int) -> CPUOffload | OffloadPolicy:
+    """Return a version's value for parameters on the CPU, or on the device."""
+    if version == 1:
+        return CPUOffload(offload_params=value)
+    return CPUOffloadPolicy() if value else OffloadPolicy()
+
+
+def mixed_precision_of(
+    value: Any, version: int, buffer: torch.dtype | None = None
+) -> MixedPrecision | MixedPrecisionPolicy:
+    """Return a version's policy for a mode, a dtype or a mapping with all of its fields.
+
+    In version 1, buffers may have another dtype.
+    """
+    names = _DTYPE_FIELDS[version]
+    dtypes: dict[str, Any]
+    if isinstance(value, Mapping):
+        dtypes = dict(cast("Mapping[str, Any]", value))
+        if dtypes.keys() != set(names) or not set(dtypes.values()) <= set(_MODES.values()):
+            raise ValueError(
+                f"mixed_precision_policy={value}: a dict needs the keys {', '.join(names)}, each with torch.float32, "
+                "torch.float16 or torch.bfloat16"
+            )
+    else:
+        dtype = _MODES.get(value) if isinstance(value, str) else value
+        if dtype not in _MODES.values():
+            raise ValueError(
+                f"Invalid mixed precision: {value}. Must be one of {list(_MODES)}, or their dtypes"
+            )
+        dtypes = {name: dtype for name in names}  # noqa: C420 its values are of any type
+    if version == 2:
+        return MixedPrecisionPolicy(**dtypes)
+    if buffer is not None:
+        dtypes["buffer_dtype"] = buffer
+    return MixedPrecision(**dtypes)
+
+
+def _name(value: Any, names: list[str], field: str) -> str:
+    """Return the name that a name in any case, a number, or a number as text stands for."""
+    word = str(value).upper()
+    if word.isdecimal() and 1 <= int(word) <= len(names):
+        return names[int(word) - 1]
+    if word not in names:
+        raise ValueError(f"{field}={value!r}: must be one of {', '.join(names)}")
+    return word

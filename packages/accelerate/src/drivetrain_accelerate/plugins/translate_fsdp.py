@@ -22,8 +22,11 @@ from torch.distributed.fsdp.wrap import (
 
 from drivetrain_accelerate.environment_variables import truth
 from drivetrain_accelerate.plugins.compat import either_policy, wrapped_classes
-from drivetrain_accelerate.plugins.fsdp_plugin import FullyShardedDataParallelPlugin, make_room
-from drivetrain_accelerate.plugins.fsdp_words import strategy_of
+from drivetrain_accelerate.plugins.fsdp_plugin import (
+    FullyShardedDataParallelPlugin,
+    make_room,
+    strategy_of,
+)
 from drivetrain_accelerate.plugins.translation import Fields, TranslationError
 
 FSDP_FIELDS = Fields(
