@@ -9,29 +9,23 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 
 def made(kind: str, common: dict[str, Any]) -> Any:
-    completions = [{"prompt": "red sea", "completion": " " + text} for text in texts(22)]
-    rows, trainer, model, arguments = {
-        "sft": (
-            [{"text": text} for text in texts(22)],
-            SFTTrainer,
-            llama,
-            SFTConfig(max_length=16, **common),
-        ),
+    written = [{"text": text} for text in texts(22)]
+    completed = [{"prompt": "red sea", "completion": " " + text} for text in texts(22)]
+    packed = {"packing": True, "packing_strategy": "wrapped"}
+    rows, trainer, model, config, options = {
+        "sft": (written, SFTTrainer, llama, SFTConfig, {"max_length": 16}),
         "completions": (
-            *(completions, SFTTrainer, llama),
-            SFTConfig(max_length=16, completion_only_loss=True, **common),
+            *(completed, SFTTrainer, llama, SFTConfig),
+            {"max_length": 16, "completion_only_loss": True},
         ),
-        "packed": (
-            *([{"text": text} for text in texts(22)], SFTTrainer, llama),
-            SFTConfig(max_length=16, packing=True, packing_strategy="wrapped", **common),
-        ),
-        "dpo": (preferences(), DPOTrainer, llama, DPOConfig(max_length=32, **common)),
-        "reward": (preferences(), RewardTrainer, rewarding_llama, RewardConfig(max_length=32, **common)),
+        "packed": (written, SFTTrainer, llama, SFTConfig, {"max_length": 16, **packed}),
+        "dpo": (preferences(), DPOTrainer, llama, DPOConfig, {"max_length": 32}),
+        "reward": (preferences(), RewardTrainer, rewarding_llama, RewardConfig, {"max_length": 32}),
     }[kind]
     data = Dataset.from_list(rows)
     return trainer(
         model=model(),
-        args=arguments,
+        args=config(**options, **common),
         train_dataset=data,
         eval_dataset=data.select(range(7)),
         processing_class=tokenizer(),

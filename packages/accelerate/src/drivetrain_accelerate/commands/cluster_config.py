@@ -74,8 +74,7 @@ class BaseConfig:
     @classmethod
     def from_json_file(cls, json_file: str | PathLike[str] | None = None) -> Self:
         """Return the configuration of a JSON file, by default the one that is found without a name."""
-        path = Path(default_config_file if json_file is None else json_file)
-        return cls._read(path, _contents(path, is_json=True))
+        return cls._read(json_file, is_json=True)
 
     def to_json_file(self, json_file: str | PathLike[str]) -> None:
         """Write the configuration as JSON."""
@@ -85,15 +84,16 @@ class BaseConfig:
     @classmethod
     def from_yaml_file(cls, yaml_file: str | PathLike[str] | None = None) -> Self:
         """Return the configuration of a YAML file, by default the one that is found without a name."""
-        path = Path(default_config_file if yaml_file is None else yaml_file)
-        return cls._read(path, _contents(path, is_json=False))
+        return cls._read(yaml_file, is_json=False)
 
     def to_yaml_file(self, yaml_file: str | PathLike[str]) -> None:
         """Write the configuration as YAML."""
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
     @classmethod
-    def _read(cls, path: Path, contents: object) -> Self:
+    def _read(cls, file: str | PathLike[str] | None, *, is_json: bool) -> Self:
+        path = Path(default_config_file if file is None else file)
+        contents = _contents(path, is_json=is_json)
         given = cast("dict[str, Any]", contents) if isinstance(contents, dict) else {}
         config = cls.process_config(given)
         known = {each.name for each in fields(cls)}

@@ -84,7 +84,7 @@ class LibraryTracker(GeneralTracker):
     requires_logging_directory: ClassVar[bool] = False
     opened: ClassVar[str] = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs

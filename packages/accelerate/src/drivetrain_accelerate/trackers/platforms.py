@@ -183,7 +183,7 @@ class MLflowTracker(LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__(run_name or "")
+        super().__init__(run_name)
         tags = environ.read("MLFLOW_TAGS") if tags is None else tags
         nested = environ.read("MLFLOW_NESTED_RUN") or ""
         self.experiment_name = environ.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
@@ -206,7 +206,7 @@ class MLflowTracker(LibraryTracker):
         self.active_run: Any = mlflow.start_run(
             run_id=self.run_id,
             experiment_id=experiment,
-            run_name=self.run_name or None,
+            run_name=self.run_name,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
@@ -258,7 +258,7 @@ class ClearMLTracker(LibraryTracker):
     opened = "task"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(run_name or "", **kwargs)
+        super().__init__(run_name, **kwargs)
         self.user_provided_run_name = run_name
         self._is_given = False
 
@@ -327,7 +327,7 @@ class DVCLiveTracker(LibraryTracker):
     opened = "live"
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
-        super().__init__(run_name or "", **kwargs)
+        super().__init__(run_name, **kwargs)
         self.live = live
 
     def start(self) -> None:
