@@ -1,8 +1,7 @@
 """The command lines and the variables of launches, for programs that start one by themselves."""
 
 from argparse import Namespace
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -43,23 +42,20 @@ class PrepareForLaunch:
 
     def __call__(self, index: int, *args: Any) -> None:
         """Run the function as a rank; raise a RuntimeError if it shall meet others by a file that nobody names."""
-        if self.debug:
-            with _met_by_file(index):
-                self.launcher(*args)
-            return
         own = {"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}
-        if environ.read("NODE_RANK") is not None:
+        if self.debug:
+            own |= _meet_by_file(index)
+        elif environ.read("NODE_RANK") is not None:
             size = int(environ.read("NPROC") or environ.read("LOCAL_WORLD_SIZE") or 1)
             own["RANK"] = str(size * int(environ.read("NODE_RANK") or 0) + index)
         with environ.exported(**own):
             self.launcher(*args)
 
 
-@contextmanager
-def _met_by_file(rank: int) -> Generator[None]:
-    """Run the block as a rank of a group on the CPU, whose processes meet by a file. Called on all ranks.
+def _meet_by_file(rank: int) -> dict[str, str]:
+    """Join a group on the CPU whose processes meet by a file, and return its variables. Called on all ranks.
 
-    The group stays, as it does in Accelerate.
+    The group stays, as it does in Accelerate, which sets no variables of it: ours agree with the group.
     """
     file, size = environ.read("ACCELERATE_DEBUG_RDV_FILE"), environ.read("WORLD_SIZE")
     if not file or not size:
@@ -70,7 +66,4 @@ def _met_by_file(rank: int) -> Generator[None]:
         )
     count = int(size)
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(file, count))
-    # Accelerate sets no rank here; ours tells it, so that whoever asks the variables agrees with the group.
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    with environ.exported(FORK_LAUNCHED="1", MASTER_PORT="0", **own):
-        yield
+    return {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
