@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import QUIET, history, llama, samples, weight_of
+from small_models import llama
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
@@ -25,6 +25,12 @@ from transformers import (
 )
 
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "step")
+
+
+def samples(number: int = 22) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(3, 32, (8,), generator=generator) for _ in range(number)]
+    return [{"input_ids": text, "labels": text} for text in words]
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -53,11 +59,14 @@ def trainer_of(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, *
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "num_train_epochs": 1,
+        "logging_steps": 1,
         "eval_strategy": "epoch",
         "save_strategy": "no",
         "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
         "learning_rate": 1e-3,
-        **QUIET,
     }
     arguments: Any = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
     return kind(
@@ -70,11 +79,9 @@ def trainer_of(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, *
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "history": history(trainer, *KEPT),
-        "weights": weight_of(trainer.model),
-        "best": trainer.state.best_metric,
-    }
+    weights = float(sum(each.detach().double().abs().sum() for each in trainer.model.parameters()))
+    history = [{key: entry[key] for key in KEPT if key in entry} for entry in trainer.state.log_history]
+    return {"history": history, "weights": weights, "best": trainer.state.best_metric}
 
 
 def trained(*given: Any, **more: Any) -> dict[str, Any]:
