@@ -17,14 +17,13 @@ from drivetrain.accelerator import metrics
 from drivetrain.accelerator.accumulate import MicroBatch
 from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
-from drivetrain.accelerator.ended import end
 from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attribute
 from drivetrain.accelerator.half_check import half_check_of
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
 from drivetrain.accelerator.training import Training, options_of
-from drivetrain.parts.parts import Parts
+from drivetrain.parts.parts import Parts, needs_run
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
@@ -160,6 +159,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         """The recipe by which linear layers compute in fp8; None in other precisions."""
         return self._parts.policy.recipe
 
+    @needs_run
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, schedulers and loaders. Called on all ranks with the same kinds of objects.
 
@@ -190,6 +190,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         """
         return self._parts.prepared.unwrap(model, keep_autocast=keep_autocast)
 
+    @needs_run
     def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
         """Run the block with a model's full parameters on every rank, also under a backend that shards them.
 
@@ -213,10 +214,12 @@ class Accelerator(Ranks, Training, Saving, Results):
         """
         return full_model(self._parts.prepared.of(model), self.context, everywhere=everywhere)
 
+    @needs_run
     def building(self) -> AbstractContextManager[None]:
         """Run the block so that models are constructed as the backend requires, directly on its device."""
         return self._parts.backend.building()
 
+    @needs_run
     def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
 
@@ -258,6 +261,7 @@ class Accelerator(Ranks, Training, Saving, Results):
     def gradient_accumulation_steps(self, num_micro_batches: int) -> None:
         self._parts.backend.window.resize(num_micro_batches)
 
+    @needs_run
     @contextmanager
     def no_sync(self, *models: nn.Module) -> Generator[None]:
         """Run the block without reducing the gradients of the models (all by default), as DDP's `no_sync` does."""
@@ -267,6 +271,7 @@ class Accelerator(Ranks, Training, Saving, Results):
                 stack.enter_context(prepared.no_sync())
             yield
 
+    @needs_run
     def backward(
         self,
         loss: Tensor,
@@ -338,6 +343,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         module = None if model is None else self.unwrap_model(model)
         return autocast(self._parts.policy, self.device, record=True, model=module)
 
+    @needs_run
     def join_uneven_inputs(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
 
@@ -358,25 +364,32 @@ class Accelerator(Ranks, Training, Saving, Results):
         Raises:
             OtherRankFailedError, OSError: A background save failed.
         """
-        with ExitStack() as stack:  # runs every callback even if one fails, the last first
-            stack.callback(end, self)
-            stack.callback(self._parts.context.close)
-            if self._parts.fp8 is not None:
-                stack.callback(self._parts.fp8.close)
-                stack.callback(self._parts.fp8.release)
-            stack.callback(self._parts.backend.close)
-            stack.callback(self._parts.trackers.finish)
-            if self._parts.fp8 is not None:
-                stack.callback(self._parts.fp8.finish)
-            if self._parts.watch is not None:
-                stack.callback(self._parts.watch.finish)
-            if self._half_check is not None:
-                stack.callback(self._half_check.finish)
-            stack.callback(self._parts.checkpointers.close)
-            stack.callback(self._end_schedules)
-            stack.callback(self._tell_unused)
-            stack.callback(self._drop_deferred)
-            stack.callback(self._save_deferred)
+        self._end(has_failed=False)
+
+    def _end(self, *, has_failed: bool) -> None:
+        """End the run once, after an error without what needs all ranks: the others may not reach this point."""
+        if self._has_ended:
+            return
+        parts, fp8, watch = self._parts, self._parts.fp8, self._parts.watch
+        steps = [
+            None if has_failed else self._save_deferred,
+            self._drop_deferred,
+            self._tell_unused,
+            None if has_failed else self._tell_unreached,
+            parts.checkpointers.close,
+            self._half_check and self._half_check.finish,
+            watch and (watch.close if has_failed else watch.finish),
+            fp8 and fp8.finish,
+            parts.trackers.finish,
+            parts.backend.close,
+            fp8 and fp8.release,
+            fp8 and fp8.close,
+            parts.context.close,
+        ]
+        with ExitStack() as stack:  # runs every step even if one fails; what is added last runs first
+            stack.callback(setattr, self, "_has_ended", True)
+            for step in filter(None, reversed(steps)):
+                stack.callback(step)
 
     def __enter__(self) -> Self:
         return self
@@ -384,12 +397,7 @@ class Accelerator(Ranks, Training, Saving, Results):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the other ranks may not reach this point
-            self._drop_deferred()
-            self._end_schedules(by_error=True)
-            if self._parts.watch is not None:
-                self._parts.watch.close()
-        self.end_training()
+        self._end(has_failed=error is not None)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, release those given, and return a None for each: see `release_memory`.

@@ -7,7 +7,7 @@ from typing import Any, Literal, TextIO
 import torch
 
 from drivetrain.accelerator import metrics
-from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.parts.parts import HasParts, Parts, needs_run
 from drivetrain_data import ShardedLoader, UnpreparedLoops
 from drivetrain_state.collectives import control
 from drivetrain_state.collectives import operations as collectives
@@ -61,6 +61,7 @@ class Ranks(HasParts):
         """True if this process has the highest rank."""
         return self.context.topology.is_last
 
+    @needs_run
     def gather(self, tensor: Any) -> Any:
         """Concatenate nested tensors over ranks, rank by rank, in dimension 0. Called on all ranks.
 
@@ -69,6 +70,7 @@ class Ranks(HasParts):
         """
         return metrics.gather(self._parts, tensor)
 
+    @needs_run
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, loader: ShardedLoader[Any] | None = None
     ) -> Any:
@@ -94,24 +96,29 @@ class Ranks(HasParts):
             self._parts, input_data, as_objects=use_gather_object, loader=loader
         )
 
+    @needs_run
     def set_trigger(self) -> None:
         """Raise this rank's flag, which `check_trigger` reports on all ranks."""
         self._triggered = True
 
+    @needs_run
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Called on all ranks."""
         raised = torch.tensor(int(self._triggered), device=self.device)
         self._triggered = False
         return bool(collectives.reduce(self.context, raised, op="max").item())
 
+    @needs_run
     def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
         """Reduce nested tensors of equal shapes over ranks; every rank gets the result. Called on all ranks."""
         return collectives.reduce(self.context, tensor, op=reduction)
 
+    @needs_run
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Broadcast the nested tensors of one rank to all. Called on all ranks with equal shapes."""
         return collectives.broadcast(self.context, tensor, src=from_process)
 
+    @needs_run
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
@@ -120,6 +127,7 @@ class Ranks(HasParts):
             self.context, tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
         )
 
+    @needs_run
     def wait_for_everyone(self) -> None:
         """Wait until every rank has reached this call. Called on all ranks."""
         collectives.barrier(self.context)
@@ -151,10 +159,12 @@ class Ranks(HasParts):
         """Wrap a function so that it runs on one rank only."""
         return control.on_process(self.context, process_index)(function)
 
+    @needs_run
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0 before the other ranks. Called on all ranks."""
         return control.main_process_first(self.context)
 
+    @needs_run
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0 of each node before the node's other ranks. Called on all ranks."""
         return control.local_main_process_first(self.context)

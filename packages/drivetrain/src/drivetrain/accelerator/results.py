@@ -9,7 +9,7 @@ from torch.profiler import ProfilerAction
 from torch.profiler import profile as torch_profile
 
 from drivetrain.accelerator.log_reduction import LoggedCount, LogReducer, LogReduction
-from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.parts.parts import HasParts, Parts, needs_run
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.effective_plan import EffectivePlan
 from drivetrain_memory import profile
@@ -41,6 +41,7 @@ class Results(HasParts):
         """The trackers that this rank logs to: all on rank 0; elsewhere only those that log on every rank."""
         return self._parts.trackers.used
 
+    @needs_run
     def init_trackers(
         self,
         project_name: str,
@@ -77,6 +78,7 @@ class Results(HasParts):
             options=init_kwargs,
         )
 
+    @needs_run
     def log(
         self,
         values: Mapping[str, Any],
@@ -177,6 +179,7 @@ class Results(HasParts):
         """The throughput since training began, with evaluation and saves between the steps; see `throughput`."""
         return self._watch().in_total()
 
+    @needs_run
     def count_tokens(self, function: Callable[[Any], float]) -> None:
         """Count tokens by a function, in place of the elements of `tracking.token_field`. Called on all ranks.
 

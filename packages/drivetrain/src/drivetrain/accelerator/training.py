@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import Tensor, nn
 
-from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.parts.parts import HasParts, Parts, needs_run
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.prepare.schedule_length import steps_of, tell_unreached
 from drivetrain_backends import BackwardOptions, PairingError, SupportsManualSteps
@@ -34,13 +34,11 @@ class Training(HasParts):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.executable_batch_size = ExecutableBatchSize()
-        self._has_ended = False
 
-    def _end_schedules(self, *, by_error: bool = False) -> None:
-        """Warn once of schedules that training did not complete, unless it ended with an error."""
-        if not by_error and not self._has_ended and self.context.topology.is_main:
+    def _tell_unreached(self) -> None:
+        """Warn of schedules that training did not complete."""
+        if self.context.topology.is_main:
             tell_unreached(self._parts.prepared.schedulers)
-        self._has_ended = True
 
     def num_steps(
         self, loader: ShardedLoader[Any], *, epochs: float | None = None, samples: int | None = None
@@ -83,6 +81,7 @@ class Training(HasParts):
         self._parts.prepared.counted_steps.add(steps)
         return steps
 
+    @needs_run
     def prepare_evaluation(self, model: nn.Module) -> nn.Module:
         """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
 
@@ -98,6 +97,7 @@ class Training(HasParts):
         parts.prepared.evaluated.add(model)
         return model
 
+    @needs_run
     def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
         """Prepare one loader, its tail treated as `even` says and not as `data.even`. Called on all ranks."""
         prepare_objects([loader], self._parts, even=even)
@@ -119,6 +119,7 @@ class Training(HasParts):
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._parts.prepared.holding(chosen).clip(chosen, value=clip_value)
 
+    @needs_run
     def backward_alone(
         self,
         loss: Tensor,
@@ -149,6 +150,7 @@ class Training(HasParts):
             )
         backend.backward_alone(loss, options=options_of(retain_graph, create_graph, inputs))
 
+    @needs_run
     def find_executable_batch_size(
         self,
         function: Callable[Concatenate[int, Arguments], Result],

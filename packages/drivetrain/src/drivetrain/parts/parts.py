@@ -1,8 +1,9 @@
 """The parts that an Accelerator is made of, and the base class through which its methods reach them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
@@ -19,6 +20,8 @@ from drivetrain_tracking import TrackerGroup
 if TYPE_CHECKING:  # imported where a run needs them: most neither train in fp8 nor measure steps
     from drivetrain.fp8.fp8_training import Fp8Training
     from drivetrain_throughput.step_watch import StepWatch
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,21 @@ class Parts:
         return self.resolved["run"].value
 
 
+def needs_run(method: Method) -> Method:
+    """Have a method raise a RuntimeError after `end_training`, the same on any number of ranks."""
+
+    @wraps(method)
+    def checked(self: "HasParts", *args: Any, **kwargs: Any) -> Any:
+        if self._has_ended:  # pyright: ignore[reportPrivateUsage] of the class below
+            raise RuntimeError(
+                f"{method.__name__}() after end_training(), which has finished saves and trackers, released the "
+                "models and left the process group: call it before, or make a new Accelerator"
+            )
+        return method(self, *args, **kwargs)
+
+    return cast("Method", checked)
+
+
 class HasParts:
     """A base class of the classes that an Accelerator inherits its methods from.
 
@@ -76,6 +94,7 @@ class HasParts:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.context = parts.context
+        self._has_ended = False
 
     @property
     def window(self) -> AccumulationWindow:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import nn
 
 from drivetrain.parts.checkpointers import Checkpointers
-from drivetrain.parts.parts import HasParts, Parts
+from drivetrain.parts.parts import HasParts, Parts, needs_run
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.saving.hooks import CheckpointHook
 from drivetrain.saving.registered import Registered, Stateful
@@ -48,6 +48,7 @@ class Saving(HasParts):
         self._hooks: list[CheckpointHook] = []
         self._stop_requests: deque[str] = deque()  # other threads append to it
 
+    @needs_run
     def register_for_checkpointing(
         self, *objects: Stateful, per_rank: bool = False, **named: Stateful
     ) -> None:
@@ -71,10 +72,12 @@ class Saving(HasParts):
         """Take objects out of later checkpoints; their names are free again. Called on all ranks."""
         self._registered.remove(objects)
 
+    @needs_run
     def register_checkpoint_hook(self, hook: CheckpointHook) -> None:
         """Register a hook to run before and after each save and load. Called on all ranks."""
         self._hooks.append(hook)
 
+    @needs_run
     def save_state(
         self,
         output_dir: Place | str | None = None,
@@ -136,6 +139,7 @@ class Saving(HasParts):
                 optimizer.before_step = wait  # not a bound method: the Accelerator holds the optimizers
         return path
 
+    @needs_run
     def save_if_due(
         self,
         *,
@@ -185,6 +189,7 @@ class Saving(HasParts):
             )
         raise SystemExit(RESUME_EXIT_CODE)
 
+    @needs_run
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to save after the same step and to end: their next calls of `save_if_due` do so.
 
@@ -203,6 +208,7 @@ class Saving(HasParts):
         """
         self._parts.checkpointers.wait()
 
+    @needs_run
     def load_state(
         self, input_dir: Place | str | None = None, *, kept_models: Sequence[nn.Module] = ()
     ) -> int:
@@ -246,6 +252,7 @@ class Saving(HasParts):
             hook.after_load(step)
         return step
 
+    @needs_run
     def save_model(
         self,
         model: nn.Module,
@@ -288,6 +295,7 @@ class Saving(HasParts):
             trained_only=trained_only,
         )
 
+    @needs_run
     def load_model(self, model: nn.Module, folder: Path | str, *, strict: bool = True) -> "IncompatibleNames":
         """Load an export into a prepared model, without changing its optimizers. Called on all ranks.
 
