@@ -14,12 +14,9 @@ HOSTS = "abcdef"
 def peer(
     number: int, *, ready: int = 1, silent: float = 0, left: Leave = "", finished: int = 0, exit_code: int = 0
 ) -> Peer:
+    node = MemberNode(number=number, host=HOSTS[number - 1], processes=8)
     status = NodeStatus(ready=ready, finished=finished, left=left, exit_code=exit_code)
-    return Peer(
-        node=MemberNode(number=number, host=HOSTS[number - 1], processes=8),
-        status=status,
-        silent_seconds=silent,
-    )
+    return Peer(node=node, status=status, silent_seconds=silent)
 
 
 def then(

@@ -6,20 +6,14 @@ from drivetrain_launcher.membership.elastic_state import ElasticState, MemberNod
 nodes = st.builds(MemberNode, number=st.integers(1), host=st.text(), processes=st.integers(1))
 states = st.builds(ElasticState, round=st.integers(0), members=st.lists(nodes).map(tuple), closed=st.text())
 
-
-@given(states)
-def test_a_state_is_the_same_behind_its_text(state: ElasticState) -> None:
-    assert ElasticState.from_json(state.to_json().encode()) == state
-
-
-@given(nodes)
-def test_a_node_is_the_same_behind_its_text(node: MemberNode) -> None:
-    assert MemberNode.from_json(node.to_json().encode()) == node
+statuses = st.builds(
+    NodeStatus, count=st.integers(0), ready=st.integers(0), left=st.sampled_from(["", "failed"])
+)
 
 
-def test_a_status_is_the_same_behind_its_text() -> None:
-    status = NodeStatus(count=3, ready=2, left="failed", exit_code=5, has_seen_end=True)
-    assert NodeStatus.from_json(status.to_json().encode()) == status
+@given(states | nodes | statuses)
+def test_a_message_is_the_same_behind_its_text(message: ElasticState | MemberNode | NodeStatus) -> None:
+    assert type(message).from_json(message.to_json().encode()) == message
 
 
 def test_a_node_has_a_name_by_its_place_in_the_round() -> None:

@@ -1,7 +1,5 @@
 """Nodes of an elastic run as threads of one process, without ranks."""
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,6 +11,7 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.handler import ElasticMeeting, ElasticNodes
 from drivetrain_launcher.membership.member import RoundOverError, RunOverError
+from launcher.run.running import wait_until
 from processes import free_port
 
 LIMITS = Limits(min_nodes=1, max_nodes=2, silence_seconds=20, gather_seconds=60, wait_seconds=60)
@@ -26,13 +25,6 @@ def nodes_of(count: int, limits: Limits = LIMITS) -> list[ElasticNodes]:
 
 def meet(pool: ThreadPoolExecutor, *nodes: ElasticNodes) -> list[RendezvousInfo]:
     return [future.result(60) for future in [pool.submit(node.next_rendezvous) for node in nodes]]
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def end(pool: ThreadPoolExecutor, *nodes: ElasticNodes) -> None:

@@ -11,8 +11,7 @@ def said(layers: Layers) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("weaker", "stronger"),
-    [("num_processes", "processes_per_node"), ("processes_per_node", "num_processes")],
+    ("weaker", "stronger"), [("num_processes", "processes_per_node"), ("processes_per_node", "num_processes")]
 )
 def test_a_stronger_layer_beats_both_ways_to_say_a_number(tmp_path: Path, weaker: str, stronger: str) -> None:
     file = tmp_path / "drivetrain.yaml"

@@ -18,88 +18,104 @@ from drivetrain_launcher.run.failures import (
 
 
 def failure(rank: int, **changes: object) -> RankFailure:
-    values = {
-        "rank": rank,
-        "local_rank": rank,
-        "pid": 100 + rank,
-        "exit_code": 1,
-        "time": float(rank),
-        **changes,
-    }
-    return RankFailure(**values)
+    values = {"rank": rank, "local_rank": rank, "pid": 100 + rank, "exit_code": 1, "time": float(rank)}
+    return RankFailure(**{**values, **changes})
 
 
 BOOM = {"error": "ValueError: boom", "traceback": "Traceback\nValueError: boom\n"}
 BROKEN = {"error": "RuntimeError: [gloo] Connection closed by peer", "traceback": "Traceback\n..."}
+TIMED_OUT = {"error": "RuntimeError: Timed out waiting 12000ms for recv", "traceback": "Traceback\n"}
 
 
-def test_the_first_is_the_root() -> None:
-    assert find_root([failure(3, **BOOM, time=2.0), failure(1, **BOOM, time=3.0)]).rank == 3
+@pytest.mark.parametrize(
+    ("failures", "root"),
+    [
+        ([failure(3, **BOOM, time=2.0), failure(1, **BOOM, time=3.0)], 3),
+        ([failure(0, **BROKEN), failure(1, **BOOM)], 1),
+        ([failure(0, **BROKEN), failure(1, exit_code=-9)], 1),
+        ([failure(0, **TIMED_OUT), failure(1, exit_code=124, time=9.0)], 1),
+        ([failure(0, exit_code=-15), failure(1, exit_code=3)], 1),
+        ([failure(0, **BOOM, exit_code=-15, time=9.0), failure(1, exit_code=-15)], 0),
+    ],
+    ids=["first", "before broken", "killed", "timed out", "before stopped", "exception of one stopped"],
+)
+def test_the_root_is_the_first_that_is_no_consequence(failures: list[RankFailure], root: int) -> None:
+    assert find_root(failures).rank == root
 
 
-def test_a_broken_connection_is_not_the_root_even_if_it_came_first() -> None:
-    assert find_root([failure(0, **BROKEN, time=1.0), failure(1, **BOOM, time=2.0)]).rank == 1
-    assert find_root([failure(0, **BROKEN, time=1.0), failure(1, exit_code=-9, time=2.0)]).rank == 1
+@pytest.mark.parametrize(
+    ("error", "is_aftermath"),
+    [
+        ("OSError: [Errno 111] Connection refused", False),  # of the script
+        ("torch.distributed.DistBackendError: NCCL", True),
+        ("drivetrain_data.errors.DispatchError: rank 1 has ended", True),
+        (TIMED_OUT["error"], True),
+    ],
+)
+def test_a_broken_connection_between_ranks_is_an_aftermath(error: str, is_aftermath: bool) -> None:
+    assert failure(0, error=error).is_aftermath == is_aftermath
 
 
-def test_a_rank_that_was_stopped_is_not_the_root() -> None:
-    assert find_root([failure(0, exit_code=-15, time=1.0), failure(1, exit_code=3, time=2.0)]).rank == 1
-
-
-def test_an_os_error_of_the_script_is_no_broken_connection_between_ranks() -> None:
-    assert not failure(0, error="OSError: [Errno 111] Connection refused").is_aftermath
-    assert failure(0, error="torch.distributed.DistBackendError: NCCL").is_aftermath
-    assert failure(0, error="drivetrain_data.errors.DispatchError: rank 1 has ended").is_aftermath
-
-
-def test_the_traceback_is_shown_with_its_rank() -> None:
+def test_the_traceback_is_shown_with_its_rank_unless_the_scripts_own_hook_showed_it() -> None:
     shown = describe_root(failure(2, **BOOM), num_nodes=1)
     assert shown.startswith("drivetrain: rank 2 (local rank 2, process 102) failed:\nTraceback")
     assert shown.count("ValueError: boom") == 1
-
-
-def test_a_traceback_that_the_scripts_own_hook_showed_is_not_shown_again() -> None:
     shown = describe_root(failure(2, **BOOM, was_shown=True), num_nodes=1)
     assert "Traceback" not in shown
     assert "ValueError: boom; its traceback stands above" in shown
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "words"),
+    ("changes", "num_nodes", "words"),
     [
-        (-9, "SIGKILL: most likely the system ran out of memory"),
-        (-11, "SIGSEGV: a crash in native code"),
-        (-7, "SIGBUS: most likely shared memory"),
-        (-64, "ended by SIGRTMAX"),
-        (124, "ended with exit code 124, its watchdog ended it"),
-        (4, "ended with exit code 4, and no exception"),
+        ({"exit_code": -9}, 1, "SIGKILL: most likely the system ran out of memory"),
+        ({"exit_code": -11}, 1, "SIGSEGV: a crash in native code"),
+        ({"exit_code": -7}, 1, "SIGBUS: most likely shared memory"),
+        ({"exit_code": -64}, 1, "ended by SIGRTMAX"),
+        ({"exit_code": 124}, 1, "ended with exit code 124, its watchdog ended it"),
+        ({"exit_code": 4}, 1, "ended with exit code 4, and no exception"),
+        (TIMED_OUT, 1, "it ended early without an error, or it hangs"),
+        (TIMED_OUT, 2, "one on another node failed first"),
     ],
 )
-def test_an_end_without_exception_is_explained(exit_code: int, words: str) -> None:
-    assert words in describe_root(failure(0, exit_code=exit_code), num_nodes=1)
+def test_a_root_is_explained(changes: dict[str, object], num_nodes: int, words: str) -> None:
+    assert words in describe_root(failure(0, **changes), num_nodes=num_nodes)
 
 
-def test_the_others_get_a_line_each() -> None:
+def test_the_others_get_a_line_each_and_those_that_failed_alike_share_one() -> None:
     root = failure(1, **BOOM)
     others = [
         failure(0, **BROKEN),
         failure(2, exit_code=-15),
         failure(3, exit_code=-9),
         failure(4, exit_code=7),
+        failure(5, **BOOM),
     ]
-    lines = describe_others(root, [root, *others]).splitlines()
-    assert lines[1:] == [
+    lines = describe_others(root, [root, *others, failure(6, **BOOM)]).splitlines()
+    assert lines == [
+        "drivetrain: the other ranks of this node:",
+        "  ranks 5, 6: the same error",
         "  rank 0: RuntimeError: [gloo] Connection closed by peer (a connection broke after the first failure)",
         "  rank 2: was stopped by the launcher",
         "  rank 3: was killed (SIGKILL): by the launcher if it did not stop in time, else by the system",
         "  rank 4: exit code 7",
     ]
+    assert "  rank 5: the same error\n" in describe_others(root, [root, *others])
     assert describe_others(root, [root]) == ""
 
 
-@pytest.mark.parametrize(("exit_code", "shell"), [(5, 5), (-9, 137), (None, 1)])
-def test_the_shell_gets_the_ranks_code(exit_code: int | None, shell: int) -> None:
-    assert failure(0, exit_code=exit_code).shell_code == shell
+@pytest.mark.parametrize(
+    ("changes", "shell"),
+    [
+        ({"exit_code": 5}, 5),
+        ({"exit_code": -9}, 137),
+        ({"exit_code": None}, 1),
+        ({"exit_code": -15}, 143),
+        ({"exit_code": -15, **BOOM}, 1),  # the launcher stopped it meanwhile
+    ],
+)
+def test_the_shell_gets_the_ranks_code(changes: dict[str, object], shell: int) -> None:
+    assert failure(0, **changes).shell_code == shell
 
 
 def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
@@ -118,21 +134,6 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
 def test_a_rank_that_left_nothing_has_its_exit_code_alone() -> None:
     read = read_failure({"message": "<NONE>"}, rank=0, local_rank=0, pid=1, exit_code=-9, seen=4.0)
     assert (read.error, read.traceback, read.time, read.signal) == ("", "", 4.0, "SIGKILL")
-
-
-def test_a_rank_that_waited_in_vain_is_told_where_to_look() -> None:
-    timed_out = failure(0, error="RuntimeError: Timed out waiting 12000ms for recv", traceback="Traceback\n")
-    assert timed_out.is_aftermath
-    assert find_root([timed_out, failure(1, exit_code=124, time=9.0)]).rank == 1
-    assert "it ended early without an error, or it hangs" in describe_root(timed_out, num_nodes=1)
-    assert "one on another node failed first" in describe_root(timed_out, num_nodes=2)
-
-
-def test_an_exception_is_the_failure_even_if_the_launcher_stopped_the_rank_meanwhile() -> None:
-    stopped = failure(0, **BOOM, exit_code=-15)
-    assert stopped.shell_code == 1
-    assert find_root([stopped, failure(1, exit_code=-15, time=0.0)]).rank == 0
-    assert failure(0, exit_code=-15).shell_code == 143
 
 
 def test_a_wrong_value_is_shown_down_to_the_users_line_and_others_in_full() -> None:
@@ -155,36 +156,17 @@ def test_a_wrong_value_is_shown_down_to_the_users_line_and_others_in_full() -> N
     assert "found by" not in another
 
 
-def test_ranks_that_failed_alike_share_a_line() -> None:
-    def failed(rank: int, error: str) -> RankFailure:
-        return RankFailure(rank=rank, local_rank=rank, pid=rank, exit_code=1, error=error)
-
-    failures = [
-        failed(0, "ValueError: a"),
-        failed(1, "ValueError: a"),
-        failed(2, "KeyError"),
-        failed(3, "ValueError: a"),
-    ]
-    told = describe_others(failures[0], failures)
-    assert told == (
-        "drivetrain: the other ranks of this node:\n  ranks 1, 3: the same error\n  rank 2: KeyError\n"
-    )
-    assert "rank 1: the same error" in describe_others(failures[0], failures[:2])
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"error": "ValueError: two\nlines"}, "rank 2 failed: ValueError: two; the other ranks stop now"),
-        ({"exit_code": -9}, "rank 2 was ended by SIGKILL; the other"),
-        ({"exit_code": 3}, "rank 2 ended with exit code 3; the other"),
+        ({"error": "ValueError: two\nlines"}, "failed: ValueError: two"),
+        ({"exit_code": -9}, "was ended by SIGKILL"),
+        ({"exit_code": 3}, "ended with exit code 3"),
     ],
 )
 def test_a_failure_is_told_at_once_in_one_line(changes: dict[str, object], said: str) -> None:
     line = announce(failure(2, **changes), seconds=30.0)
-    assert line.startswith(said)
-    assert line.endswith("and have 30 s to save")
-    assert "\n" not in line
+    assert line == f"rank 2 {said}; the other ranks stop now, and have 30 s to save"
 
 
 def test_the_last_lines_are_shown_with_their_rank() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from launch_fixtures import clean_environment
 from launcher.hosts import Host, Launcher, hosts_fixture  # noqa: F401
-from launcher.run.test_elastic import wait_for_end
+from launcher.run.running import wait_for_end, wait_until
+from launcher.run.test_elastic import read_until
 from processes import free_port
 
 # Ranks that meet in a collective ten times a second, until a file says that it is enough.
@@ -44,6 +45,11 @@ while not Path("enough").exists():
 MakeHosts = Callable[[int], list[Host]]
 
 
+def on_hosts(test: Callable) -> Callable:
+    """Mark a test that has hosts of its own."""
+    return pytest.mark.slow(pytest.mark.undisturbed(pytest.mark.timeout(600)(test)))
+
+
 def start(host: Host, script: Callable, *flags: str, nodes: str = "1:3") -> Launcher:
     script(STEPS)
     return host.start(
@@ -69,14 +75,7 @@ def end_well(tmp_path: Path, launchers: list[Launcher], made: list[Host]) -> Non
     (tmp_path / "enough").touch()
     codes = [launcher.end() for launcher in launchers]
     assert codes == [0] * len(launchers), [launcher.output for launcher in launchers]
-    wait_until_empty(made)
-
-
-def wait_until_empty(made: list[Host]) -> None:
-    deadline = time.monotonic() + 60
-    while any(host.pids() for host in made):
-        assert time.monotonic() < deadline, [host.pids() for host in made]
-        time.sleep(0.1)
+    wait_until(lambda: not any(host.pids() for host in made))
 
 
 def say_measured(what: str, seconds: float) -> None:
@@ -84,72 +83,49 @@ def say_measured(what: str, seconds: float) -> None:
     print(f"\nmeasured: {what}: {seconds:.1f} s")
 
 
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_host_that_is_killed_is_left_behind_and_taken_in_when_it_comes_back(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
+@on_hosts
+@pytest.mark.parametrize("how", ["kill", "freeze", "cut", "stop"])
+def test_a_host_that_is_gone_is_left_behind_and_taken_in_when_it_comes_back(
+    hosts: MakeHosts, script: Callable, tmp_path: Path, how: str
 ) -> None:
     made = hosts(3)
     launchers = start_all(made, script)
-    made[1].kill()
-    say_measured("killed, noticed", launchers[0].wait_for("going on with"))
+    gone, launcher = made[1], launchers[1]
+    old = [int(pid) for pid in re.findall(r"process (\d+)", launcher.output)]
+    if how == "stop":
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end() == 128 + signal.SIGTERM
+    else:
+        getattr(gone, how)()
+    say_measured(f"{how}, noticed by the others", launchers[0].wait_for("going on with"))
     launchers[0].wait_for("started rank 0 of 2")
-    gone = r"node \d \(host b\) has been silent for [67] s; going on with 2 of 3 nodes \(2 processes\)"
-    assert re.search(gone, launchers[0].output), launchers[0].output
-    assert re.search(gone, launchers[2].output), launchers[2].output
-    again = start(made[1], script)
-    launchers[0].wait_for("a new node (host b) came: the ranks have 30 s to save before they start again")
-    launchers[0].wait_for("started rank 0 of 3", count=2)
-    assert "the run goes on with 3 nodes (3 processes)" in again.output
-    end_well(tmp_path, [launchers[0], again, launchers[2]], made)
-
-
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_frozen_host_is_left_behind_and_when_it_thaws_its_old_ranks_end_and_it_is_taken_in(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
-) -> None:
-    made = hosts(3)
-    launchers = start_all(made, script)
-    old = [int(pid) for pid in re.findall(r"process (\d+)", launchers[2].output)]
-    made[2].freeze()
-    say_measured("frozen, noticed", launchers[0].wait_for("going on with 2 of 3 nodes"))
-    launchers[0].wait_for("started rank 0 of 2")
-    made[2].thaw()
-    began = time.monotonic()
-    wait_for_end(old)
-    say_measured("thawed, its old ranks ended", time.monotonic() - began)
-    launchers[2].wait_for("this node was frozen or silent, and the others went on without it")
+    why = "was stopped" if how == "stop" else r"has been silent for [67] s"
+    said = rf"node \d \(host b\) {why}; going on with 2 of 3 nodes \(2 processes\)"
+    for other in (launchers[0], launchers[2]):
+        assert re.search(said, other.output), other.output
+    if how == "cut":
+        assert launcher.end() == 1
+        assert (
+            "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launcher.output
+        )
+        wait_until(lambda: not gone.pids())
+        gone.mend()
+    if how == "freeze":
+        gone.thaw()
+        began = time.monotonic()
+        wait_for_end(old)
+        say_measured("thawed, its old ranks ended", time.monotonic() - began)
+        launcher.wait_for("this node was frozen or silent, and the others went on without it")
+    else:
+        launchers[1] = start(gone, script)
+        came = "a new node (host b) came: the ranks have 30 s to save before they start again"
+        launchers[0].wait_for(came)
+        launchers[1].wait_for("the run goes on with 3 nodes (3 processes)")
     launchers[0].wait_for("started rank 0 of 3", count=2)
     end_well(tmp_path, launchers, made)
 
 
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_host_that_is_cut_off_ends_its_ranks_and_says_why_while_the_others_go_on(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
-) -> None:
-    made = hosts(3)
-    launchers = start_all(made, script)
-    made[1].cut()
-    say_measured("cut off, noticed by the others", launchers[0].wait_for("going on with 2 of 3 nodes"))
-    assert launchers[1].end() == 1
-    assert (
-        "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launchers[1].output
-    )
-    wait_until_empty([made[1]])
-    made[1].mend()
-    again = start(made[1], script)
-    launchers[0].wait_for("started rank 0 of 3", count=2)
-    end_well(tmp_path, [launchers[0], again, launchers[2]], made)
-
-
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
+@on_hosts
 @pytest.mark.parametrize("how", ["kill", "freeze", "cut"])
 def test_the_run_ends_on_every_host_when_that_of_the_store_is_gone(
     hosts: MakeHosts, script: Callable, tmp_path: Path, how: str
@@ -163,7 +139,7 @@ def test_the_run_ends_on_every_host_when_that_of_the_store_is_gone(
     said = "has closed its connection" if how == "kill" else "has been silent for 6 s"
     for launcher in launchers[1:]:
         assert f"the host of the store of this run (10.213.7.1:29500) {said}" in launcher.output
-    wait_until_empty(made[1:])
+    wait_until(lambda: not any(host.pids() for host in made[1:]))
     if how == "kill":
         return
     made[0].thaw()  # it is the only one left, and one is enough
@@ -171,9 +147,7 @@ def test_the_run_ends_on_every_host_when_that_of_the_store_is_gone(
     end_well(tmp_path, launchers[:1], made)
 
 
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
+@on_hosts
 def test_a_slow_link_that_loses_packets_loses_no_host(
     hosts: MakeHosts, script: Callable, tmp_path: Path
 ) -> None:
@@ -184,53 +158,6 @@ def test_a_slow_link_that_loses_packets_loses_no_host(
     assert all(launcher.output.count("started rank") == 1 for launcher in launchers)
     assert "silent" not in launchers[0].output + launchers[1].output
     end_well(tmp_path, launchers, made)
-
-
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_host_beyond_the_most_waits_and_takes_the_place_of_one_that_dies(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
-) -> None:
-    made = hosts(3)
-    launchers = start_all(made[:2], script, nodes="1:2")
-    spare = start(made[2], script, nodes="1:2")
-    time.sleep(10)
-    assert "started" not in spare.output
-    made[1].kill()
-    spare.wait_for("started rank 1 of 2")
-    end_well(tmp_path, [launchers[0], spare], made)
-
-
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_run_with_too_few_hosts_waits_for_more_and_then_ends(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
-) -> None:
-    made = hosts(2)
-    launchers = start_all(made, script, "--rdzv-timeout-seconds", "15", nodes="2:3")
-    made[1].kill()
-    assert launchers[0].end() == 1
-    assert (
-        "1 of at least 2 nodes came within 15 s (node 1 (host b) has been silent for" in launchers[0].output
-    )
-    wait_until_empty(made)
-
-
-@pytest.mark.slow
-@pytest.mark.undisturbed
-@pytest.mark.timeout(600)
-def test_a_host_that_is_stopped_leaves_and_the_others_go_on(
-    hosts: MakeHosts, script: Callable, tmp_path: Path
-) -> None:
-    made = hosts(3)
-    launchers = start_all(made, script)
-    launchers[1].process.send_signal(signal.SIGTERM)
-    assert launchers[1].end() == 128 + signal.SIGTERM
-    launchers[0].wait_for("started rank 0 of 2")
-    assert re.search(r"node \d \(host b\) was stopped; going on with 2 of 3 nodes", launchers[0].output)
-    end_well(tmp_path, [launchers[0], launchers[2]], made)
 
 
 def on_loopback(started: Callable, *flags: str) -> list:
@@ -259,20 +186,7 @@ def test_on_one_machine_a_node_that_dies_is_left_behind(
 
 
 @pytest.mark.slow
-def test_the_exit_code_of_a_rank_that_fails_is_that_of_every_launcher(
-    started_with_torch: Callable, script: Callable, tmp_path: Path
-) -> None:
-    script(WAITS)
-    nodes = on_loopback(started_with_torch)
-    (tmp_path / "fail1").touch()
-    outputs = [node.stdout.read() for node in nodes]
-    assert [node.wait(60) for node in nodes] == [5, 5], outputs
-    assert "the ranks of node 1 (host" in outputs[0]
-    assert "rank 1 (local rank 0, process" in outputs[1]
-
-
-@pytest.mark.slow
-def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
+def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may_and_then_end_all_with_their_exit_code(
     started_with_torch: Callable, script: Callable, tmp_path: Path
 ) -> None:
     script(WAITS)
@@ -283,7 +197,10 @@ def test_ranks_that_fail_restart_on_all_nodes_as_often_as_they_may(
     for node in nodes:
         read_until(node, "of 2 process")
     (tmp_path / "fail1").touch()
-    assert [node.wait(60) for node in nodes] == [5, 5], [node.stdout.read() for node in nodes]
+    outputs = [node.stdout.read() for node in nodes]
+    assert [node.wait(60) for node in nodes] == [5, 5], outputs
+    assert "the ranks of node 1 (host" in outputs[0]
+    assert "rank 1 (local rank 0, process" in outputs[1]
 
 
 @pytest.mark.slow
@@ -297,13 +214,3 @@ def test_a_store_that_cannot_be_reached_is_an_error_that_says_where_it_was_looke
     )
     assert done.returncode == 2
     assert "the store of run 'loop' at 192.0.2.1:29500 did not answer within 1 s" in done.stderr
-
-
-def read_until(process, words: str) -> str:
-    """Read lines until one contains words, and return it."""
-    seen = []
-    for line in iter(process.stdout.readline, ""):
-        seen.append(line)
-        if words in line:
-            return line
-    raise AssertionError(f"no {words!r} in {seen}")

@@ -33,42 +33,46 @@ def work(tmp_path: Path) -> Work:
     return run
 
 
-def test_a_script_runs_as_the_main_program(work: Work, tmp_path: Path) -> None:
-    done = work("import sys; print(__name__, sys.argv, sys.path[0])", "-m", "--x")
-    assert done.stdout == f"__main__ ['script.py', '-m', '--x'] {tmp_path}\n"
+def test_a_script_runs_as_the_main_program_without_torch(work: Work, tmp_path: Path) -> None:
+    done = work("import sys; print(__name__, sys.argv, sys.path[0], 'torch' in sys.modules)", "-m", "--x")
+    assert done.stdout == f"__main__ ['script.py', '-m', '--x'] {tmp_path} False\n"
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_an_exception_is_left_for_the_launcher(work: Work, tmp_path: Path) -> None:
-    done = work("raise ValueError('boom')")
-    assert (done.stderr, done.returncode) == ("", 1)
+@pytest.mark.parametrize(
+    ("hook", "stdout", "was_shown"),
+    [
+        ("", "", False),
+        (
+            "before = sys.excepthook; sys.excepthook = lambda *given: (print('noted'), before(*given))",
+            "noted\n",
+            False,
+        ),
+        ("sys.excepthook = lambda *given: print('mine')", "mine\n", True),
+    ],
+    ids=["no hook", "one that wraps Python's", "one that replaces Python's"],
+)
+def test_an_exception_is_left_for_the_launcher_and_only_another_hook_has_shown_it(
+    work: Work, tmp_path: Path, hook: str, stdout: str, was_shown: bool
+) -> None:
+    done = work(f"import sys\n{hook}\nraise ValueError('boom')")
+    assert (done.stdout, done.stderr, done.returncode) == (stdout, "", 1)
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: boom"
     assert "drivetrain_launcher" not in message["extraInfo"]["py_callstack"]
-    assert not message["extraInfo"]["drivetrain_was_shown"]
+    assert message["extraInfo"]["drivetrain_was_shown"] == was_shown
 
 
-def test_a_hook_that_wraps_pythons_does_not_count_as_shown(work: Work, tmp_path: Path) -> None:
-    done = work(
-        "import sys\nbefore = sys.excepthook\n"
-        "sys.excepthook = lambda *given: (print('noted'), before(*given))\nraise ValueError('boom')"
-    )
-    assert done.stdout == "noted\n"
-    assert done.stderr == ""
-    extra = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
-    assert not extra["drivetrain_was_shown"]
-
-
-def test_a_hook_that_replaces_pythons_does(work: Work, tmp_path: Path) -> None:
-    done = work("import sys\nsys.excepthook = lambda *given: print('mine')\nraise ValueError('boom')")
-    assert done.stdout == "mine\n"
-    extra = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
-    assert extra["drivetrain_was_shown"]
-
-
-def test_exit_codes_are_the_scripts(work: Work, tmp_path: Path) -> None:
-    done = work("import sys; sys.exit('a last word')")
-    assert (done.stderr, done.returncode) == ("a last word\n", 1)
+@pytest.mark.parametrize(
+    ("source", "stderr", "code"),
+    [
+        ("import sys; sys.exit('a last word')", "a last word\n", 1),
+        ("raise KeyboardInterrupt", "", -2),  # the launcher reports it
+    ],
+)
+def test_exits_are_the_scripts_own(work: Work, tmp_path: Path, source: str, stderr: str, code: int) -> None:
+    done = work(source)
+    assert (done.stderr, done.returncode) == (stderr, code)
     assert not (tmp_path / "error.json").exists()
 
 
@@ -79,15 +83,6 @@ def test_a_process_that_the_script_forks_is_no_rank(work: Work, tmp_path: Path) 
     assert "ValueError: in the child" in done.stderr
     assert done.stdout.endswith("parent goes on\n")
     assert not (tmp_path / "error.json").exists()
-
-
-def test_an_interrupt_is_silent_and_ends_by_the_signal(work: Work) -> None:
-    done = work("raise KeyboardInterrupt")
-    assert (done.stderr, done.returncode) == ("", -2)
-
-
-def test_a_worker_imports_no_torch(work: Work) -> None:
-    assert work("import sys; print('torch' in sys.modules)").stdout == "False\n"
 
 
 CHILD = """
@@ -114,9 +109,8 @@ def test_a_child_that_a_rank_starts_before_it_connects_is_known_as_one(
     flags: tuple[str, ...], num_ranks: int, drivetrain: Callable, script: Callable
 ) -> None:
     script("import os\nprint(os.getpid())" + CHILD)
-    done = drivetrain(
-        "launch", "--cpu", "--prefix", "all", "--num-processes", str(num_ranks), *flags, "script.py"
-    )
+    shared = ("launch", "--cpu", "--prefix", "all", "--num-processes", str(num_ranks))
+    done = drivetrain(*shared, *flags, "script.py")
     assert done.returncode == 0, done.stderr
     lines = [line.rpartition("] ")[::2] for line in done.stdout.splitlines()]
     for rank in {rank for rank, _ in lines}:

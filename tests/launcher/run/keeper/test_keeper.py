@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from drivetrain_launcher.run.keeper.sessions import (
     leaders_with,
     members_of,
 )
+from launcher.run.running import wait_until
 
 # Starts a subprocess with a process group of its own, tells both process ids, and waits.
 FAMILY = (
@@ -145,11 +145,3 @@ def test_a_session_has_members_whatever_their_process_groups(tmp_path: Path) -> 
         assert process.wait(30) == -signal.SIGTERM
     assert members_of([leader]) == []
     kill_sessions([])
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, for a minute at most."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -12,6 +12,8 @@ from uuid import uuid4
 
 import pytest
 
+from launcher.run.running import wait_until
+
 # A rank with a loader's workers, a subprocess, and one that has a process group of its own; it ends by itself.
 RANK = """
 import os, subprocess, sys, time
@@ -41,13 +43,10 @@ VICTIMS = ("launcher", "keeper", "rank", "child")
 PRELOADED = (*VICTIMS, "parent")
 
 
-def test_a_killed_launcher_leaves_nothing(started_with_torch: Callable, script: Callable) -> None:
-    assert play_round(started_with_torch, script, "launcher", 0.0, torch=False)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("victim", VICTIMS[1:])
-@pytest.mark.default_cases("rank")
+@pytest.mark.parametrize(
+    "victim", ["launcher", *(pytest.param(each, marks=pytest.mark.costly) for each in VICTIMS[1:])]
+)
+@pytest.mark.default_cases("launcher", "rank")
 def test_whoever_is_killed_nothing_is_left(
     started_with_torch: Callable, script: Callable, victim: str
 ) -> None:
@@ -197,11 +196,3 @@ def marked(text: str) -> list[int]:
             if folder.name.isdigit() and text.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, for a minute at most."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

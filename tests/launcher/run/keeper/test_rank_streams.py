@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from launch_fixtures import Launch
+
 # A terminal emulator, which is not there where the package is tried alone.
 pyte = pytest.importorskip("pyte")
 
@@ -84,31 +86,14 @@ def test_bars_of_rank_0_stay_whole_on_a_terminal_while_other_ranks_print(
     assert b"]\x1b[0m step" in output  # the text is not
 
 
-@pytest.mark.costly
-@pytest.mark.slow
-def test_a_terminal_without_colours_or_moves_gets_neither(
-    python: str, script: Callable, tmp_path: Path, users_environment: Callable
-) -> None:
-    script("import os\nprint('rank', os.environ['RANK'])\n")
-    words = ("launch", "--cpu", "--num-processes", "2", "script.py")
-    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        environment = users_environment(**{"TERM": "xterm-256color", **variables})
-        output, code = in_a_terminal(python, tmp_path, environment, *words)
-        assert code == 0
-        assert b"\x1b" not in output
-        assert b"[rank 1] rank 1\r\n" in output
-
-
-def test_in_pipes_outputs_stay_apart_rank_0_is_unchanged_and_others_are_marked(
-    drivetrain_with_torch: Callable, script: Callable
-) -> None:
-    script(
+def test_in_pipes_outputs_stay_apart_rank_0_is_unchanged_and_others_are_marked(launch: Launch) -> None:
+    done = launch(
         "import os, sys\n"
         "rank = os.environ['RANK']\n"
         "for number in range(3): print('out', rank, number); print('err', rank, number, file=sys.stderr)\n"
-        "sys.stdout.write('no newline')\n"
+        "sys.stdout.write('no newline')\n",
+        "--cpu",
     )
-    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "script.py")
     assert done.returncode == 0, done.stderr
     for name, text in (("out", done.stdout), ("err", done.stderr)):
         lines = [line for line in text.splitlines() if not line.startswith("drivetrain:")]
@@ -131,26 +116,24 @@ def test_in_pipes_outputs_stay_apart_rank_0_is_unchanged_and_others_are_marked(
     ],
 )
 @pytest.mark.default_cases("flags0-expected0")
-def test_what_is_shown_can_be_chosen(
-    drivetrain_with_torch: Callable, script: Callable, flags: tuple[str, ...], expected: list[str]
-) -> None:
-    script("import os\nprint('rank', os.environ['RANK'])\n")
-    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", *flags, "script.py")
+def test_what_is_shown_can_be_chosen(launch: Launch, flags: tuple[str, ...], expected: list[str]) -> None:
+    done = launch("import os\nprint('rank', os.environ['RANK'])\n", "--cpu", *flags)
     assert sorted(done.stdout.splitlines()) == expected
 
 
 @pytest.mark.costly
 def test_files_hold_every_byte_of_ranks_that_are_not_shown_whose_last_lines_are_shown_on_failure(
-    drivetrain_with_torch: Callable, script: Callable, tmp_path: Path
+    launch: Launch, tmp_path: Path
 ) -> None:
-    script(
+    flags = ("--show-ranks", "0", "--log-dir", "logs")
+    done = launch(
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0': time.sleep(100)\n"
         "os.write(1, b'\\xff\\x00\\r50%\\x1b[31m' + b'x' * 200_000 + b'\\nlast words\\n')\n"
-        "os._exit(3)\n"
+        "os._exit(3)\n",
+        "--cpu",
+        *flags,
     )
-    flags = ("--show-ranks", "0", "--log-dir", "logs")
-    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", *flags, "script.py")
     assert done.returncode == 3
     assert done.stdout == ""
     file = next((tmp_path / "logs").glob("*/attempt_0/1/stdout.log"))
@@ -161,32 +144,15 @@ def test_files_hold_every_byte_of_ranks_that_are_not_shown_whose_last_lines_are_
 
 
 @pytest.mark.costly
-def test_so_many_last_lines_as_asked_for_are_shown_again_before_the_traceback(
-    drivetrain_with_torch: Callable, script: Callable
-) -> None:
-    script(
-        "import os, time\n"
-        "if os.environ['RANK'] == '0': time.sleep(100)\n"
-        "for step in range(5): print('step', step, flush=True)\n"
-        "raise ValueError('odd')\n"
-    )
-    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "--tail", "2", "script.py")
-    assert done.stdout == "".join(f"[rank 1] step {step}\n" for step in range(5))
-    again = done.stderr.index("drivetrain: the last 2 lines of rank 1:\n  step 3\n  step 4\n")
-    assert done.stderr.index("Traceback") > again
-    assert done.stderr.count("step 2") == 0
-
-
-@pytest.mark.costly
 @pytest.mark.slow
-def test_100_megabytes_pass_complete_and_in_order(drivetrain_with_torch: Callable, script: Callable) -> None:
-    script(
+def test_100_megabytes_pass_complete_and_in_order(launch: Launch) -> None:
+    done = launch(
         "import os, sys\n"
         "line = b'%08d' + b'y' * 991 + b'\\n'\n"
         "for start in range(0, 50_000, 500):\n"
-        "    os.write(1, b''.join(line % number for number in range(start, start + 500)))\n"
+        "    os.write(1, b''.join(line % number for number in range(start, start + 500)))\n",
+        "--cpu",
     )
-    done = drivetrain_with_torch("launch", "--cpu", "--num-processes", "2", "script.py")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     numbers = re.compile(r"(\[rank 1\] )?(\d{8})y{991}")

@@ -26,47 +26,20 @@ from drivetrain_launcher import LaunchError, RankFailedError, Workers, debug_lau
 
 
 class Cell:
-    """What a cell has shown.
-
-    Args:
-        outputs: Its outputs, as in a notebook's file.
-    """
+    """What a cell has shown, by its outputs as in a notebook's file: streams, exceptions, and PNGs in base64."""
 
     def __init__(self, outputs: list[dict]) -> None:
         self.outputs = outputs
-
-    def stream(self, name: str) -> str:
-        """Everything on "stdout" or "stderr"."""
-        texts = [
-            each["text"] for each in self.outputs if each["output_type"] == "stream" and each["name"] == name
-        ]
-        return "".join(texts)
-
-    @property
-    def stdout(self) -> str:
-        return self.stream("stdout")
-
-    @property
-    def stderr(self) -> str:
-        return self.stream("stderr")
-
-    @property
-    def errors(self) -> list[dict]:
-        """The exceptions that the cell shows."""
-        return [each for each in self.outputs if each["output_type"] == "error"]
-
-    @property
-    def images(self) -> list[str]:
-        """The PNGs that the cell shows, in base64."""
-        return [each["data"]["image/png"] for each in self.outputs if "image/png" in each.get("data", {})]
+        streams = [each for each in outputs if each["output_type"] == "stream"]
+        self.stdout = "".join(each["text"] for each in streams if each["name"] == "stdout")
+        self.stderr = "".join(each["text"] for each in streams if each["name"] == "stderr")
+        self.errors = [each for each in outputs if each["output_type"] == "error"]
+        data = [each.get("data", {}) for each in outputs]
+        self.images = [each["image/png"] for each in data if "image/png" in each]
 
 
 class Notebook:
-    """A running notebook.
-
-    Args:
-        client: The client of its kernel, which runs.
-    """
+    """A running notebook, by the client of its kernel."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -96,40 +69,36 @@ class Notebook:
         finally:
             presser.join()
 
-    def kill(self) -> None:
-        """Kill the kernel, as the system does when memory runs out."""
+    def end(self, how: str) -> None:
+        """Kill the kernel, as the system does when memory runs out, or restart it, as the button does."""
         from nbclient.util import run_sync
 
-        run_sync(self._client.km.signal_kernel)(signal.SIGKILL)
-
-    def restart(self) -> None:
-        """Restart the kernel, as the button does."""
-        from nbclient.util import run_sync
-
-        run_sync(self._client.km.restart_kernel)(now=False)
+        if how == "killed":
+            run_sync(self._client.km.signal_kernel)(signal.SIGKILL)
+        else:
+            run_sync(self._client.km.restart_kernel)(now=False)
 
 
-def _environment() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+@pytest.fixture
+def opened_notebook() -> Callable[[Path, str], AbstractContextManager[Notebook]]:
+    """Open a notebook of one's own, in a folder, with a Python for its ranks."""
+    return _opened_notebook
 
 
 @contextmanager
 def _opened_notebook(folder: Path, python: str) -> Iterator[Notebook]:
-    """Run a block with a new notebook in a folder."""
     pytest.importorskip("ipykernel", reason="comes with the dev dependencies")
     nbclient = pytest.importorskip("nbclient", reason="comes with the dev dependencies")
     from nbformat.v4 import new_notebook
 
+    resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(
-        new_notebook(),
-        timeout=150,
-        allow_errors=True,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
+        new_notebook(), timeout=150, allow_errors=True, kernel_name="python3", resources=resources
     )
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with client.setup_kernel():
         notebook = Notebook(client)
-        assert not notebook.run(FIRST_CELL.format(python=python, environment=_environment())).errors
+        assert not notebook.run(FIRST_CELL.format(python=python, environment=environment)).errors
         yield notebook
 
 
@@ -144,9 +113,3 @@ def notebook(notebook_folder: Path, python: str) -> Iterator[Notebook]:
     """A notebook that the tests of a file share, each in cells of its own."""
     with _opened_notebook(notebook_folder, python) as notebook:
         yield notebook
-
-
-@pytest.fixture
-def opened_notebook() -> Callable[[Path, str], AbstractContextManager[Notebook]]:
-    """Open a notebook of one's own, in a folder, with a Python for its ranks."""
-    return _opened_notebook

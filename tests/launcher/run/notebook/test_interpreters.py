@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ exit()
 @pytest.mark.parametrize("shell", ["IPython", "Python"])
 @pytest.mark.default_cases("Python")
 def test_at_a_prompt_errors_and_interrupts_are_shown_once_and_the_next_call_works(
-    shell: str, python: str, tmp_path: Path, start: Callable[..., subprocess.Popen]
+    shell: str, python: str, tmp_path: Path
 ) -> None:
     if shell == "IPython":
         pytest.importorskip("IPython")
@@ -40,48 +39,31 @@ def test_at_a_prompt_errors_and_interrupts_are_shown_once_and_the_next_call_work
         flags.append(f"--ipython-dir={tmp_path / 'ipython'}")
     else:
         flags = ["-c", "import code; code.interact(banner='')"]  # -i, for a forked process too
-    process = start([python, *flags])
-    assert process.stdin is not None
-    process.stdin.write(SESSION.format(python=python))
-    process.stdin.flush()
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("ready*"))) < 2 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.stdin.close()
-    output = process.stdout.read()
-    assert process.wait(60) == 0, output
+    with subprocess.Popen(
+        [python, *flags],
+        cwd=tmp_path,
+        env={name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # What a shell starts in the background ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(SESSION.format(python=python))
+        process.stdin.flush()
+        deadline = time.monotonic() + 120
+        while (
+            len(list(tmp_path.glob("ready*"))) < 2 and process.poll() is None and time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
     assert output.count("ValueError: boom from 0") == 1, output
     assert len(re.findall(r"^KeyboardInterrupt:?\s*$", output, re.MULTILINE)) == 1, output
     assert output.count("interrupted: stopping 2 ranks") == 1, output
     assert "then ['0', '1']" in output
     if shell == "IPython":
         assert 'def fail(): raise ValueError("boom from " + os.environ["RANK"])' in output
-
-
-@pytest.fixture
-def start(tmp_path: Path):
-    running: list[subprocess.Popen[str]] = []
-    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
-
-    def start(command: list[str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        running.append(process)
-        return process
-
-    # What a shell starts in the background ignores SIGINT, and so would what this test starts.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield start
-    signal.signal(signal.SIGINT, before)
-    for process in running:
-        process.kill()
-        process.wait()
-        process.stdout.close()

@@ -2,7 +2,6 @@
 
 import base64
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launcher.run.running import wait_for_end
 
 
 def test_a_function_of_a_cell_runs_on_ranks_and_its_output_is_in_the_cell_that_called(notebook: Any) -> None:
@@ -45,40 +46,6 @@ print(found[0][0] == Config(60), type(found[1][0]) is Config, found[1][1], found
     assert sorted(called.stdout.splitlines()[:2]) == ["[rank 0] total 3", "[rank 1] total 3"]
     assert called.stdout.splitlines()[2:] == ["True True [0, 1] tensor(3.)"]
     assert sorted(called.stderr.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
-
-
-def test_lambdas_methods_partials_and_decorated_functions_are_shipped(notebook: Any) -> None:
-    cell = notebook.run("""
-import functools
-
-def logged(function):
-    @functools.wraps(function)
-    def inner(*args):
-        return "logged", function(*args)
-    return inner
-
-@logged
-def add(left, right): return left + right
-
-def outer():
-    held = {"value": 7}
-    def nested(): return held["value"]
-    return nested
-
-class Model:
-    def __init__(self, width): self.width = width
-    def fit(self): return self.width + int(os.environ["RANK"])
-
-with Workers(2, cpu=True) as workers:
-    calls = [
-        (lambda: "lambda", ()), (Model(3).fit, ()), (functools.partial(add, 1), (2,)), (outer(), ()), (Model, (5,)),
-    ]
-    found = [workers.run(function, args) for function, args in calls]
-print(*found[:4], found[4][1].fit.__self__.width, sep="; ")
-""")
-    assert cell.stdout == ("['lambda', 'lambda']; [3, 4]; [('logged', 3), ('logged', 3)]; [7, 7]; 5\n"), (
-        cell.outputs
-    )
 
 
 def test_an_error_is_shown_once_with_its_rank_and_the_line_of_the_cell(notebook: Any) -> None:
@@ -151,23 +118,6 @@ debug_launcher(train)
     assert time.monotonic() - began < 100
 
 
-def test_a_progress_bar_of_rank_0_stays_whole_and_of_others_the_last_state_is_shown(notebook: Any) -> None:
-    cell = notebook.run("""
-def train():
-    for step in range(11):
-        sys.stderr.write(f"\\r{10 * step:3d}%|" + "#" * step)
-        sys.stderr.flush()
-        if step == 5: print("halfway", file=sys.stderr) if os.environ["RANK"] == "1" else time.sleep(0.3)
-    sys.stderr.write("\\n")
-debug_launcher(train)
-""")
-    lines = [line.split("\r")[-1] for line in cell.stderr.splitlines()]
-    assert "[rank 0] 100%|##########" in lines
-    assert "[rank 1] 100%|##########" in lines
-    assert "[rank 1]  50%|#####halfway" in lines
-    assert cell.stderr.count("[rank 1]") == 2
-
-
 @pytest.mark.slow
 def test_figures_of_rank_0_are_shown_in_the_cell(notebook: Any) -> None:
     pytest.importorskip("matplotlib_inline")
@@ -205,26 +155,6 @@ print(kept.run(beside.answer), kept.run(os.getpid) == kept.run(os.getpid))
     assert "beside.py has changed since the last call; the workers start anew" in second.stderr
 
 
-def test_what_cannot_be_shipped_is_an_error_with_the_way_out(notebook: Any) -> None:
-    cell = notebook.run("""
-import threading
-class Loader:
-    def __init__(self): self._iterator = {"lock": threading.Lock()}
-def make():
-    loader = Loader()
-    def train(): return loader
-    return train
-try:
-    debug_launcher(make())
-except LaunchError as error:
-    print(error)
-""")
-    assert cell.stdout == (
-        "train: cannot be sent to each rank (TypeError: cannot pickle '_thread.lock' object); create it inside the "
-        "function: open files, connect and make generators there\n"
-    ), cell.outputs
-
-
 @pytest.mark.slow  # each has a kernel of its own
 @pytest.mark.parametrize("how", ["killed", "restarted"])
 def test_nothing_is_left_when_the_kernel_is(how: str, tmp_path: Path, opened_notebook: Callable) -> None:
@@ -240,23 +170,7 @@ def child():
     return os.getpid(), started.pid
 print(*sum(kept.run(child), ()))
 """)
-        if how == "killed":
-            notebook.kill()
-        else:
-            notebook.restart()
+        notebook.end(how)
         running = [int(pid) for pid in pids.stdout.split()]
         assert len(running) == 4, pids.outputs
-        deadline = time.monotonic() + 60
-        while (left := [pid for pid in running if is_running(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+        wait_for_end(running)

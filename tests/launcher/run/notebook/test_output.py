@@ -30,16 +30,28 @@ def shown(writes: Sequence[tuple[int, bytes]], *, num_ranks: int = 2, refresh: b
     return screen("".join(texts))[:-1]
 
 
-def test_lines_of_ranks_are_shown_whole_with_the_rank_in_front() -> None:
-    assert shown([(0, b"a\nb"), (1, b"c"), (0, b"d\n"), (1, b"e\n")]) == [
-        "[rank 0] a",
-        "[rank 0] bd",
-        "[rank 1] ce",
-    ]
+GROESSE = "größe\n".encode()
 
 
-def test_a_single_rank_has_no_prefix() -> None:
-    assert shown([(0, b"epoch 1\n\nepoch 2\n")], num_ranks=1) == ["epoch 1", "", "epoch 2"]
+@pytest.mark.parametrize(
+    ("writes", "num_ranks", "expected"),
+    [
+        (
+            [(0, b"a\nb"), (1, b"c"), (0, b"d\n"), (1, b"e\n")],
+            2,
+            ["[rank 0] a", "[rank 0] bd", "[rank 1] ce"],
+        ),
+        ([(0, b"epoch 1\n\nepoch 2\n")], 1, ["epoch 1", "", "epoch 2"]),
+        ([(1, GROESSE[:3]), (1, GROESSE[3:]), (0, b"\xff\n")], 2, ["[rank 1] größe", "[rank 0] \ufffd"]),
+        ([(1, b"\r50%|##"), (1, b"\r       \r")], 2, []),
+        ([(0, b"a"), (1, b"b")], 2, ["[rank 0] a", "[rank 1] b"]),
+    ],
+    ids=["whole lines", "one rank has no prefix", "cut and wrong characters", "wiped bar", "no last newline"],
+)
+def test_lines_of_ranks_are_shown_whole_with_the_rank_in_front(
+    writes: list[tuple[int, bytes]], num_ranks: int, expected: list[str]
+) -> None:
+    assert shown(writes, num_ranks=num_ranks) == expected
 
 
 def test_a_bar_of_rank_0_stays_below_what_others_say_and_ends_with_its_last_state() -> None:
@@ -53,23 +65,7 @@ def test_a_bar_of_rank_0_stays_below_what_others_say_and_ends_with_its_last_stat
     assert screen("".join(texts)) == ["[rank 1] hello", "[rank 0] 100%|##########", ""]
 
 
-def test_a_character_may_come_in_two_parts_and_what_is_none_is_replaced() -> None:
-    word = "größe\n".encode()
-    assert shown([(1, word[:3]), (1, word[3:]), (0, b"\xff\n")]) == ["[rank 1] größe", "[rank 0] �"]
-
-
-def test_a_bar_of_another_rank_that_wipes_itself_is_not_shown() -> None:
-    assert shown([(1, b"\r50%|##"), (1, b"\r       \r")]) == []
-
-
-def test_output_without_a_last_newline_is_shown_at_the_end() -> None:
-    assert shown([(0, b"a"), (1, b"b")]) == ["[rank 0] a", "[rank 1] b"]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.text("ab\n", max_size=6)), max_size=12),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 2), st.text("ab\n", max_size=6)), max_size=12), st.booleans())
 def test_no_line_is_lost_torn_or_reordered_within_a_rank(
     writes: list[tuple[int, str]], refresh: bool
 ) -> None:

@@ -1,3 +1,4 @@
+import functools
 import linecache
 import pickle
 import subprocess
@@ -22,9 +23,27 @@ def shipped(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def test_a_function_arrives_with_what_it_closes_over_and_its_arguments() -> None:
+def test_functions_of_every_kind_arrive_with_what_they_hold_and_their_arguments() -> None:
+    class Model:
+        def __init__(self, width: int) -> None:
+            self.width = width
+
+        def fit(self, more: int) -> int:
+            return self.width + more
+
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def inner(*args: Any) -> Any:
+            return "logged", function(*args)
+
+        return inner
+
     held = torch.ones(3)
     assert torch.equal(shipped(lambda more: held + more, torch.ones(3)), torch.full((3,), 2.0))
+    assert shipped(Model(3).fit, 4) == 7
+    assert shipped(functools.partial(Model(3).fit, 5)) == 8
+    assert shipped(logged(Model(3).fit), 1) == ("logged", 4)
+    assert shipped(Model, 5).width == 5
 
 
 def test_an_argument_that_cannot_be_shipped_is_named_by_its_place(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Streams are cut into whole lines, marked and tamed, and nothing of them is lost."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,32 +48,24 @@ def test_a_line_without_end_is_handed_on_in_pieces_that_cut_no_character() -> No
 
 def test_the_length_of_whole_characters() -> None:
     text = "aé€😀".encode()
-    assert [whole_characters(text[:end]) for end in range(len(text) + 1)] == [
-        0,
-        1,
-        1,
-        3,
-        3,
-        3,
-        6,
-        6,
-        6,
-        6,
-        10,
-    ]
+    lengths = [whole_characters(text[:end]) for end in range(len(text) + 1)]
+    assert lengths == [0, *[1] * 2, *[3] * 3, *[6] * 4, 10]
     assert whole_characters(b"\x80\x80\x80\x80\x80") == 5  # no UTF-8 at all is not waited for
 
 
-def test_colours_end_with_their_line_and_what_moves_the_cursor_is_left_out() -> None:
-    assert for_terminal(b"plain\n\xff\xfe bytes\n") == b"plain\n\xff\xfe bytes\n"
-    assert for_terminal(b"\x1b[31mred\n") == b"\x1b[31mred\x1b[0m\n"
-    moves = b"\x1b[2A\x1b[2Kup\x1b]0;title\x07\x07\x08 \x0eshift\x1bM\x1b[?1049h\n"
-    assert for_terminal(moves) == b"up shift\n"
-
-
-def test_of_a_bar_the_last_state_is_shown() -> None:
-    assert for_terminal(b"\r 10%|#\r 50%|##\r100%|###\n") == b"100%|###\n"
-    assert for_terminal(b"windows\r\nend\n") == b"windows\nend\n"
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (b"plain\n\xff\xfe bytes\n", b"plain\n\xff\xfe bytes\n"),
+        (b"\x1b[31mred\n", b"\x1b[31mred\x1b[0m\n"),
+        (b"\x1b[2A\x1b[2Kup\x1b]0;title\x07\x07\x08 \x0eshift\x1bM\x1b[?1049h\n", b"up shift\n"),
+        (b"\r 10%|#\r 50%|##\r100%|###\n", b"100%|###\n"),
+        (b"windows\r\nend\n", b"windows\nend\n"),
+    ],
+    ids=["plain", "a colour ends with its line", "moves are left out", "last state of a bar", "windows"],
+)
+def test_lines_are_tamed_for_a_shared_terminal(lines: bytes, shown: bytes) -> None:
+    assert for_terminal(lines) == shown
 
 
 @given(st.binary(max_size=60))

@@ -70,30 +70,22 @@ def play(leader: Sequence[bytes], others: Sequence[int], rows: int = ROWS) -> Te
 COUNTS = st.lists(st.integers(0, 4), max_size=14)
 
 
-@given(COUNTS)
-def test_lines_stand_above_a_bar(others: list[int]) -> None:
-    text = play([*TQDM, b"\n"], others).text()
-    number = sum(others[: len(TQDM) + 1])
-    assert text == [*(f"[rank 1] line {line}" for line in range(number)), "100%|##########|"]
-
-
-@given(COUNTS)
-def test_lines_stand_above_two_bars(others: list[int]) -> None:
-    text = play(NESTED, others).text()
-    number = sum(others[: len(NESTED)])
-    assert [row for row in text if row.startswith("[rank")] == [
-        f"[rank 1] line {line}" for line in range(number)
-    ]
-    assert text[-2:] == ["outer 2/3", "inner 3/4"]
-    assert len(text) == number + 2
-
-
-@given(st.lists(st.integers(0, 4), max_size=5))
-def test_lines_stand_above_a_display_of_three_rows(others: list[int]) -> None:
-    refreshes = [*RICH, b"\n\x1b[?25h"]
-    text = play(refreshes, [0, *others]).text()
-    number = sum(others)
-    assert text == [*(f"[rank 1] line {line}" for line in range(number)), "top 5", "middle 5", "bottom 5"]
+@pytest.mark.parametrize(
+    ("refreshes", "drawn"),
+    [
+        ([*TQDM, b"\n"], ["100%|##########|"]),
+        (NESTED, ["outer 2/3", "inner 3/4"]),
+        ([*RICH, b"\n\x1b[?25h"], ["top 5", "middle 5", "bottom 5"]),
+    ],
+    ids=["a bar", "two bars", "a display of three rows"],
+)
+@given(others=COUNTS)
+def test_lines_stand_above_what_rank_0_draws(
+    refreshes: Sequence[bytes], drawn: list[str], others: list[int]
+) -> None:
+    text = play(refreshes, others).text()
+    number = sum(others[: len(refreshes)])
+    assert text == [*(f"[rank 1] line {line}" for line in range(number)), *drawn]
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), COUNTS)

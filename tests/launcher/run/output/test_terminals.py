@@ -37,6 +37,7 @@ def test_neighbours_differ_and_the_host_is_named_where_there_are_several() -> No
     [
         (True, {}, True),
         (False, {}, False),
+        (True, {"TERM": "dumb"}, False),
         (True, {"NO_COLOR": "1"}, False),
         (True, {"NO_COLOR": ""}, True),  # empty counts as unset
         (False, {"FORCE_COLOR": "1"}, True),

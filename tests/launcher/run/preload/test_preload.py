@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
 from drivetrain_launcher.run.preload.preload_process import open_accelerator
+from launch_fixtures import Launch
+from launcher.run.running import wait_for_end
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 
@@ -53,11 +54,12 @@ def test_a_forked_rank_sees_what_a_fresh_one_sees(drivetrain_with_torch: Callabl
 
 
 def test_a_module_beside_the_script_is_imported_once_and_what_it_writes_is_seen_once(
-    drivetrain_with_torch: Callable, script: Callable, tmp_path: Path
+    launch: Launch, tmp_path: Path
 ) -> None:
     (tmp_path / "tables.py").write_text("import os\nprint('imported'); PARENT = os.getpid()\n")
-    script("import os, tables\nassert tables.PARENT == os.getppid(), 'imported again'\n")
-    done = drivetrain_with_torch("launch", "--num-processes", "2", "--preload", "tables", "script.py")
+    done = launch(
+        "import os, tables\nassert tables.PARENT == os.getppid(), 'imported again'\n", "--preload", "tables"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "imported\n"
 
@@ -126,20 +128,10 @@ def test_failures_restarts_and_exit_codes_are_those_of_fresh_ranks(
     assert "preload" not in raised.stderr  # no frame of ours
 
 
-@pytest.mark.slow
-def test_a_signal_that_ends_a_rank_is_named(drivetrain_with_torch: Callable, script: Callable) -> None:
-    script("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 11)\ntime.sleep(100)")
-    done = drivetrain_with_torch(*TWO, "script.py")
-    assert done.returncode == 139
-    assert "rank 1" in done.stderr
-    assert "SIGSEGV" in done.stderr
-
-
-def test_cores_are_bound_before_the_script(drivetrain_with_torch: Callable, script: Callable) -> None:
+def test_cores_are_bound_before_the_script(launch: Launch) -> None:
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         pytest.skip("one core cannot be divided")
-    script(TELLS)
-    done = drivetrain_with_torch(*TWO, "--bind", "auto", "script.py")
+    done = launch(TELLS, "--preload", "json.tool", "--bind", "auto")
     assert done.returncode == 0, done.stderr
     bound = [cpu for rank in seen_by(done.stdout) for cpu in rank["cores"]]  # pyright: ignore[reportGeneralTypeIssues]
     assert sorted(bound) == cores
@@ -155,39 +147,23 @@ def test_cores_are_bound_before_the_script(drivetrain_with_torch: Callable, scri
 )
 @pytest.mark.slow
 def test_what_cannot_be_preloaded_is_an_error(
-    drivetrain_with_torch: Callable, script: Callable, tmp_path: Path, modules: str, told: str
+    launch: Launch, tmp_path: Path, modules: str, told: str
 ) -> None:
-    script("print('ran')")
     (tmp_path / "starts.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     (tmp_path / "ends.py").write_text("raise SystemExit('no')")
-    done = drivetrain_with_torch("launch", "--num-processes", "2", "--preload", modules, "script.py")
+    done = launch("print('ran')", "--preload", modules)
     assert done.returncode == 2, done.stdout
     assert "ran" not in done.stdout
     assert f"--preload {modules}: " in done.stderr
     assert re.search(told, done.stderr), done.stderr
 
 
-def test_variables_that_bind_threads_at_the_import_contradict_bound_cores(
-    drivetrain_with_torch: Callable, script: Callable
-) -> None:
-    script("")
-    done = drivetrain_with_torch(*TWO, "--bind", "auto", "script.py", environment={"OMP_PROC_BIND": "close"})
+def test_variables_that_bind_threads_at_the_import_contradict_bound_cores(launch: Launch) -> None:
+    done = launch("", "--preload", "json.tool", "--bind", "auto", environment={"OMP_PROC_BIND": "close"})
     assert done.returncode == 2
     assert "OMP_PROC_BIND is set, and would bind the threads of all ranks" in done.stderr
-
-
-def test_a_program_cannot_be_forked_and_a_lone_process_need_not(
-    drivetrain_with_torch: Callable, script: Callable
-) -> None:
-    script("print('ran')")
-    program = drivetrain_with_torch(*TWO, "--program", "true")
-    assert program.returncode == 2
-    assert "true is started without Python; leave out --preload or --program" in program.stderr
-    alone = drivetrain_with_torch("launch", "--preload", "json.tool", "script.py")
-    assert alone.stdout == "ran\n"
-    assert "a single process imports by itself; nothing is forked" in alone.stderr
 
 
 def test_an_accelerator_that_an_import_opens_is_found(tmp_path: Path) -> None:
@@ -210,38 +186,6 @@ def ready_ranks(launched: object, count: int) -> list[tuple[int, int]]:
     return found
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    """Wait until no process of these runs."""
-    deadline = monotonic() + 30
-    while any(is_running(pid) for pid in pids) and monotonic() < deadline:
-        sleep(0.05)
-    assert not any(is_running(pid) for pid in pids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["launcher", "parent of the ranks"])
-def test_nothing_is_left_when_a_process_is_killed(
-    started_with_torch: Callable, script: Callable, killed: str
-) -> None:
-    script(SLEEPS)
-    launched = started_with_torch(*TWO, "script.py")
-    ranks = ready_ranks(launched, 2)
-    (parent,) = {parent for _, parent in ranks}
-    assert parent != launched.pid
-    os.kill(launched.pid if killed == "launcher" else parent, signal.SIGKILL)
-    wait_until_ended([pid for pid, _ in ranks] + [parent])
-    if killed != "launcher":
-        assert launched.wait(timeout=60) == 137
-
-
 def test_ranks_are_forked_again_after_their_parent_was_killed(
     started_with_torch: Callable, script: Callable
 ) -> None:
@@ -253,4 +197,4 @@ def test_ranks_are_forked_again_after_their_parent_was_killed(
     assert {parent for _, parent in again}.isdisjoint({parent for _, parent in ranks})
     launched.send_signal(signal.SIGINT)
     assert launched.wait(timeout=60) == 130
-    wait_until_ended([pid for each in again for pid in each])
+    wait_for_end([pid for each in again for pid in each])
