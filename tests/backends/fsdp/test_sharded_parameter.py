@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from plain_loop.backends import fsdp, prepare_sgd, take_step
+from plain_loop.backends import fsdp, prepare_sgd, take_step, weights
 from plain_loop.case import Trained, assert_equal, assert_equals_plain_loop, run_plain, train
 from plain_loop.stack import CASE, loss_of, stack
 
@@ -145,6 +145,18 @@ def test_a_sharded_model_that_is_converted_is_refused_at_its_next_step(mode: str
     CONVERSIONS[conversion](inner)
     with pytest.raises(RuntimeError, match="was converted from float32 to "):
         take_step(prepared, loss_of(prepared.model, dist.get_rank()))
+
+
+def test_a_step_that_is_compiled_takes_them_as_it_takes_torchs_shards() -> None:
+    """As torchao's optimizers are compiled: torch asserts that what it traced is of the class that it is given."""
+    backend, inner, prepared = prepare_sgd(fsdp(), stack(0))
+    before = weights(prepared)
+    halve_one = torch.compile(lambda p: p.mul_(0.5), backend="aot_eager", fullgraph=True, dynamic=False)
+    for p in inner.parameters():
+        halve_one(p.detach())
+    after = weights(prepared)
+    backend.close()
+    torch.testing.assert_close(after, {name: value * 0.5 for name, value in before.items()}, rtol=0, atol=0)
 
 
 def assign(model: Any) -> None:

@@ -32,6 +32,7 @@ _ELEMENTWISE = (
     *("clamp_", "clamp_min_", "clamp_max_"),
 )
 _AS_IT_IS: Any = DTensor.__torch_function__
+_COMPILED_KEY: Any = getattr(DTensor, "_stable_hash_for_caching", repr)  # older torch asks for none
 
 
 class ShardedParameter(DTensor):
@@ -76,6 +77,18 @@ class ShardedParameter(DTensor):
         copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         memo[id(self)] = copied
         return copied
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner_tensors: Any, *about: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # torch.compile builds what it traces by it, and asserts in each call that tensors are of that class.
+        values: Any = DTensor.__tensor_unflatten__(inner_tensors, *about)
+        values.__class__ = cls
+        values.name_in_model = "a parameter in a compiled function"
+        return values
+
+    def _stable_hash_for_caching(self) -> str:
+        # In the key of a compiled function on disk: one that was compiled for plain DTensors refuses these.
+        return f"{_COMPILED_KEY(self)} {type(self).__name__}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_file(self)
