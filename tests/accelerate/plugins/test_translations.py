@@ -19,11 +19,11 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from drivetrain_accelerate.plugins import (
-    parallelism_handlers,
     translate_deepspeed,
     translate_fp8,
     translate_fsdp,
     translate_kwargs,
+    translate_parallelism,
 )
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType as Hook
@@ -468,7 +468,7 @@ def test_checkpoints_of_a_project() -> None:
 
 
 def test_dimensions() -> None:
-    sections = parallelism_handlers.parallelism_sections
+    sections = translate_parallelism.parallelism_sections
     assert sections(ParallelismConfig()) == {}
     assert sections(ParallelismConfig(dp_shard_size=4)) == {"strategy": "full_shard"}
     hybrid: Any = sections(ParallelismConfig(dp_shard_size=4, dp_replicate_size=2))
@@ -476,9 +476,9 @@ def test_dimensions() -> None:
     for name in ("tp_size", "cp_size", "sp_size"):
         with pytest.raises(TranslationError, match=rf"ParallelismConfig\({name}=2\)"):
             sections(ParallelismConfig(**{name: 2}))
-    parallelism_handlers.check_tensor_parallel(TorchTensorParallelPlugin())
+    translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin())
     with pytest.raises(TranslationError, match="tp_size=2"):
-        parallelism_handlers.check_tensor_parallel(TorchTensorParallelPlugin(tp_size=2))
+        translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin(tp_size=2))
 
 
 def test_recipes_of_torchao() -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import Optimizer
 
-from plain_loop.backends import fsdp, prepare_sgd, take_step, weights
+from plain_loop.backends import fsdp, prepare_sgd, take_step
 from plain_loop.case import Trained, assert_equal, assert_equals_plain_loop, run_plain, train
 from plain_loop.stack import CASE, loss_of, stack
 
@@ -147,16 +148,28 @@ def test_a_sharded_model_that_is_converted_is_refused_at_its_next_step(mode: str
         take_step(prepared, loss_of(prepared.model, dist.get_rank()))
 
 
-def test_a_step_that_is_compiled_takes_them_as_it_takes_torchs_shards() -> None:
-    """As torchao's optimizers are compiled: torch asserts that what it traced is of the class that it is given."""
-    backend, inner, prepared = prepare_sgd(fsdp(), stack(0))
-    before = weights(prepared)
-    halve_one = torch.compile(lambda p: p.mul_(0.5), backend="aot_eager", fullgraph=True, dynamic=False)
-    for p in inner.parameters():
-        halve_one(p.detach())
-    after = weights(prepared)
+class CompiledHalving(Optimizer):
+    """Steps in a compiled function, as torchao's optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self._halve = torch.compile(lambda p: p.mul_(0.5), backend="aot_eager", fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in self.param_groups[0]["params"]:
+            self._halve(p.detach())
+
+
+def test_a_compiled_step_takes_sharded_parameters() -> None:
+    """Torch asserts in each call that a tensor is of the class that it traced."""
+    backend, inner = fsdp(), stack(0)
+    (prepared,) = backend.prepare([inner], [CompiledHalving(inner.parameters())], [])
+    expected = {name: p.full_tensor().detach() * 0.5 for name, p in inner.named_parameters()}
+    take_step(prepared, loss_of(prepared.model, dist.get_rank()))
+    found = {name: p.full_tensor().detach() for name, p in inner.named_parameters()}
     backend.close()
-    torch.testing.assert_close(after, {name: value * 0.5 for name, value in before.items()}, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def assign(model: Any) -> None:

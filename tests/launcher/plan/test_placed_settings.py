@@ -63,7 +63,7 @@ def test_one_task_a_rank_has_torchruns_variables() -> None:
     assert "4 processes, each started by the cluster" in str(plan)
 
 
-@pytest.mark.parametrize(("task", "shown"), enumerate(["00320", "11320", "20311"]))
+@pytest.mark.parametrize(("task", "shown"), list(enumerate(["00320", "11320", "20311"])))
 def test_nodes_with_different_numbers_of_tasks_have_one_world(task: int, shown: str) -> None:
     (rank,) = plan_of(slurm_job((2, 1))[task]).ranks()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")

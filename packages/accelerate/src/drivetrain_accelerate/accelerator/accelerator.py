@@ -21,7 +21,6 @@ from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin
-from drivetrain_accelerate.plugins.parallelism_handlers import check_tensor_parallel
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -29,6 +28,7 @@ from drivetrain_accelerate.plugins.run_configuration import (
 )
 from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision
 from drivetrain_accelerate.plugins.translate_kwargs import check_group
+from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
 from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler

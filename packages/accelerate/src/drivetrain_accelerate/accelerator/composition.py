@@ -15,7 +15,6 @@ from drivetrain_accelerate.accelerator.sourced_settings import (
     source_of,
 )
 from drivetrain_accelerate.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
-from drivetrain_accelerate.plugins.parallelism_handlers import check_engine_dimensions, parallelism_sections
 from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration
 from drivetrain_accelerate.plugins.translate_deepspeed import (
     deepspeed_accumulation,
@@ -30,6 +29,7 @@ from drivetrain_accelerate.plugins.translate_kwargs import (
     ddp_sections,
     scaler_sections,
 )
+from drivetrain_accelerate.plugins.translate_parallelism import check_engine_dimensions, parallelism_sections
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu
 from drivetrain_precision import Fp8Recipe

@@ -48,7 +48,7 @@ def read_divided(
 
     Args:
         folder: The folder of the parts.
-        context: The ranks.
+        context: The ranks that read.
         like: Tensors by a part of a value's place, such as a parameter's name, whose division a value of the same
             shape takes; others are read whole.
     """

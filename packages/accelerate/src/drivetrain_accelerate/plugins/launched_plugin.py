@@ -9,7 +9,7 @@ from typing import Any, cast
 from drivetrain.settings import RunSettings
 from drivetrain_accelerate.environment_variables import value_from
 from drivetrain_accelerate.plugins.kwargs_handlers import TorchDynamoPlugin
-from drivetrain_accelerate.plugins.parallelism_handlers import check_dimensions
+from drivetrain_accelerate.plugins.translate_parallelism import check_dimensions
 from drivetrain_config import resolve
 
 logger = getLogger(__name__)

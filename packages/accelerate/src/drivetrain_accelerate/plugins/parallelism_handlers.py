@@ -1,16 +1,13 @@
-"""The options of tensor, context and sequence parallelism, and the `fsdp` section for the parallel dimensions."""
+"""The options of tensor, context and sequence parallelism."""
 
 from typing import TYPE_CHECKING
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
 from drivetrain_accelerate.plugins.known_fields import options
-from drivetrain_accelerate.plugins.translation import Fields
 from drivetrain_config import environ
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
     from torch.distributed.device_mesh import DeviceMesh
-
-    from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 
 _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 _ENV = "PARALLELISM_CONFIG_"
@@ -91,63 +88,3 @@ class DeepSpeedSequenceParallelConfig:
                 f"Invalid sp_attn_implementation: {name}. Must be one of {list(_ATTENTIONS)} or a flash attention "
                 "of the hub, such as kernels-community/flash-attn2"
             )
-
-
-_PARALLELISM = "parallelism=ParallelDims(...)"
-_DIMENSIONS = Fields(
-    owner="ParallelismConfig",
-    refused={
-        f"{name}_size": (
-            _PARALLELISM,
-            f"no backend of drivetrain's splits {what} over ranks yet; use dp_shard_size instead",
-        )
-        for name, what in (("tp", "matrices"), ("cp", "sequences"), ("sp", "sequences"))
-    },
-)
-_TENSORS = Fields(
-    owner="TorchTensorParallelPlugin",
-    refused={
-        "tp_size": (
-            _PARALLELISM,
-            "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
-        )
-    },
-)
-
-
-def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object]:
-    """Return the fields of the `fsdp` section: the ranks that share one replica."""
-    for name in _DIMENSIONS.refused:
-        if (size := getattr(configuration, name)) > 1:
-            raise _DIMENSIONS.refusal(name, size)
-    if configuration.dp_shard_size == 1:
-        return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
-    if configuration.dp_replicate_size == 1:
-        return {"strategy": "full_shard"}
-    return {"strategy": "hybrid_shard", "shard_size": configuration.dp_shard_size}
-
-
-def check_dimensions(configuration: "ParallelismConfig", *, num_processes: int) -> None:
-    """Check sizes, and, where one is above 1, their product against the number of processes."""
-    parallelism_sections(configuration)
-    if configuration.total_size not in (1, num_processes):
-        sizes = ", ".join(
-            f"{name}={size}" for name, size in vars(configuration).items() if name.endswith("_size")
-        )
-        raise ValueError(
-            f"ParallelismConfig({sizes}): the product of the sizes is {configuration.total_size}, and there are "
-            f"{num_processes} processes: make them equal"
-        )
-
-
-def check_engine_dimensions(configuration: "ParallelismConfig | None") -> None:
-    """Refuse replicas and shards under DeepSpeed, which partitions over all ranks."""
-    for name in ("dp_replicate_size", "dp_shard_size"):
-        if configuration is not None and (size := getattr(configuration, name)) > 1:
-            instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
-            raise _DIMENSIONS.refusal(name, size, instead, ours="deepspeed.stage")
-
-
-def check_tensor_parallel(plugin: TorchTensorParallelPlugin) -> None:
-    """Refuse tensor parallelism."""
-    _TENSORS.check(plugin)

@@ -318,7 +318,7 @@ class DVCLiveTracker(LibraryTracker):
     """A tracker of DVCLive, which has no names of runs.
 
     Args:
-        run_name: Not used.
+        run_name: Without effect: DVCLive has no names of runs.
         live: The `Live` to log to; None for a new one.
         **kwargs: The arguments of `dvclive.Live`.
     """

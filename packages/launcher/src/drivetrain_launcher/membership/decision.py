@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What the leader knows of a node: its last status, and the time since that came."""
+    """A node as the leader knows it: its last status, and the time since that came."""
 
     node: MemberNode
     status: NodeStatus

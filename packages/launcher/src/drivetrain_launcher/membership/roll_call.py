@@ -86,7 +86,7 @@ class GivenNodes(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True."""
+        """Return True: there is nothing to shut down."""
         return True
 
 

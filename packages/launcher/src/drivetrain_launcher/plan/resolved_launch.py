@@ -17,7 +17,7 @@ class GivenSetting:
     """A setting with a value from outside the script.
 
     Attributes:
-        spec: The field.
+        spec: The field of the section.
         value: The value in force.
         source: The source of the value.
     """

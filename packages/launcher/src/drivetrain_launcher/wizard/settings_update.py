@@ -24,7 +24,7 @@ def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) ->
     """Return the new text of a file, and a line for each change; no lines if nothing changes.
 
     Args:
-        path: The file.
+        path: The settings file.
         changes: The settings to write, each `section.field=value`.
         removals: The settings to take out, each `section.field`.
 

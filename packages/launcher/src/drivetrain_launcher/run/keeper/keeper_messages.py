@@ -1,4 +1,4 @@
-"""What the launcher tells its keeper. Standard library only, as the keeper imports it without site-packages."""
+"""The messages from the launcher to its keeper. Standard library only: the keeper runs without site-packages."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,6 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -132,11 +131,12 @@ def _describe(error: BaseException) -> Failed:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next  # leave out those of this file, unless there are no others
     error.with_traceback(frames or error.__traceback__)
-    exception = None
-    with suppress(Exception):  # its text is sent in any case
-        pickled = io.BytesIO()
+    pickled = io.BytesIO()
+    try:
         CallPickler(pickled).dump(error)  # pyright: ignore[reportUnknownMemberType]
         exception = pickled.getvalue()
+    except Exception:  # noqa: BLE001 a user's class may raise anything; the error's text is sent in any case
+        exception = None
     line = "".join(traceback.format_exception_only(error)).strip()
     return Failed(line=line, traceback=format_for_user(error), exception=exception, time=time.time())
 

@@ -163,10 +163,10 @@ class RankPool:
         if failed:
             root = find_root([each.failure for each in failed])
             exception = next(each.exception for each in failed if each.failure is root)
-            error = None
-            if exception is not None:
-                with suppress(Exception):  # its class cannot be read here, and its text says enough
-                    error = pickle.loads(exception)
+            try:
+                error = None if exception is None else pickle.loads(exception)
+            except Exception:  # noqa: BLE001 a user's class may raise anything; the error's text says enough
+                error = None
             raise RankFailedError(describe_root(root, num_nodes=1), rank=root.rank, error=error)
         values: list[Any] = []
         for rank, outcome in enumerate(outcomes):

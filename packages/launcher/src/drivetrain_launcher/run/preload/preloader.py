@@ -94,7 +94,7 @@ class Preloader:
         """Fork a rank with these environment variables, all of them.
 
         Args:
-            environment: The variables.
+            environment: The environment variables.
             cpus: The CPUs to bind it to; empty for any.
             outputs: The files for stdout and stderr; None for those of the launcher.
 
