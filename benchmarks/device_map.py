@@ -20,7 +20,7 @@ from drivetrain_dispatch.model.sizes import compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.device_map import Tier
-from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map, rooms_of
+from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map, split_budgets
 from drivetrain_dispatch.planning.initial_placement import Placed
 from drivetrain_dispatch.planning.local_search import Search
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
@@ -99,7 +99,7 @@ class Small:
         self.costs = {str(index): BlockCost(seconds=draw.uniform(0, 2)) for index in range(len(widths))}
         self.blocks = blocks_of(ModelLayout.of(self.model))
         each = costs_of(self.blocks, self.costs)
-        computing, room = rooms_of(self.budgets)
+        computing, room = split_budgets(self.budgets)
         self._search = Search(groups_of(self.blocks, each), Forward(self.blocks, each), room, self.rates)
         self._kinds: dict[object, Tier] = {"cpu": Tier.HOST, "disk": Tier.DISK, computing[0]: Tier.DEVICE}
 

@@ -43,12 +43,19 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """Let a test that is marked `undisturbed` run while the other lanes wait."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     with in_room(item.config.rootpath / "build" / "lanes", alone="undisturbed" in item.keywords):
-        return (yield)
+        result = yield
+    if nextitem is None or nextitem.path != item.path:
+        # What a file has imported and left behind is out of the collections that later tests ask for.
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from drivetrain_dispatch import (
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.blocks import blocks_of
-from drivetrain_dispatch.planning.infer_device_map import map_of, rooms_of
+from drivetrain_dispatch.planning.infer_device_map import build_device_map, split_budgets
 from drivetrain_dispatch.planning.solver import plan_places
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from drivetrain_memory import record_peak
@@ -218,9 +218,9 @@ def takes_as_long_as_planned(folder: Path) -> str:
     model, x = Wide(), torch.randn(1, 4096, device=first())
     size = sum(parameter.nbytes for parameter in model.parameters())
     blocks = blocks_of(ModelLayout.of(model), offload_buffers=False)
-    computing, rooms = rooms_of({0: size // 2, "cpu": size})
+    computing, rooms = split_budgets({0: size // 2, "cpu": size})
     plan = plan_places(blocks, {}, rooms, measure_rates(0, cache=folder / "rates.json"))
-    dispatch_model(model, map_of(plan, blocks, computing, {}))
+    dispatch_model(model, build_device_map(plan, blocks, computing, {}))
     taken: list[float] = []
     with torch.no_grad():
         for _ in range(5):

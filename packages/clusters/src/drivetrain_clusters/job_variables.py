@@ -50,6 +50,10 @@ class JobVariables:
         """Return a variable as an integer; None if it is not set."""
         return self.integer(name)[0] if self._environment.get(name) else None
 
+    def optional_text(self, name: str) -> str | None:
+        """Return a variable; None if it is not set."""
+        return self._environment.get(name) or None
+
     def show(self, *names: str) -> str:
         """Return variables with their values, for an error message."""
         return ", ".join(f"{name}={self._environment.get(name, '(unset)')}" for name in names)

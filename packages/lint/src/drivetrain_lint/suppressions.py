@@ -38,9 +38,8 @@ def read_suppressions(document: Document) -> Suppressions:
     by_line: dict[int, frozenset[str]] = {}
     whole_file: frozenset[str] | None = None
     lines = io.StringIO(document.text if "drivetrain:" in document.text else "").readline
-    with suppress(
-        tokenize.TokenError, SyntaxError
-    ):  # joined cells of a notebook may end in the middle of a line
+    # Joined cells of a notebook may end in the middle of a line.
+    with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(lines):
             found = _COMMENT.search(token.string) if token.type == tokenize.COMMENT else None
             if found is None:

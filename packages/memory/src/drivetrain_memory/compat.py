@@ -23,9 +23,8 @@ WORKERS_ITERATOR: type[Any] = _MultiProcessingDataLoaderIter
 
 def workers_of(iterator: object) -> dict[int, str]:
     """Return the processes of an iterator of a loader, by process id, with a name for each; empty for others."""
-    if not issubclass(
-        type(iterator), _MultiProcessingDataLoaderIter
-    ):  # isinstance reads attributes of proxies
+    # Not isinstance, which reads attributes of proxies.
+    if not issubclass(type(iterator), _MultiProcessingDataLoaderIter):
         return {}
     workers: list[Any] = iterator._workers  # pyright: ignore[reportAttributeAccessIssue]
     return {worker.pid: f"worker {index} of a DataLoader" for index, worker in enumerate(workers)}

@@ -55,9 +55,8 @@ class GroupRenewal:
         Any thread may call it, with a connection to the store of its own.
         """
         topology = self._context.topology
-        found: dict[
-            int, Connection
-        ] = {}  # the established TCP connections by file number, as Linux lists its files
+        # The established TCP connections by file number, as Linux lists its files.
+        found: dict[int, Connection] = {}
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # no socket, not connected, or closed meanwhile
                 with socket.socket(fileno=os.dup(int(name))) as one:

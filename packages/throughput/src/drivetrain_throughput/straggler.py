@@ -65,9 +65,8 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
     if len(ranks) < 2:
         return None
     stragglers = [one for phase in _OWN_PHASES if (one := _slowest(ranks, phase)) is not None]
-    if (
-        one := _slowest(ranks, "forward")
-    ) is not None:  # unless it waited there for ranks busy with their own work
+    # A slow forward, unless the rank waited in it for ranks busy with their own work.
+    if (one := _slowest(ranks, "forward")) is not None:
         own = [sum(phases.get(phase, 0.0) for phase in _OWN_PHASES) for phases in ranks]
         if _others_exceed(own, one.rank) < _LEAST_EVIDENCE * one.slower_by:
             stragglers.append(one)

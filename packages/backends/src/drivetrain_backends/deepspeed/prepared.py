@@ -78,9 +78,8 @@ class DeepSpeedPrepared(TorchPrepared):
                 "optimizer.step() twice after one backward(): a DeepSpeed engine clears gradients when it steps"
             )
         if group.stage == "empty":
-            if any(
-                parameter.grad is not None for parameter in self._trained
-            ):  # as stages 0 and 1 leave it there
+            # As stages 0 and 1 leave it there.
+            if any(parameter.grad is not None for parameter in self._trained):
                 raise AccumulationError(
                     f"the optimizer of {type(self.unwrap()).__name__} steps on gradients of loss.backward(), which "
                     "its DeepSpeed engine neither averages nor steps: call accelerator.backward(loss) in its place"

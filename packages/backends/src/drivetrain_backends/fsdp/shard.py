@@ -37,9 +37,8 @@ class Sharding:
 class _Sources(NamedTuple):
     """The origin of each tensor's values, the same on all ranks."""
 
-    initialised: frozenset[
-        str
-    ]  # names of tensors on meta on all ranks, which modules initialise alike on every rank
+    # Names of tensors on meta on all ranks, which modules initialise alike on every rank.
+    initialised: frozenset[str]
     seed: int  # of that initialisation
 
 

@@ -69,9 +69,8 @@ class DDPBackend(TorchBackend):
         self.settings: DDPSettings = own
         self._batch_norms: dict[nn.Module, type[nn.Module]] = {}  # former classes of synchronised layers
         self._made = WeakSet[Replica]()
-        self._returning: dict[
-            nn.Module, Replica
-        ] = {}  # by user module, of the models that are being prepared
+        # By user module, of the models that are being prepared.
+        self._returning: dict[nn.Module, Replica] = {}
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]

@@ -300,8 +300,7 @@ _DECODERS: dict[str, Callable[[Any], StateTree]] = {
     "$float": float,
     "$dict": dict,
     "$numpy_scalar": _to_numpy_scalar,
-    "$pickle": lambda text: pickle.loads(
-        base64.b64decode(text)
-    ),  # runs code: `decode` refuses it unless allowed
+    # Runs code: `decode` refuses it unless allowed.
+    "$pickle": lambda text: pickle.loads(base64.b64decode(text)),
     **{tag: restore for tag, _, restore in _KINDS.values()},
 }

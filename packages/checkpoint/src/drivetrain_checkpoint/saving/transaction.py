@@ -65,6 +65,8 @@ class Save:
         """Return the same save with host copies of the tensors, which training does not change."""
         if self.check is not None:
             self.check()
+        # Tensors that only an optimizer step changes may be copied beside the training, until that step: the buffer
+        # then computes the sums of replicas from its copies. Otherwise the sums are computed first.
         later: set[int] = set()
         if changes_in_step is not None:
             paths = [path_in_state(*entry.tensor) for file, _ in self.files for entry in file.entries]
@@ -133,9 +135,7 @@ class Save:
                     committed = inspect(self.folder).manifest
                     if committed is None:
                         delete([self.folder])
-                    elif (
-                        committed.save_id != self.manifest.save_id
-                    ):  # it was not this save that was committed
+                    elif committed.save_id != self.manifest.save_id:  # an earlier save was committed
                         _delete_unlisted(self.folder, keep=committed.files)
             raise
 

@@ -123,8 +123,7 @@ def _place(
     rank = read.optional_integer("SLURM_PROCID")
     if rank is not None and rank >= sum(counts):
         raise read.contradict(f"there are {sum(counts)} tasks, counted from 0", "SLURM_PROCID", counts_from)
-    name = read.show("SLURMD_NODENAME").partition("=")[2]
-    if name not in ("(unset)", hosts[node_rank]):
+    if read.optional_text("SLURMD_NODENAME") not in (None, hosts[node_rank]):
         why = f"node {node_rank} of the list is {hosts[node_rank]}"
         raise read.contradict(why, "SLURMD_NODENAME", "SLURM_NODEID", nodelist)
     return node_rank, local_task

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Tier
-from drivetrain_dispatch.planning.infer_device_map import map_of, rooms_of
+from drivetrain_dispatch.planning.infer_device_map import build_device_map, split_budgets
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places, predicted_seconds
 
@@ -46,7 +46,7 @@ def forecast(
     token: Mapping[str, BlockCost],
 ) -> Forecast:
     """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token."""
-    computing, room = rooms_of(budgets)
+    computing, room = split_budgets(budgets)
     costs: dict[str, BlockCost] = {}
     for name, cost in prefill.items():  # the time of a token, with the memory that the larger forward takes
         one = token.get(name, BlockCost())
@@ -65,7 +65,7 @@ def forecast(
         if device not in holdings and (held or device in budgets):
             holdings[device] = DeviceUse(budget_bytes=budgets.get(device), weight_bytes=held)
     return Forecast(
-        device_map=map_of(plan, blocks, computing, token),
+        device_map=build_device_map(plan, blocks, computing, token),
         holdings=holdings,
         prefill_seconds=predicted_seconds(plan, blocks, prefill, rates, in_place=room.in_place),
         token_seconds=predicted_seconds(plan, blocks, token, rates, in_place=room.in_place),

@@ -25,7 +25,7 @@ from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.cost_model import ComputeRate, measure_costs
 from drivetrain_dispatch.planning.device_map import Device, Tier, tier_of
 from drivetrain_dispatch.planning.hardware import described, hardware_of
-from drivetrain_dispatch.planning.infer_device_map import rooms_of
+from drivetrain_dispatch.planning.infer_device_map import split_budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
@@ -123,7 +123,7 @@ def run(arguments: PlanArguments) -> int:
             budgets = dict(enumerate(size for gpu in gpus for size in gpu.sizes))
             budgets = {device: size for device, size in budgets.items() if size}
         budgets["cpu"] = here["cpu"] if arguments.cpu is None else _parse("cpu", arguments.cpu, parse_size)
-        on_host = rooms_of(budgets)[0] == ["cpu"]
+        on_host = split_budgets(budgets)[0] == ["cpu"]
         usual = hardware_of("cpu" if on_host else next((gpu.kind for gpu in gpus if gpu.kind), "cuda"))
         link = usual.link_bytes_per_second if arguments.link is None else _speed("link", arguments.link)
         rates = Bandwidths(to_device=link, from_disk=_speed("disk", arguments.disk))

@@ -79,9 +79,8 @@ def _compute_with_fetched(
     result: Any = None
     acquired: list[tuple[TensorFetcher, list[Tensor]]] = []
     try:
-        offloaded: dict[
-            TensorFetcher, dict[int, Tensor]
-        ] = {}  # by the engine whose forward this thread is in
+        # By the engine whose forward this thread is in.
+        offloaded: dict[TensorFetcher, dict[int, Tensor]] = {}
         for tensor in tensors_in((args, given)):
             if (
                 is_offloaded(tensor)

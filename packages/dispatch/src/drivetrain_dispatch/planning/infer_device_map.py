@@ -91,10 +91,11 @@ def plan_device_map(
 
     Where dtypes change (`converts`), the host uses copies of weights on disk, not the files' pages.
     """
-    computing, room = rooms_of(budgets, in_place=not converts)
-    described: list[str] = []
+    computing, room = split_budgets(budgets, in_place=not converts)
+    described: str | None = None  # the rates, once the plan asks for them
 
     def transfer_rates() -> Bandwidths:
+        nonlocal described
         found, source = rates, "given"
         if found is None:
             place = place_of(computing[0])
@@ -105,12 +106,12 @@ def plan_device_map(
                 found = assumed_rates("cuda" if place == "disk" else place.type)
                 source = f"assumed, as {place} is not here"
         link, disk = found.to_device / 1e9, found.from_disk / 1e9
-        described.append(f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})")
+        described = f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
         return found
 
     placed = plan_places(blocks, costs or {}, room, transfer_rates)
-    planned = map_of(placed, blocks, computing, costs or {})
-    planned.rates = next(iter(described), None)
+    planned = build_device_map(placed, blocks, computing, costs or {})
+    planned.rates = described
     return planned
 
 
@@ -119,7 +120,7 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
 
     The disk takes the rest: None if it has a budget that does not hold that. Tied blocks are on one device.
     """
-    computing, _ = rooms_of(budgets)
+    computing, _ = split_budgets(budgets)
     devices = [*computing, *(device for device in ("cpu",) if device in budgets and device not in computing)]
     left = [budgets.get(device, 0) for device in devices]
     grouped: dict[int, int] = {}
@@ -141,8 +142,8 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
     return DeviceMap({outer: chosen[name] for name, outer in _outermost(chosen).items()})
 
 
-def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
-    """Return the devices that compute, in the order given, and the budgets; without accelerators the host computes.
+def split_budgets(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
+    """Split budgets into the computing devices, in the order given, and the rest; else the host computes.
 
     `in_place` says that a host that computes uses weights on disk as pages of the files.
     """
@@ -154,7 +155,7 @@ def rooms_of(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[l
     return computing, Budgets(devices=rooms, host=host, disk=budgets.get("disk"))
 
 
-def map_of(
+def build_device_map(
     plan: PlacePlan, blocks: Sequence[Block], computing: Sequence[Device], costs: Mapping[str, BlockCost]
 ) -> DeviceMap:
     """Return a plan as a device map with as few entries as possible, with sizes and times."""

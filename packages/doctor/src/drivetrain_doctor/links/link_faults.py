@@ -56,9 +56,8 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
         return LinkFaults(usual=usual, islands=islands)
     blamed: set[int] = set()
     while True:
-        shares: dict[
-            int, float
-        ] = {}  # of each host's links to hosts that are not blamed, the part that is slow
+        # Of each host's links to hosts that are not blamed, the part that is slow.
+        shares: dict[int, float] = {}
         for host in hosts:
             own = [link for link in values if host in link and not blamed & set(link)]
             shares[host] = sum(link in slow for link in own) / len(own) if len(own) > 1 else 0.0

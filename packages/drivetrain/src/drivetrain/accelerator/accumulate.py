@@ -70,9 +70,8 @@ class MicroBatch:
             ends = self._pieces.count(self._reading, is_told=last is not None)
             last = ends if last is None else last
             for optimizer in self._prepared.optimizers:  # whose rates must not change in an open window
-                if (
-                    self._window.closing
-                ):  # the previous micro-batch closed its window: this one begins the next
+                # The previous micro-batch closed its window: this one begins the next.
+                if self._window.closing:
                     optimizer.begin_window()
                 else:
                     optimizer.check_window()

@@ -1,6 +1,6 @@
-"""Single objects and schedules, gradients, and the batch size that fits."""
+"""Lengths of schedules, clipping, manual gradients, the loss scale and the batch size that fits."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from math import ceil
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from drivetrain.parts.parts import HasParts, Parts, needs_run
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.prepare.schedule_length import steps_of, tell_unreached
-from drivetrain_backends import BackwardOptions, PairingError, SupportsManualSteps
+from drivetrain_backends import (
+    AccumulationWindow,
+    BackwardOptions,
+    PairingError,
+    Prepared,
+    SupportsManualSteps,
+)
 from drivetrain_backends.modules.autocast_forward import prepare_forward
 from drivetrain_data import ShardedLoader
 from drivetrain_data.settings import UnevenPolicy
@@ -24,7 +30,7 @@ _FACT = "executable batch size"  # the name under which the plan tells it
 
 
 class Training(HasParts):
-    """The part of an Accelerator that trains by other ways than `prepare` and `backward`, and sizes what is trained.
+    """The part of an Accelerator for lengths of schedules, clipping, manual gradients and the batch size that fits.
 
     Attributes:
         executable_batch_size: The batch size of the last try. The next search begins with it; without one, with the
@@ -34,6 +40,36 @@ class Training(HasParts):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.executable_batch_size = ExecutableBatchSize()
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The accumulation window, for programs that decide themselves which micro-batch closes it."""
+        return self._parts.backend.window
+
+    def prepared_of(self, model: nn.Module) -> Prepared:
+        """Return what the backend made of a model, for programs that write files in another layout than ours.
+
+        Raises:
+            ValueError: The model was not prepared by this Accelerator.
+        """
+        return self._parts.prepared.of(model)
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether a model is prepared, and neither `free_memory` nor `end_training` has forgotten it."""
+        return self._parts.prepared.find(model) is not None
+
+    def loss_scale_state(self) -> Mapping[str, Any] | None:
+        """Return the state of the loss scale, for such programs; None if the run does not scale its loss."""
+        return self._parts.backend.state_dict()["scaler"]
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `loss_scale_state`. Called on all ranks.
+
+        Raises:
+            ValueError: The run does not scale its loss, or the scale is out of range.
+        """
+        backend = self._parts.backend
+        backend.load_state_dict({**backend.state_dict(), "scaler": state})
 
     def _tell_unreached(self) -> None:
         """Warn of schedules that training did not complete."""

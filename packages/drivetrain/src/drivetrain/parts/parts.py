@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torch import nn
-
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
-from drivetrain_backends import AccumulationWindow, Backend, Prepared
+from drivetrain_backends import Backend
 from drivetrain_config import Resolved
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Policy
@@ -95,33 +93,3 @@ class HasParts:
         self._parts = parts
         self.context = parts.context
         self._has_ended = False
-
-    @property
-    def window(self) -> AccumulationWindow:
-        """The accumulation window, for programs that decide themselves which micro-batch closes it."""
-        return self._parts.backend.window
-
-    def prepared_of(self, model: nn.Module) -> Prepared:
-        """Return what the backend made of a model, for programs that write files in another layout than ours.
-
-        Raises:
-            ValueError: The model was not prepared by this Accelerator.
-        """
-        return self._parts.prepared.of(model)
-
-    def has_prepared(self, model: nn.Module) -> bool:
-        """Return whether a model is prepared, and neither `free_memory` nor `end_training` has forgotten it."""
-        return self._parts.prepared.find(model) is not None
-
-    def loss_scale_state(self) -> Mapping[str, Any] | None:
-        """Return the state of the loss scale, for the same; None if the run does not scale its loss."""
-        return self._parts.backend.state_dict()["scaler"]
-
-    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `loss_scale_state`. Called on all ranks.
-
-        Raises:
-            ValueError: The run does not scale its loss, or the scale is out of range.
-        """
-        backend = self._parts.backend
-        backend.load_state_dict({**backend.state_dict(), "scaler": state})

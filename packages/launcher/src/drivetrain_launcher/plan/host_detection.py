@@ -54,9 +54,8 @@ def detect_host(device: str) -> Host:
         device: The chosen kind of device: "auto" selects the best one, "cpu" looks for no accelerator.
     """
     num_ranks = 0
-    if (
-        environ.read("RANK") is not None and environ.inherited_from() is None
-    ):  # else they are a parent process's
+    # Inherited variables are those of a parent process.
+    if environ.read("RANK") is not None and environ.inherited_from() is None:
         size = environ.read("WORLD_SIZE") or ""
         num_ranks = int(size) if size.isdecimal() else 1
     host = Host(omp_num_threads=environ.read("OMP_NUM_THREADS"), num_ranks=num_ranks)

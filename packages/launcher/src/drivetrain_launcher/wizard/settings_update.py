@@ -37,9 +37,8 @@ def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) ->
         raise LaunchError(f"{path}: only a YAML file is changed here; change it by hand")
     contents = read_file(path)
     text, lines = path.read_text(encoding="utf-8"), list[str]()
-    if set(contents.data) != set(
-        _document(text) or {}
-    ):  # what it spells is not what is read: it is Accelerate's
+    # The text spells other sections than are read from it: it is in Accelerate's form.
+    if set(contents.data) != set(_document(text) or {}):
         heading = f"The settings of a drivetrain run, converted from {path}."
         text = settings_text(answers_of(contents, "as in"), sections(), heading=[heading])
         lines = [f"{path}: was Accelerate's, and is drivetrain's now", *contents.notices]

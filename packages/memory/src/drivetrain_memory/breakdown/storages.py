@@ -48,9 +48,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[StorageSize]:
         for part in _parts_of_sparse(tensor):
             yield from storages_of(part)
         return
-    if tensor.device.type == "meta" or is_lazy(
-        tensor
-    ):  # a lazy parameter has no values before its first forward
+    # A lazy parameter has no values before its first forward.
+    if tensor.device.type == "meta" or is_lazy(tensor):
         return
     storage = tensor.untyped_storage()
     if size_bytes := storage.nbytes():

@@ -136,9 +136,8 @@ class TorchaoRecipe:
             if size % multiple:
                 return f"has {name}={size}, which is not divisible by {multiple}"
         linear = cast("nn.Linear", module)
-        if (
-            linear.weight.dtype == torch.float64
-        ):  # torchao rounds none to MXFP8, and few devices sum products in it
+        # torchao rounds no fp64 to MXFP8, and few devices sum products of fp64 operands.
+        if linear.weight.dtype == torch.float64:
             return "holds its weight in torch.float64, in which torchao's products do not run on every device"
         added = added_names(linear)
         return name_clash(added, self._convert_layer(linear)) if added else None

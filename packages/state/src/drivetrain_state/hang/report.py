@@ -89,9 +89,8 @@ def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping
     for rank in sorted(departures):
         if waiting or departures[rank] != "finished":
             endings.setdefault(departures[rank], []).append(rank)
-    for ending in sorted(
-        endings, key=lambda ending: (ending == "finished", endings[ending])
-    ):  # failures first
+    # Failures first.
+    for ending in sorted(endings, key=lambda ending: (ending == "finished", endings[ending])):
         reason = "finished, while the others wait" if ending == "finished" else ending
         suspects.append(Suspect(ranks=tuple(endings[ending]), reason=reason))
     if waiting:

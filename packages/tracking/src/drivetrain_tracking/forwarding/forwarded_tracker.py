@@ -97,9 +97,8 @@ class ForwardedTracker:
         )
         self.drain_time.restart()
         self._writer = WriterProcess(command, parent=os.getpid())
-        if isinstance(
-            self.platform, Platform
-        ):  # which tells of names that it changes where the user reads it
+        # A platform warns of names that it changes; here, in the training, the user reads it.
+        if isinstance(self.platform, Platform):
             self.platform.parameters(plain_config(config))
 
     @property

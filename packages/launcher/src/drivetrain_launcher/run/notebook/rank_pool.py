@@ -126,9 +126,8 @@ class RankPool:
                 self._send(pickled_call, port=place.master_port)
                 outcomes = call.watch(interrupts)
             finally:
-                del (
-                    meeting
-                )  # an exception that somebody retains references this frame, and would retain the store
+                # An exception that somebody retains references this frame, and would retain the store.
+                del meeting
         with ExitStack() as files:
             for each in outcomes:
                 if isinstance(each, Returned):

@@ -50,9 +50,8 @@ class CursorTracker:
     @property
     def above(self) -> int:
         """The number of rows above the cursor that the program may rewrite."""
-        return (
-            self._row - self._top + max(0, self._column - 1) // max(1, self.columns)
-        )  # the line may have wrapped
+        # The line may have wrapped.
+        return self._row - self._top + max(0, self._column - 1) // max(1, self.columns)
 
     @property
     def below(self) -> int:
