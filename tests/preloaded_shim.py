@@ -6,6 +6,7 @@ since it is a fresh interpreter itself.
 
 import marshal
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,12 +22,20 @@ def main() -> None:
     files = list(_inherited(server))
     order = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files))
     socket.send_fds(server, [len(order).to_bytes(8, "little")], files)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # the process may run before the handlers stand
     server.sendall(order)
+    server.setblocking(False)
+    # The C handler itself writes a signal's number to the server: one of Python's would run only once a wait that was
+    # about to begin has ended.
+    signal.set_wakeup_fd(server.fileno(), warn_on_full_buffer=False)
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: _hand_on(server, number))
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     # The exit code, negative for a signal; or that only a fresh interpreter will do.
-    answer = server.recv(8, socket.MSG_WAITALL)
+    answer = b""
+    while len(answer) < 8 and select.select([server], [], []) and (more := server.recv(8 - len(answer))):
+        answer += more
     if answer == b"fresh...":
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     if len(answer) < 8:
@@ -37,11 +46,6 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _hand_on(server: socket.socket, number: int) -> None:
-    with suppress(OSError):  # the process has ended
-        server.send(bytes([number]))
 
 
 def _inherited(server: socket.socket):
