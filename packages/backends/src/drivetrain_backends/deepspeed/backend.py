@@ -265,12 +265,13 @@ class DeepSpeedBackend(TorchBackend):
                 undo.callback(restore_activations, block)
             undo.callback(restore_forward, model)
             undo.callback(compat.release_models, [model])
-            engine, *_ = self._deepspeed.initialize(
-                model=model,
-                optimizer=None if by_engine else optimizer,
-                model_parameters=of_optimizer if by_engine else None,
-                config=config,
-            )
+            with compat.floating_first(model):
+                engine, *_ = self._deepspeed.initialize(
+                    model=model,
+                    optimizer=None if by_engine else optimizer,
+                    model_parameters=of_optimizer if by_engine else None,
+                    config=config,
+                )
             undo.pop_all()
         guard(names)
         if optimizer is not None:

@@ -8,7 +8,8 @@ fp32 gradients; otherwise in stages 1 and 2 one that keeps each rank's part of t
 divides parameters too.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getclosurevars
 from typing import Any, NamedTuple
@@ -140,6 +141,24 @@ def close_window(engine: Any) -> None:
 def offloads_gradients(engine: Any) -> bool:
     """Return whether an engine moves gradients to the host or a drive, in the backward that closes a window."""
     return engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+
+
+@contextmanager
+def floating_first(model: nn.Module) -> Generator[None]:
+    """Have a model list its floating-point parameters first, in the block in which a stage 3 engine is made.
+
+    Stage 3 takes the dtype of the first parameter for the model's, and refuses the integers of a packed weight.
+    """
+    listed = model.parameters
+
+    def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter(sorted(listed(recurse), key=lambda p: not p.is_floating_point()))
+
+    vars(model)["parameters"] = parameters
+    try:
+        yield
+    finally:
+        del vars(model)["parameters"]
 
 
 def release_models(models: Iterable[nn.Module]) -> None:
