@@ -26,6 +26,8 @@ TESTS = Path(__file__).parent
 TOOLS = TESTS.parent / "tools"  # both are on the path of the tests too, see pyproject.toml
 MOST_GROUPS = 8  # of a pool's rank, see RankPool
 
+SKIPPED = "skipped: "  # how the answer of a rank begins whose body was skipped
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -387,8 +389,16 @@ def _serve(file: str) -> None:
                 result = getattr(_load(path, module), name)(*pickle.loads(args))
             assert dist.is_initialized() == joined, f"{name} left its pool without the group it was given"
             answer = (False, result, output.getvalue(), len(dist.distributed_c10d._world.pg_map))
-        except BaseException:  # noqa: BLE001 whatever it was, the test is told and shows it
-            answer = (True, None, output.getvalue() + traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001 whatever it was, the test is told and shows it
+            if type(error) is getattr(sys.modules.get("_pytest.outcomes"), "Skipped", None):
+                answer = (
+                    False,
+                    f"{SKIPPED}{error}",
+                    output.getvalue(),
+                    len(dist.distributed_c10d._world.pg_map),
+                )
+            else:
+                answer = (True, None, output.getvalue() + traceback.format_exc())
         # Plain bytes: multiprocessing would hand tensors over as shared memory, which dies with the pool.
         connection.send_bytes(pickle.dumps(answer))
 

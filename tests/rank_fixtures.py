@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from preloaded import PreloadedPython
-from processes import Completed, RankPool, rank_environment, run_script
+from processes import SKIPPED, Completed, RankPool, rank_environment, run_script
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -32,7 +32,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     (number,) = marker.args
     arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters]
-    pyfuncitem.funcargs["run_ranks"](pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs)
+    run_ranks = pyfuncitem.funcargs["run_ranks"]
+    for answer in run_ranks(pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs):
+        if isinstance(answer, str) and answer.startswith(SKIPPED):
+            pytest.skip(answer.removeprefix(SKIPPED))
     return True
 
 
