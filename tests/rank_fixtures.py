@@ -33,9 +33,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     (number,) = marker.args
     arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters]
     run_ranks = pyfuncitem.funcargs["run_ranks"]
-    for answer in run_ranks(pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs):
-        if isinstance(answer, str) and answer.startswith(SKIPPED):
-            pytest.skip(answer.removeprefix(SKIPPED))
+    answers = run_ranks(pyfuncitem.function, *arguments, num_processes=number, **marker.kwargs)
+    reasons = [each for each in answers if isinstance(each, str) and each.startswith(SKIPPED)]
+    assert len(reasons) in (0, number), f"only some ranks skipped the test: {answers}"
+    if reasons:
+        pytest.skip(reasons[0].removeprefix(SKIPPED))
     return True
 
 

@@ -159,6 +159,7 @@ def test_losses_are_added_up_before_the_step() -> None:
     _, _, prepared = prepare_sgd(fsdp(), Writing(None))
     for _ in range(3):
         take_step(prepared, sum(prepared.model(torch.ones(2, 4) * k + dist.get_rank()).sum() for k in (1, 2)))
+    assert prepared.optimizers[0].num_steps == 3
 
 
 @pytest.mark.parametrize(
