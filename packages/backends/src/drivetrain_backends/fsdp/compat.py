@@ -35,6 +35,11 @@ def run_as_dtensors(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
             each.__class__ = before
 
 
+def compiled_key(parameter: Any) -> str:
+    """Return a DTensor's part of the key of a compiled function on disk; torch before 2.15 asks for none."""
+    return getattr(DTensor, "_stable_hash_for_caching", repr)(parameter)
+
+
 def state_of(block: FSDPModule) -> Any:
     """Return the state that `fully_shard` keeps for a block."""
     return block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]

@@ -17,6 +17,7 @@ from drivetrain_backends.compat import Hooks, as_they_are, parameters_with_hooks
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp.compat import (
     ASSERTS_ONE_CLASS,
+    compiled_key,
     gathered_parameter,
     run_as_dtensors,
     tree_map_only,
@@ -32,7 +33,6 @@ _ELEMENTWISE = (
     *("clamp_", "clamp_min_", "clamp_max_"),
 )
 _AS_IT_IS: Any = DTensor.__torch_function__
-_COMPILED_KEY: Any = getattr(DTensor, "_stable_hash_for_caching", repr)  # older torch asks for none
 
 
 class ShardedParameter(DTensor):
@@ -88,7 +88,7 @@ class ShardedParameter(DTensor):
 
     def _stable_hash_for_caching(self) -> str:
         # In the key of a compiled function on disk: one that was compiled for plain DTensors refuses these.
-        return f"{_COMPILED_KEY(self)} {type(self).__name__}"
+        return f"{compiled_key(self)} {type(self).__name__}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_file(self)
