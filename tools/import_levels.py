@@ -35,9 +35,9 @@ def parts_of(package: Path) -> dict[str, Part]:
     return {
         name: Part(
             name=name,
-            files=tuple(file.stem for file in files if file.stem != "__init__")
-            if (package / name).is_dir()
-            else (),
+            files=()
+            if (package / f"{name}.py").is_file()
+            else tuple(file.stem for file in files if file.stem != "__init__"),
             imports=frozenset(
                 other
                 for file in files
