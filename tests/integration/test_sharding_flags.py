@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.migration.option_families import DEEPSPEED, FSDP
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.flag_aliases import MEANINGS, RENAMED, refusal
 from drivetrain_launcher.cli.foreign_flags import translator_of
 from drivetrain_launcher.cli.parser import build_parser
 from drivetrain_launcher.errors import UsageError
+from drivetrain_migration.option_families import DEEPSPEED, FSDP
 
 
 def said(*tokens: str) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_the_packages_of_this_repository_can_be_released_from_the_lowest_floor_u
     packages = read_packages(ROOT)
     newer = f"{int(packages['drivetrain'].version.partition('.')[0]) + 1}.0.0"
     plan = plan_release(newer, date=DAY, packages=packages, texts=read_texts(ROOT, packages))
-    assert [package.name for package in plan.packages[-2:]] == ["drivetrain", "accelerate"]
+    assert [package.name for package in plan.packages[-3:]] == ["drivetrain", "migration", "accelerate"]
     assert len(plan.changes) == 2 + 2 * len(packages)
 
 

@@ -252,5 +252,5 @@ def test_an_accelerate_file_names_the_package_that_reads_it(
 ) -> None:
     path = write(tmp_path, "default_config.json", '{"compute_environment": "LOCAL_MACHINE"}')
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where nothing is installed
-    with pytest.raises(ConfigError, match=r"is an Accelerate file: install drivetrain-accelerate"):
+    with pytest.raises(ConfigError, match=r"is an Accelerate file: install drivetrain-migration"):
         read_file(path)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("drivetrain_backends", reason="backends are not installed beside the launcher")
 
 reads_accelerate = pytest.mark.skipif(
-    find_spec("drivetrain_accelerate") is None, reason="drivetrain-accelerate reads these files"
+    find_spec("drivetrain_migration") is None, reason="drivetrain-migration reads these files"
 )
 
 # Trains a step or two, and shows what the plan says was applied.

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of, read_divided, write_divided
 from drivetrain_accelerate.checkpoint_files.run_files import numbered_file
-from drivetrain_accelerate.migration.saved_state import match_optimizer, steps_of
 from drivetrain_accelerate.object_files import load
 from drivetrain_accelerate.plugins.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
 from drivetrain_backends import Prepared, full_model, full_state_dict, load_full_state_dict
+from drivetrain_migration.saved_state import match_optimizer, steps_of
 from drivetrain_state.collectives.collective_errors import on_main
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def read_file(path: Path) -> Contents:
             return translated
     marks = [contents.data.get(mark) for mark in ("compute_environment", "distributed_type")]
     if any(isinstance(mark, str) for mark in marks):
-        raise ConfigError(f"{path} is an Accelerate file: install drivetrain-accelerate, which reads it")
+        raise ConfigError(f"{path} is an Accelerate file: install drivetrain-migration, which reads it")
     return contents
 
 

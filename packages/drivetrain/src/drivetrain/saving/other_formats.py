@@ -51,7 +51,7 @@ def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] 
                 return name, folder
         if "accelerate" not in formats and (folder := find_accelerate_state(place)) is not None:
             raise ValueError(
-                f"{folder} was saved by Accelerate: install drivetrain-accelerate, which reads it"
+                f"{folder} was saved by Accelerate: install drivetrain-migration, which reads it"
             )
         return None
 

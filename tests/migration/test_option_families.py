@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.migration.option_families import DEEPSPEED, FSDP
-from drivetrain_accelerate.migration.option_meanings import CombinedMeaning, read_words
+from drivetrain_migration.option_families import DEEPSPEED, FSDP
+from drivetrain_migration.option_meanings import CombinedMeaning, read_words
 
 
 def read(**words: Any) -> CombinedMeaning:

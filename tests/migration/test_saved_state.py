@@ -5,7 +5,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.testing import assert_close
 
 from drivetrain import Accelerator
-from drivetrain_accelerate.migration.saved_state import match_model, match_optimizer, steps_of
+from drivetrain_migration.saved_state import match_model, match_optimizer, steps_of
 
 NAMES = ["0.weight", "0.bias", "1.weight"]
 SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (2, 3)}

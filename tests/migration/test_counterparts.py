@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Accelerator
-from drivetrain_accelerate.migration.counterparts import COUNTERPARTS, Counterpart
+from drivetrain_migration.counterparts import COUNTERPARTS, Counterpart
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "from_accelerate.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "from_accelerate.md"
 
 
 def guide_row(one: Counterpart) -> str:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from drivetrain.extension import RunState, Stateful, reseed_generators
-from drivetrain_accelerate.migration.saved_state import match_model, match_optimizer, steps_of
 from drivetrain_backends import Prepared, PreparedOptimizer
 from drivetrain_checkpoint import AccelerateState, find_accelerate_state, read_accelerate_state
 from drivetrain_data.compat import NUM_YIELDED
+from drivetrain_migration.saved_state import match_model, match_optimizer, steps_of
 from drivetrain_state import gather_object, load_rng_state
 from drivetrain_state.collectives.collective_errors import on_each_rank
 

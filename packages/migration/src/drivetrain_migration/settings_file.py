@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain_accelerate.migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP
-from drivetrain_accelerate.migration.option_meanings import Family, read_words
 from drivetrain_config import ConfigError
 from drivetrain_config.files.settings_file import Contents
 from drivetrain_messages import suggest
+from drivetrain_migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP
+from drivetrain_migration.option_meanings import Family, read_words
 
 _MARKS = ("compute_environment", "distributed_type")
 
@@ -88,7 +88,7 @@ class _Translation:
         self.refused.append(f"{self.place(*keys)}: {value}" + (f" ({reason})" if reason else ""))
 
 
-def translate(file: Contents) -> Contents | None:
+def translate_settings(file: Contents) -> Contents | None:
     """Translate an Accelerate file into sections; return None for any other file.
 
     Raises:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain_accelerate.migration.option_meanings import (
+from drivetrain_migration.option_meanings import (
     NO_CHANGE,
     Family,
     Meaning,

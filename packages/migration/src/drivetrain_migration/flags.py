@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from drivetrain_accelerate.migration.option_families import DEEPSPEED, FP8, FSDP, LAUNCH
-from drivetrain_accelerate.migration.option_meanings import CombinedMeaning, read_words
+from drivetrain_migration.option_families import DEEPSPEED, FP8, FSDP, LAUNCH
+from drivetrain_migration.option_meanings import CombinedMeaning, read_words
 
 FAMILIES = (FSDP, DEEPSPEED, FP8, LAUNCH)
 _SHORT = {"-t": "tee", "-r": "redirects"}

@@ -1,0 +1,34 @@
+"""Go on from Hugging Face Accelerate: read its settings files, flags, names and saved runs for drivetrain.
+
+Installing this package is enough: drivetrain finds what it reads by entry points. The functions here are what such
+readers are made of.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_migration.counterparts import counterpart as counterpart
+    from drivetrain_migration.saved_state import match_model as match_model
+    from drivetrain_migration.saved_state import match_optimizer as match_optimizer
+    from drivetrain_migration.settings_file import translate_settings as translate_settings
+
+# Module -> its public names.
+_NAMES = {
+    "counterparts": "counterpart",
+    "saved_state": "match_model match_optimizer",
+    "settings_file": "translate_settings",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_migration.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_migration' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__
