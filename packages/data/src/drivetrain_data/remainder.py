@@ -13,6 +13,29 @@ from drivetrain_data.errors import TrimError
 from drivetrain_data.sampling.step_info import BatchPlan
 
 
+def weigh(
+    loss: torch.Tensor, count: torch.Tensor | float | None, batch: BatchPlan, shard: int
+) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
+
+    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
+    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
+
+    Args:
+        loss: The loss of this rank, of shape ().
+        count: The `count` argument of `backward`.
+        batch: The plan of the current batch, the same on every rank.
+        shard: The index of this rank's shard.
+
+    Returns:
+        The weighted loss and count.
+    """
+    if batch.replayed:
+        nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
+        return nothing, None if count is None else 0.0
+    return (loss, count) if count is not None else (loss * batch.weight(shard), None)
+
+
 def batch_sizes(data: Nested) -> Nested:
     """Replace each nested tensor by its number of rows, of shape (1,). Gather the result for the `rows` of `trim`."""
 

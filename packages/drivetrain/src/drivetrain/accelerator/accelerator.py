@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self
 import torch
 from torch import Tensor, nn
 
-from drivetrain.accelerator import metrics
 from drivetrain.accelerator.accumulate import MicroBatch
 from drivetrain.accelerator.choose_trackers import LogWith, split_log_with
 from drivetrain.accelerator.compose import compose
 from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attribute
-from drivetrain.accelerator.half_check import half_check_of
+from drivetrain.accelerator.half_check import HalfCheck
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
@@ -30,6 +29,7 @@ from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
+from drivetrain_data.remainder import weigh
 from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, ProgressMark, set_seed
@@ -118,7 +118,9 @@ class Accelerator(Ranks, Training, Saving, Results):
             fp8_recipe=fp8_recipe,
         )
         super().__init__(parts)
-        self._half_check = half_check_of(parts)
+        checks_half = parts.resolved["precision"].value.check_half
+        is_main = parts.context.topology.is_main
+        self._half_check = HalfCheck(parts.prepared, is_main=is_main) if checks_half else None
         window = parts.backend.window
         self._micro_batch = MicroBatch(window, parts.reading, parts.prepared, check=self._half_check)
         if self.settings.seed is not None:
@@ -307,7 +309,7 @@ class Accelerator(Ranks, Training, Saving, Results):
             parts.backend.window.begin_alone()
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
-            loss, count = metrics.weigh(loss, count, batch, parts.shard.index)
+            loss, count = weigh(loss, count, batch, parts.shard.index)
         progress = self.context.progress
         progress.note(ProgressMark.BACKWARD)
         options = options_of(retain_graph, create_graph, inputs)

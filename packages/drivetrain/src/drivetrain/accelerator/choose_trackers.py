@@ -11,11 +11,7 @@ LogWith: TypeAlias = Sequence[str | Tracker] | str | Tracker
 def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tuple[Tracker, ...]]:
     """Split `log_with` into names, which are settings, and objects, which no file could hold.
 
-    Returns:
-        The names, or None if nothing was given; and the objects, live runs of platforms as trackers.
-
-    Raises:
-        TypeError: An element is neither a name, a tracker nor a live run; the message says what it lacks.
+    Live runs of platforms become trackers. Any other element is a TypeError.
     """
     if log_with is None:
         return None, ()

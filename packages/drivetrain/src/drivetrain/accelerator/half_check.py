@@ -3,7 +3,6 @@
 import warnings
 from contextlib import ExitStack
 
-from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain_precision import HalfOperations, HalfPrecisionWarning, find_half_operations
 
@@ -56,10 +55,3 @@ class HalfCheck:
             HalfPrecisionWarning,
             stacklevel=2,
         )
-
-
-def half_check_of(parts: Parts) -> HalfCheck | None:
-    """Return the check that the `precision` section asks for, or None."""
-    if not parts.resolved["precision"].value.check_half:
-        return None
-    return HalfCheck(parts.prepared, is_main=parts.context.topology.is_main)

@@ -1,7 +1,6 @@
 """Reduce logged values over all ranks: one collective for all names, and no wait for the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 from zlib import crc32
 
@@ -21,46 +20,12 @@ LoggedCount: TypeAlias = int | float | Tensor
 _BLOCK = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class FlatValues:
-    """Logged values as one level.
-
-    Attributes:
-        names: The names, nested ones joined by `/`.
-        numbers: A number or tensor of shape () for each.
-    """
-
-    names: tuple[str, ...]
-    numbers: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "FlatValues":
-        """Return nested values as one level.
-
-        Raises:
-            ValueNotLoggableError: A value is no number, and only numbers can be reduced; or two have one name.
-        """
-        found: dict[str, Any] = {}
-        for name, number in _leaves(values, ""):
-            if name in found:
-                raise ValueNotLoggableError(
-                    f"values: two have the name {name!r} when nested names are joined by '/': rename one of them"
-                )
-            found[name] = number
-        return cls(tuple(found), tuple(found.values()))
-
-    @property
-    def mark(self) -> float:
-        """A number of 20 bits that other names mostly do not have; its square is exact in 64 bits, over all ranks."""
-        return float(crc32("\n".join(self.names).encode()) & 0xFFFFF)
-
-
 class LogReducer:
     """The reduction of logged values over the ranks of a context. Every method is called on all ranks."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._headers: DeviceValues[tuple[str, ...]] = DeviceValues()
+        self._headers: DeviceValues[Sequence[str]] = DeviceValues()
 
     def reduce(
         self, values: Mapping[str, Any], how: LogReduction, count: LoggedCount | None = None
@@ -84,53 +49,56 @@ class LogReducer:
             raise ValueError(f"reduce={how!r}: allowed are {', '.join(get_args(LogReduction))} and None")
         if count is not None and how != "mean":
             raise ValueError(f"count={count!r} with reduce={how!r}: only a mean has weights; leave count out")
-        flat = FlatValues.of(values)
-        if not flat.names:
-            return {}
-        if self._context.topology.world_size == 1:
-            names = [f"{name}/rank_0" for name in flat.names] if how == "per_rank" else flat.names
-            return dict(zip(names, flat.numbers, strict=True))
-        numbers = self._vector(flat.numbers)
+        flat: dict[str, Any] = {}
+        for name, number in _leaves(values, ""):
+            if name in flat:
+                raise ValueNotLoggableError(
+                    f"values: two have the name {name!r} when nested names are joined by '/': rename one of them"
+                )
+            flat[name] = number
+        if not flat or self._context.topology.world_size == 1:
+            return {f"{name}/rank_0": flat[name] for name in flat} if how == "per_rank" else flat
+        names, numbers = tuple(flat), self._vector(list(flat.values()))
         if how == "per_rank":
-            return self._gather(flat, numbers)
+            return self._gather(names, numbers)
         if how == "mean":
             weight = self._vector([1.0 if count is None else count])
             # Not 0 x NaN: a rank without samples has a weight of 0, and often a NaN as its mean.
             weighed = torch.where(weight == 0, torch.zeros_like(numbers), numbers * weight)
-            total = self._all_reduce(flat, torch.cat([weight, weighed]), "sum")
+            total = self._all_reduce(names, torch.cat([weight, weighed]), "sum")
             reduced = total[1:] / total[0]
         elif how == "min":
-            reduced = -self._all_reduce(flat, -numbers, "max")
+            reduced = -self._all_reduce(names, -numbers, "max")
         else:
-            reduced = self._all_reduce(flat, numbers, how)
-        return dict(zip(flat.names, reduced.unbind(), strict=True))
+            reduced = self._all_reduce(names, numbers, how)
+        return dict(zip(names, reduced.unbind(), strict=True))
 
-    def _gather(self, flat: FlatValues, numbers: Tensor) -> dict[str, Any]:
+    def _gather(self, names: Sequence[str], numbers: Tensor) -> dict[str, Any]:
         size = self._context.topology.world_size
 
         def gather(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            rows = collectives.gather(self._context, self._pad(flat, numbers)).view(size, -1)
+            rows = collectives.gather(self._context, self._pad(names, numbers)).view(size, -1)
             return rows[:, 2:], rows[:, 0].max() - rows[:, 0].min()
 
-        rows = self._exchange(flat, numbers, gather)
+        rows = self._exchange(names, numbers, gather)
         return {
             f"{name}/rank_{rank}": rows[rank, index]
-            for index, name in enumerate(flat.names)
+            for index, name in enumerate(names)
             for rank in range(size)
         }
 
-    def _all_reduce(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
+    def _all_reduce(self, names: Sequence[str], numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
         def reduce(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            reduced = collectives.reduce(self._context, self._pad(flat, numbers, op), op=op)
+            reduced = collectives.reduce(self._context, self._pad(names, numbers, op), op=op)
             if op == "max":
                 return reduced[2:], reduced[0] + reduced[1]
             # Of equal marks, the square of the sum is the number of ranks by the sum of the squares.
             return reduced[2:], reduced[0] * reduced[0] - self._context.topology.world_size * reduced[1]
 
-        return self._exchange(flat, numbers, reduce)[: len(numbers)]
+        return self._exchange(names, numbers, reduce)[: len(numbers)]
 
     def _exchange(
-        self, flat: FlatValues, numbers: Tensor, collective: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, names: Sequence[str], numbers: Tensor, collective: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Return what a collective makes of the numbers, once ranks have compared their names in it.
 
@@ -139,15 +107,17 @@ class LogReducer:
         """
         if 2 + len(numbers) > _BLOCK:
             _, difference = collective(numbers[:0])
-            _check_same_names(flat.names, difference.item())
+            _check_same_names(names, difference.item())
         result, difference = collective(numbers)
-        for names, seen in self._headers.add(copy_values({"difference": difference}), flat.names):
-            _check_same_names(names, seen["difference"])
+        for logged, seen in self._headers.add(copy_values({"difference": difference}), names):
+            _check_same_names(logged, seen["difference"])
         return result
 
-    def _pad(self, flat: FlatValues, numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
+    def _pad(self, names: Sequence[str], numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
         """Return the marks by which ranks compare their names, the numbers, and zeros up to a whole block."""
-        marks = self._vector([flat.mark, flat.mark**2 if op == "sum" else -flat.mark])
+        # 20 bits that other names mostly do not have: their square is exact in 64 bits, over all ranks.
+        mark = float(crc32("\n".join(names).encode()) & 0xFFFFF)
+        marks = self._vector([mark, mark**2 if op == "sum" else -mark])
         padding = numbers.new_zeros(-(2 + len(numbers)) % _BLOCK)
         return torch.cat([marks, numbers, padding])
 

@@ -1,46 +1,13 @@
-"""Weigh losses and gather results in an epoch's tail, from what every rank knows without communication."""
+"""Gather results in an epoch's tail, from what every rank knows without communication."""
 
 from contextlib import suppress
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from drivetrain.parts.parts import Parts
-from drivetrain_data import (
-    AmbiguousLoaderError,
-    BatchPlan,
-    ShardedLoader,
-    check_after_loop,
-    trim,
-    trim_objects,
-)
+from drivetrain_data import AmbiguousLoaderError, ShardedLoader, check_after_loop, trim, trim_objects
 from drivetrain_data.remainder import arrays_in, trim_arrays, with_arrays, without_arrays
 from drivetrain_state import LeafError
 from drivetrain_state.collectives import operations as collectives
-
-
-def weigh(
-    loss: Tensor, count: Tensor | float | None, batch: BatchPlan, shard: int
-) -> tuple[Tensor, Tensor | float | None]:
-    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
-
-    A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
-    sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
-
-    Args:
-        loss: The loss of this rank, of shape ().
-        count: The `count` argument of `backward`.
-        batch: The plan of the current batch, the same on every rank.
-        shard: The index of this rank's shard.
-
-    Returns:
-        The weighted loss and count.
-    """
-    if batch.replayed:
-        nothing = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
-        return nothing, None if count is None else 0.0
-    return (loss, count) if count is not None else (loss * batch.weight(shard), None)
 
 
 def gather(parts: Parts, data: Any) -> Any:

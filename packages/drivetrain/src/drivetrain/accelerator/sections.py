@@ -75,13 +75,29 @@ class Sections:
         self._in_code["run"] = {**self._in_code.get("run", {}), **given}
         self.run: RunSettings = self._resolve("run", RunSettings)
         if self.run.cpu:
-            _say_cpu(self._in_code.setdefault("state", {}), self.resolved["run"].sources["cpu"])
-        _check_strategy(self._in_code.get("data", {}).get("strategy"))
+            self._place_on_cpu()
+        if callable(strategy := self._in_code.get("data", {}).get("strategy")):
+            name = getattr(strategy, "__name__", type(strategy).__name__)
+            raise ValueError(  # no file or command line could hold it
+                f"data.strategy={name}: settings hold 'interleaved', 'block' or 'node'; a function of your own goes "
+                "to drivetrain_data.shard_loader(loader, shard, strategy=...) in place of prepare(), and what it "
+                "returns is named in backward(loader=) and gather_for_metrics(loader=)"
+            )
         self.state: StateSettings = self._resolve("state", StateSettings)
         self.precision: PrecisionSettings = self._resolve("precision", PrecisionSettings)
         self._resolve("data", DataSettings)
         self.checkpoint: CheckpointSettings = self._resolve("checkpoint", CheckpointSettings)
         self.tracking: TrackingSettings = self._resolve("tracking", TrackingSettings)
+
+    def _place_on_cpu(self) -> None:
+        """Set the state section's device to the CPU, with the source of the run section's `cpu`."""
+        state, source = self._in_code.setdefault("state", {}), self.resolved["run"].sources["cpu"]
+        if state.get("device") not in (None, "auto", "cpu"):
+            raise ValueError(
+                f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: give one of "
+                "them"
+            )
+        state["device"] = Entry("cpu", Source("code", "" if source.kind == "code" else str(source)))
 
     def of_backend(self, backend: type[Backend]) -> Any:
         """Resolve the section of the chosen backend, the last one of a run.
@@ -121,30 +137,6 @@ class Sections:
             name: resolve(found[name], section=name, code=self._in_code.get(name), layers=self._layers)
             for name in sorted(names)
         }
-
-
-def _say_cpu(state: dict[str, object], source: Source) -> None:
-    """Set the state section's device to the CPU, as the source of the run section's `cpu` says.
-
-    Raises:
-        ValueError: The section names another device.
-    """
-    if state.get("device") not in (None, "auto", "cpu"):
-        raise ValueError(
-            f"cpu=True and sections['state'] with device={state['device']!r} contradict each other: give one of them"
-        )
-    state["device"] = Entry("cpu", Source("code", "" if source.kind == "code" else str(source)))
-
-
-def _check_strategy(strategy: object) -> None:
-    """Refuse a function as strategy, which no file or command line could hold."""
-    if callable(strategy):
-        name = getattr(strategy, "__name__", type(strategy).__name__)
-        raise ValueError(
-            f"data.strategy={name}: settings hold 'interleaved', 'block' or 'node'; a function of your own goes to "
-            "drivetrain_data.shard_loader(loader, shard, strategy=...) in place of prepare(), and what it returns is "
-            "named in backward(loader=) and gather_for_metrics(loader=)"
-        )
 
 
 def _as_mapping(section: object) -> Mapping[str, object]:

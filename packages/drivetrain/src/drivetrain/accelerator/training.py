@@ -240,7 +240,10 @@ class Training(HasParts):
         self, tried: Callable[..., Result], find: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Result:
         """Search, with the tries of all ranks ending together. Called on all ranks."""
-        self._recall()
+        checkpointers, size = self._parts.checkpointers, self.executable_batch_size
+        if size.batch_size is None and checkpointers.has_default:  # begin with that of the newest checkpoint
+            facts = (checkpointers.of(None).latest_plan() or {}).get("facts", {})
+            size.batch_size = int(facts[_FACT]) if _FACT in facts else None
         if self.context.topology.world_size == 1:
             return find(tried, agree=self._agree_alone)(*args, **kwargs)
         from drivetrain.accelerator.rank_tries import RankTries
@@ -250,15 +253,6 @@ class Training(HasParts):
             return find(tried, agree=tries.agree)(*args, **kwargs)
         finally:
             tries.close()
-
-    def _recall(self) -> None:
-        """Take the batch size of the newest checkpoint, if there is none of a search. Called on all ranks."""
-        checkpointers = self._parts.checkpointers
-        if self.executable_batch_size.batch_size is not None or not checkpointers.has_default:
-            return
-        plan = checkpointers.of(None).latest_plan() or {}
-        if (found := plan.get("facts", {}).get(_FACT)) is not None:
-            self.executable_batch_size.batch_size = int(found)
 
     def _agree_alone(self, outcome: TryOutcome) -> TryOutcome:
         if outcome is TryOutcome.OUT_OF_MEMORY:

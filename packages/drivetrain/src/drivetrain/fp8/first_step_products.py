@@ -88,8 +88,11 @@ class FirstStepProducts:
             self._leave()
 
     def _observe(self, label: str) -> None:
-        # A program's own mark may have the text of a member.
-        if not isinstance(label, ProgressMark) or not self._is_of_thread(label):
+        if not isinstance(label, ProgressMark):  # a program's own mark may have the text of a member
+            return
+        if self._thread is None and _trains(label):
+            self._thread = get_ident()
+        if self._thread != get_ident():
             return
         if label in (ProgressMark.FORWARD, ProgressMark.BACKWARD):
             self._open.append(_trains(label))
@@ -110,11 +113,6 @@ class FirstStepProducts:
         plain = unwrap_compiled(model)
         if any(one is plain for one in self._models) and not any(one is plain for one in self._block.models):
             self._block.models.append(plain)
-
-    def _is_of_thread(self, label: ProgressMark) -> bool:
-        if self._thread is None and _trains(label):
-            self._thread = get_ident()
-        return self._thread == get_ident()
 
     def _leave(self) -> None:
         self._progress.remove_observer(self._observe)

@@ -144,6 +144,7 @@ class Fp8Training:
         Raises:
             PrecisionError: Of a converted model that was called, no product ran in the recipe's formats.
         """
+        num_models = len(self._models)
         if (step := self._products.end_step()) is not None:
             self._tell(
                 judge_step(
@@ -151,7 +152,11 @@ class Fp8Training:
                     recipe=self._recipe.name,
                     needed=self._recipe.requirements,
                     support=self._recipe.support(self._context.device),
-                    models=self._describe_models(),
+                    models={  # by place, with a number where there are several
+                        place: type(model).__name__
+                        + (f" (converted model {place + 1} of {num_models})" if num_models > 1 else "")
+                        for place, model in enumerate(self._models)
+                    },
                 )
             )
 
@@ -190,16 +195,6 @@ class Fp8Training:
             logger.warning("%s", verdict.warning)
         if verdict.fact is not None and self._on_count is not None:
             self._on_count({PRODUCTS: verdict.fact})
-
-    def _describe_models(self) -> dict[int, str]:
-        """Return the converted models by place, each with its class, and its number where there are several."""
-        several = len(self._models) > 1
-        return {
-            place: f"{type(model).__name__} (converted model {place + 1} of {len(self._models)})"
-            if several
-            else type(model).__name__
-            for place, model in enumerate(self._models)
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the recipe keeps beside the weights, for each model in the order of conversion."""

@@ -36,7 +36,7 @@ def plan_of(parts: Parts) -> EffectivePlan:
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
-        **{f"data {i}": f"{_batches(one, steps)}; {_order(one)}" for i, one in enumerate(loaders)},
+        **{f"data {i}": f"{_describe(one, steps)}" for i, one in enumerate(loaders)},
         **{f"states {i}": str(one) for i, one in enumerate(low_bit) if one.elements},
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
         **parts.facts,
@@ -97,21 +97,18 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     return sections
 
 
-def _batches(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
+def _describe(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
+    """Return a loader's batches, and the first words of its order, with the seed where the order depends on one."""
+    order = loader.order_source.split(":")[0].split("; ")[0]
+    if "seed" in loader.order_source and "seed" not in order:
+        order = f"{order}, seed {loader.seed}"
     if loader.batch_size is None:
-        return "batches as they come"
+        return f"batches as they come; {order}"
     factors = [f"batches of {loader.batch_size}"]
     factors += [f"{loader.shard.count} processes"] if loader.shard.count > 1 else []
     factors += [f"{num_micro_batches} micro-batches"] if num_micro_batches > 1 else []
-    whole = loader.batch_size * loader.shard.count * num_micro_batches
-    return factors[0] if len(factors) == 1 else f"{' x '.join(factors)} = {whole} samples in a step"
-
-
-def _order(loader: ShardedLoader[Any]) -> str:
-    """Return the first words of a loader's order, with the seed where the order depends on one."""
-    source = loader.order_source
-    words = source.split(":")[0].split("; ")[0]
-    return f"{words}, seed {loader.seed}" if "seed" in source and "seed" not in words else words
+    full = loader.batch_size * loader.shard.count * num_micro_batches
+    return f"{' x '.join(factors)}{f' = {full} samples in a step' if len(factors) > 1 else ''}; {order}"
 
 
 class _Shown(logging.Filter):

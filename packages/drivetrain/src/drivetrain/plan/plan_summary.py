@@ -1,6 +1,6 @@
 """A summary of a run's effective plan in about ten lines, printed when training starts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
@@ -33,17 +33,14 @@ def summarize(plan: EffectivePlan, *, whole: str) -> str:
         if name not in _PLACED:
             lines += _entry("data" if name == "data 0" and "data 1" not in facts else name, str(fact))
     asked = {row.setting: row for row in plan.rows if row.source != "default"}
-    items = [item.replace(" ", _UNBROKEN) for item in _list_requested(asked)]
+    items = [
+        f"{name} = {_format_value(row.asked)} ({row.source})".replace(" ", _UNBROKEN)
+        for name, row in asked.items()
+        if name not in _UNTOLD and _REPEATED.get(name) not in asked
+    ]
     lines += _entry("asked", ", ".join(items) or "nothing: every setting has its default")
     lines += _chosen([row for row in plan.rows if row.reason and row.applied != row.asked])
     return "\n".join([*lines, *_entry("whole plan", whole)])
-
-
-def _list_requested(asked: Mapping[str, PlanRow]) -> Iterable[str]:
-    """Yield each setting that was given explicitly, with its source."""
-    for name, row in asked.items():
-        if name not in _UNTOLD and _REPEATED.get(name) not in asked:
-            yield f"{name} = {_format_value(row.asked)} ({row.source})"
 
 
 def _chosen(rows: list[PlanRow]) -> list[str]:

@@ -11,15 +11,19 @@ from drivetrain_weights import box_of_dtensor
 from drivetrain_weights.tensor_box import is_dtensor
 
 
+def name_parameters(prepared: Prepared) -> dict[str, Tensor]:
+    """Return a model's parameters by the names that they have in a checkpoint; a tied one has several."""
+    named = prepared.unwrap().named_parameters(remove_duplicate=False)
+    return {strip_wrapper_prefix(name): parameter for name, parameter in named}
+
+
 def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
     """Return a prepared model's state with replicated tensors marked, so that ranks may share their writing.
 
     Parameters and their optimizer states are replicated: every rank steps on the same gradients. Buffers, such as a
     batch norm's statistics, and other optimizer state may differ; rank 0's are written.
     """
-    same = {
-        strip_wrapper_prefix(name) for name, _ in prepared.unwrap().named_parameters(remove_duplicate=False)
-    }
+    same = name_parameters(prepared).keys()
     model = {
         name: Replicated(value) if type(value) is Tensor and name in same else value
         for name, value in cast("Mapping[str, Any]", state["model"]).items()
@@ -60,17 +64,13 @@ def as_in(own: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Any]:
         parameter, _, key = rest.rpartition("/")
         if parameter.endswith("/parts"):  # of a state made of several tensors, such as codes and scales
             parameter, _, _ = parameter.removesuffix("/parts").rpartition("/")
-            return _proportional(own.get(model, {}).get(parameter))
+            sharded = own.get(model, {}).get(parameter)
+            # What has an element for each range of a sharded parameter's elements is cut where the parameter is.
+            if not is_dtensor(sharded) or (span := box_of_dtensor(sharded).flat_range(sharded.shape)) is None:
+                return None
+            return Proportional(start=span[0], stop=span[1], of=sharded.numel())
         if kind != "training" or not index.isdecimal() or not key:
             return None
         return own.get(model, {}).get(parameter)
 
     return like
-
-
-def _proportional(parameter: Any) -> Proportional | None:
-    """Return the division of what has elements for a range of a parameter's; None for the whole."""
-    if not is_dtensor(parameter):
-        return None
-    span = box_of_dtensor(parameter).flat_range(parameter.shape)
-    return None if span is None else Proportional(start=span[0], stop=span[1], of=parameter.numel())

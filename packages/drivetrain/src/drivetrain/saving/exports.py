@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from drivetrain.saving.adapters import has_adapters, save_adapters
+from drivetrain.saving.divided import name_parameters
 from drivetrain_backends import (
     Prepared,
     full_tensor,
@@ -86,17 +87,10 @@ def trained_names(prepared: Prepared) -> list[str]:
     Raises:
         ValueError: No parameter requires a gradient.
     """
-    module = prepared.unwrap()
-    names = [
-        strip_wrapper_prefix(name)
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if p.requires_grad
-    ]
+    names = [name for name, parameter in name_parameters(prepared).items() if parameter.requires_grad]
     if not names:
-        raise ValueError(
-            f"trained_only=True: no parameter of {type(unwrap_compiled(module)).__name__} requires a gradient; "
-            "leave it out"
-        )
+        kind = type(unwrap_compiled(prepared.unwrap())).__name__
+        raise ValueError(f"trained_only=True: no parameter of {kind} requires a gradient; leave it out")
     return names
 
 

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.parts.run_seed import seed_of_run
 from drivetrain.plan.global_batch import step_sizes, warn_if_resumed_otherwise
-from drivetrain.saving.divided import as_in, mark_replicas
-from drivetrain.saving.packed_bases import check_packed, scales_of, without_scales
+from drivetrain.saving.divided import as_in, mark_replicas, name_parameters
 from drivetrain.saving.registered import Mergeable, Registered, Stateful, check_loadable, gathered_states
-from drivetrain.saving.saved_dtypes import check_dtypes
 from drivetrain_backends import (
     Backend,
     Prepared,
     PreparedOptimizer,
     PreparedScheduler,
     SupportsReplicas,
-    strip_wrapper_prefix,
+    is_packed,
+    packed_entries,
 )
 from drivetrain_checkpoint import Checkpointer
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import DtypePolicy
+from drivetrain_precision.dtypes.saved_dtypes import find_conversions
 from drivetrain_state import Context, ProgressMark, load_rng_state, reseed, rng_state
 from drivetrain_state.collectives.operations import broadcast_object
 
@@ -105,8 +105,10 @@ def save(
         state = mark_replicas(one.state_dict(), one)
         model = state.pop("model")
         if not trained_only:
-            check_packed(one)
-        left_out = frozen_names(one) | scales_of(one) if trained_only else frozenset[str]()
+            _check_unpacked(one)
+        left_out = (
+            frozen_names(one) | packed_entries(one.unwrap(), model) if trained_only else frozenset[str]()
+        )
         models[name] = {key: value for key, value in model.items() if key not in left_out}
         training[name] = state
     custom = {name: obj.state_dict() for name, obj in run.custom.items()}
@@ -123,7 +125,10 @@ def save(
         **({"trained_only": True} if trained_only else {}),
     }
     per_rank: dict[str, Any] = {"rng": rng_state(), **({"custom": own} if own else {})}
-    _add_fp8(run, replicated, per_rank)
+    if run.fp8 is not None:
+        replicated["fp8"] = run.fp8.state_dict()
+        if run.fp8.keeps_state():  # of its own batches, each rank saw other ranges than its peers
+            per_rank["fp8"] = replicated["fp8"]
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
     run.context.progress.mark("save")
@@ -143,12 +148,17 @@ def save(
     return path
 
 
-def _add_fp8(run: RunState, replicated: dict[str, Any], per_rank: dict[str, Any]) -> None:
-    """Add what a recipe keeps beside the weights; of a rank's own batches it saw what other ranks did not."""
-    if run.fp8 is not None:
-        replicated["fp8"] = run.fp8.state_dict()
-        if run.fp8.keeps_state():
-            per_rank["fp8"] = replicated["fp8"]
+def _check_unpacked(one: Prepared) -> None:
+    """Refuse a checkpoint of all weights where some are packed, as the 4-bit base of adapters is."""
+    packed = {name: each for name, each in one.unwrap().named_parameters() if is_packed(each)}
+    if packed:
+        name, weight = next(iter(packed.items()))
+        library = type(weight).__module__.partition(".")[0]
+        raise ValueError(
+            f"save_state(): {name!r} (and {len(packed) - 1} more) is packed by {library}, whose scales "
+            "could not be loaded into it: save_state(trained_only=True) leaves out what is frozen; the run that "
+            "loads it builds the same base"
+        )
 
 
 def _changes_in_step(run: RunState) -> Callable[[str], bool]:
@@ -158,9 +168,9 @@ def _changes_in_step(run: RunState) -> Callable[[str], bool]:
     that is a tensor.
     """
     parameters = {
-        f"models/{name}/{strip_wrapper_prefix(parameter)}"
+        f"models/{name}/{parameter}"
         for name, one in _name_models(run.prepared).items()
-        for parameter, _ in one.unwrap().named_parameters(remove_duplicate=False)
+        for parameter in name_parameters(one)
     }
     return lambda name: name in parameters or (name.startswith("replicated/training/") and "/state/" in name)
 
@@ -196,7 +206,14 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         name: _fill(one, loaded.models[name], saved) for name, one in named.items() if name not in own
     }
     for name, one in named.items():
-        check_dtypes(models[name], held[name], one, run.dtypes, is_main=run.context.topology.is_main)
+        converted = find_conversions(
+            models[name], held[name], run.dtypes, parameters=name_parameters(one).keys()
+        )
+        if converted and run.context.topology.is_main:
+            logger.warning(
+                "%d tensors of %s are converted from the checkpoint's dtypes to this run's, such as %s from %s",
+                *(len(converted), type(one.unwrap()).__name__, *next(iter(converted.items()))),
+            )
     for name, one in named.items():
         one.load_state_dict({"model": models[name], **saved["training"][name]})
     run.backend.load_state_dict(saved["backend"])
@@ -221,8 +238,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
 
 def frozen_names(prepared: Prepared) -> frozenset[str]:
     """Return the names of the frozen parameters."""
-    named = prepared.unwrap().named_parameters(remove_duplicate=False)
-    return frozenset(strip_wrapper_prefix(name) for name, parameter in named if not parameter.requires_grad)
+    named = name_parameters(prepared).items()
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
 def _fill(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,8 +250,9 @@ def _fill(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any
     """
     if not saved.get("trained_only", False):
         return saved_model
-    own = without_scales(one)
-    missing = own.keys() - saved_model.keys()
+    own = one.state_dict()["model"]
+    # A packed weight keeps its scales, which are entries of the state that nothing loads.
+    missing = own.keys() - saved_model.keys() - packed_entries(one.unwrap(), own)
     if trained := sorted(missing - frozen_names(one)):
         raise ValueError(
             "the checkpoint was saved with trained_only=True, without what was frozen then and is trained here: "

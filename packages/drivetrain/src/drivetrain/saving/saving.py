@@ -235,7 +235,12 @@ class Saving(HasParts):
         self.wait_for_save()
         for hook in self._hooks:
             hook.before_load()
-        run = replace(self._run_state(), kept=[self._find_holder(each) for each in kept_models])
+        registered = self._registered.shared.values()
+        kept = [  # what holds a model's weights in a run's state
+            each if any(each is one for one in registered) else self._parts.prepared.of(each)
+            for each in kept_models
+        ]
+        run = replace(self._run_state(), kept=kept)
         checkpointer = self._parts.checkpointers.of(input_dir)
         other = find_other_format(self.context, checkpointer.directory)
         if other is not None:
@@ -363,11 +368,6 @@ class Saving(HasParts):
         prepared = self._parts.prepared
         if not (prepared.models or prepared.loaders or self._registered):
             raise RuntimeError(f"{name}() before prepare(): this run has no state yet; prepare models first")
-
-    def _find_holder(self, model: nn.Module) -> object:
-        """Return what holds a model's weights in a run's state: what the backend made of it, or a registered one."""
-        is_registered = any(model is each for each in self._registered.shared.values())
-        return model if is_registered else self._parts.prepared.of(model)
 
     def _run_state(self) -> "RunState":
         from drivetrain.saving.resume import RunState

@@ -1,0 +1,40 @@
+"""The dtypes of saved weights against those of the run that loads them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from drivetrain_precision.dtypes.dtype_policy import DtypePolicy
+
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def find_conversions(
+    saved: Mapping[str, Any], own: Mapping[str, Any], dtypes: DtypePolicy, *, parameters: Collection[str]
+) -> dict[str, str]:
+    """Return the tensors that a load converts, such as {"weight": "bfloat16 to float32"}.
+
+    Args:
+        saved: A model's state as it was saved, by name.
+        own: The model's state in this run; only plain floating-point tensors are compared, sharded or not.
+        dtypes: The dtypes of the run: `param` asks for parameters to be rounded, `buffer` for buffers.
+        parameters: The names of the parameters; other names are buffers.
+
+    Raises:
+        ValueError: A tensor would be rounded, and no setting asks for it.
+    """
+    changed: dict[str, str] = {}
+    for name, value in own.items():
+        there, here = (getattr(tensor, "dtype", None) for tensor in (saved.get(name), value))
+        if there not in _PLAIN or here not in _PLAIN or there is here:
+            continue
+        changed[name] = f"{str(there)[6:]} to {str(here)[6:]}"
+        setting = "param_dtype" if name in parameters else "buffer_dtype"
+        asked = dtypes.param if name in parameters else dtypes.buffer
+        if torch.promote_types(there, here) is not here and asked is None:
+            raise ValueError(
+                f"{name} was saved in {str(there)[6:]}, and this run holds it in {str(here)[6:]}: loading would "
+                f"round it. Say precision.{setting} if that is meant, or build the model in {str(there)[6:]}"
+            )
+    return changed
