@@ -29,9 +29,9 @@ def whats(measured: AddressMeasurement, checked: CheckedRun = TWO) -> list[tuple
 
 
 def test_healthy_names_have_no_finding() -> None:
-    verdict = judge_addresses(HEALTHY, TWO)
-    assert verdict.findings == []
-    assert verdict.summary == "node1 is 10.0.0.2; node0 is 10.0.0.1"
+    report = judge_addresses(HEALTHY, TWO)
+    assert report.findings == []
+    assert report.summary == "node1 is 10.0.0.2; node0 is 10.0.0.1"
 
 
 def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:

@@ -11,8 +11,8 @@ TWO = CheckedRun(num_nodes=2, node_rank=0)
 
 
 def test_a_fast_shared_folder_has_no_finding() -> None:
-    verdict = judge_disk(GOOD, TWO)
-    assert (verdict.findings, verdict.summary) == ([], "nfs4, 1,000 MB/s, 1.10 TB free in /data")
+    report = judge_disk(GOOD, TWO)
+    assert (report.findings, report.summary) == ([], "nfs4, 1,000 MB/s, 1.10 TB free in /data")
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -29,8 +29,8 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path:
     assert (measured.folder, measured.missing) == (tmp_path, new)
     assert measure_disk(CheckedRun(folder=tmp_path)).missing is None
     told = f"free in /data; {new} does not exist yet, so /data was measured"
-    verdict = judge_disk(replace(GOOD, missing=new), TWO)
-    assert (verdict.findings, verdict.summary.endswith(told)) == ([], True)
+    report = judge_disk(replace(GOOD, missing=new), TWO)
+    assert (report.findings, report.summary.endswith(told)) == ([], True)
 
 
 def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain_config.environ import child_environment
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.host.gpus import (
     GpuMeasurement,
     find_gpus,
-    gpus_from_data,
     judge_driver,
     judge_peers,
     measure_gpus,
@@ -39,8 +38,8 @@ AMD = GpuMeasurement(has_amd=True, torch_hip="6.4.1", nccl="2.22.3", names=("MI3
     ],
 )
 def test_a_driver_that_fits_has_no_finding(measured: GpuMeasurement, summary: str) -> None:
-    verdict = judge_driver(measured)
-    assert (verdict.findings, verdict.summary) == ([], summary)
+    report = judge_driver(measured)
+    assert (report.findings, report.summary) == ([], summary)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +69,9 @@ def test_without_a_driver_the_build_of_torch_is_told_and_a_lost_driver_is_an_err
         device.mkdir(parents=True)
         (device / "vendor").write_text(f"{vendor}\n")
         (device / "class").write_text(f"{kind}\n")
-    verdict = judge_driver(find_gpus(system=tmp_path, torch_folder=tmp_path))
-    assert skipped in (verdict.skipped or "")
-    assert [(each.severity, each.what) for each in verdict.findings] == ([("error", found)] if found else [])
+    report = judge_driver(find_gpus(system=tmp_path, torch_folder=tmp_path))
+    assert skipped in (report.summary if report.is_skipped else "")
+    assert [(each.severity, each.what) for each in report.findings] == ([("error", found)] if found else [])
 
 
 def test_the_build_of_the_installed_torch_is_read_without_importing_it() -> None:
@@ -104,8 +103,8 @@ REFUSAL = "CUDA initialization: no CUDA-capable device"
     ],
 )
 def test_a_driver_that_does_not_fit(changes: dict[str, object], found: list[tuple[str, str]]) -> None:
-    verdict = judge_driver(replace(HEALTHY, **changes))  # type: ignore[arg-type]
-    assert [(each.severity, each.what) for each in verdict.findings] == found
+    report = judge_driver(replace(HEALTHY, **changes))  # type: ignore[arg-type]
+    assert [(each.severity, each.what) for each in report.findings] == found
 
 
 @pytest.mark.parametrize(("loaded", "kind"), [("has_nvidia", "NVIDIA"), ("has_amd", "AMD")])
@@ -133,11 +132,8 @@ def test_peer_to_peer_that_is_missing_or_changes_data(
 
 def test_peer_to_peer_needs_two_gpus() -> None:
     assert judge_peers(HEALTHY).findings == []
-    assert judge_peers(GpuMeasurement()).skipped == "peer-to-peer needs two GPUs, and there are 0"
-
-
-def test_a_measurement_survives_its_way_between_processes() -> None:
-    assert gpus_from_data(json.loads(json.dumps(asdict(HEALTHY)))) == HEALTHY
+    skipped = CheckReport("peer-to-peer needs two GPUs, and there are 0", is_skipped=True)
+    assert judge_peers(GpuMeasurement()) == skipped
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from drivetrain_doctor.checked_run import CheckedRun
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.host.ports import PortMeasurement, judge_port, measure_port
 
 TWO = CheckedRun(num_nodes=2, node_rank=0, master_port=29500)
@@ -30,15 +31,15 @@ def test_a_free_port_is_free() -> None:
 
 
 def test_any_free_port_needs_no_check() -> None:
-    verdict = judge_port(measure_port(CheckedRun()), CheckedRun())
-    assert (verdict.summary, verdict.findings) == ("any free port is taken", [])
+    report = judge_port(measure_port(CheckedRun()), CheckedRun())
+    assert (report.summary, report.findings) == ("any free port is taken", [])
 
 
 def test_a_host_without_the_store_says_who_listens() -> None:
-    verdict = judge_port(
+    report = judge_port(
         PortMeasurement(port=29500), CheckedRun(num_nodes=2, node_rank=1, master_addr="node0")
     )
-    assert verdict.skipped == "the store listens on node0, not here"
+    assert report == CheckReport("the store listens on node0, not here", is_skipped=True)
 
 
 @pytest.mark.parametrize(

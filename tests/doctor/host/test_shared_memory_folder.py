@@ -46,7 +46,7 @@ def test_a_small_batch_or_a_large_folder_is_fine(changes: dict[str, int]) -> Non
 
 
 def test_no_workers_need_none() -> None:
-    assert judge_shared_memory(DOCKER, replace(ASKED, num_workers=0)).skipped is not None
+    assert judge_shared_memory(DOCKER, replace(ASKED, num_workers=0)).is_skipped
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def result(**changed: PairResult) -> GroupResult:
 
 
 def test_equal_links_are_fine_and_their_range_is_shown() -> None:
-    verdict = judge_hosts(result(), NAMES)
-    assert verdict.findings == []
-    assert verdict.summary == "gloo: 6 pairs, 1.0 GB/s to 1.0 GB/s, 50 to 50 us"
+    report = judge_hosts(result(), NAMES)
+    assert report.findings == []
+    assert report.summary == "gloo: 6 pairs, 1.0 GB/s to 1.0 GB/s, 50 to 50 us"
 
 
 def test_a_link_that_is_slow_in_one_direction_is_named_with_both_rates() -> None:

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.meeting.clock import ClockOffset, estimate_offset, judge_clocks
 
 NAMES = {1: "host 1 (b)", 2: "host 2 (c)"}
@@ -38,4 +39,4 @@ def test_an_offset_within_its_bound_is_none() -> None:
 
 
 def test_nobody_answered() -> None:
-    assert judge_clocks({}, NAMES).skipped == "no other host answered"
+    assert judge_clocks({}, NAMES) == CheckReport("no other host answered", is_skipped=True)

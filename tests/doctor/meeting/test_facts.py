@@ -11,9 +11,9 @@ def whats(*facts: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def test_hosts_that_agree() -> None:
-    verdict = judge_facts({0: SAME, 1: SAME}, NAMES)
-    assert verdict.findings == []
-    assert verdict.summary == "2 hosts agree in 3 versions and variables (Python 3.11.7)"
+    report = judge_facts({0: SAME, 1: SAME}, NAMES)
+    assert report.findings == []
+    assert report.summary == "2 hosts agree in 3 versions and variables (Python 3.11.7)"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def test_hosts_that_did_not_come_are_named_with_the_time() -> None:
 
 
 def test_all_hosts_came() -> None:
-    verdict = judge_roster(2, {0: "a", 1: "b"}, ASKED)
-    assert (verdict.findings, verdict.summary) == ([], "2 of 2 hosts at node0:29500")
+    report = judge_roster(2, {0: "a", 1: "b"}, ASKED)
+    assert (report.findings, report.summary) == ([], "2 of 2 hosts at node0:29500")
 
 
 def test_many_hosts_are_cut_short() -> None:
@@ -49,7 +49,9 @@ def test_a_host_with_another_folder_is_named(tmp_path: Path) -> None:
         f"host 2: the folder {tmp_path} is not that of host 0",
     )
     assert judge_folder({1: True, 2: True}, LABELS, asked, is_writable=True).findings == []
-    assert "cannot write" in (judge_folder({}, LABELS, asked, is_writable=False).skipped or "")
+    skipped = judge_folder({}, LABELS, asked, is_writable=False)
+    assert skipped.is_skipped
+    assert "cannot write" in skipped.summary
 
 
 def test_the_file_is_there_during_the_block_alone(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from itertools import permutations
 
 import pytest
 
-from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
+from drivetrain_doctor.meeting.reach import answer_connections, judge_reach, reach_all
 
 NAMES = {rank: f"host {rank}" for rank in range(4)}
 
@@ -20,8 +20,8 @@ def whats(found: dict, silent: tuple[int, ...] = ()) -> list[str]:  # type: igno
 
 
 def test_open_ways_have_no_finding() -> None:
-    verdict = judge_reach(ways(), (), NAMES)
-    assert (verdict.findings, verdict.summary) == ([], "12 of 12 ways between hosts are open")
+    report = judge_reach(ways(), (), NAMES)
+    assert (report.findings, report.summary) == ([], "12 of 12 ways between hosts are open")
 
 
 def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
@@ -49,17 +49,14 @@ def test_a_host_that_fell_silent_is_named_and_its_ways_are_not() -> None:
 
 
 def test_a_listener_answers_whoever_connects() -> None:
-    with ReachListener() as listener:
-        assert reach_all({1: ("127.0.0.1", listener.port), 2: ("127.0.0.1", listener.port)}) == {
-            1: "yes",
-            2: "yes",
-        }
+    with answer_connections() as port:
+        assert reach_all({1: ("127.0.0.1", port), 2: ("127.0.0.1", port)}) == {1: "yes", 2: "yes"}
 
 
 @pytest.mark.slow
 def test_a_closed_port_and_a_frozen_process_differ() -> None:
-    with ReachListener() as closed:
-        port = closed.port
+    with answer_connections() as port:
+        pass
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts, and nobody answers
         assert reach_all({1: ("127.0.0.1", frozen.getsockname()[1]), 2: ("127.0.0.1", port)}) == {
             1: "frozen",

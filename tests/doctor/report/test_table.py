@@ -1,7 +1,6 @@
 import pytest
 
-from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding
-from drivetrain_doctor.examination import Examination
+from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, Examination
 from drivetrain_doctor.report.table import merge_hosts, table
 
 FINE = CheckReport(name="limits", summary="20,000 open files")
@@ -9,14 +8,14 @@ SKIPPED = CheckReport(name="GPU driver", summary="no NVIDIA or AMD driver is loa
 BROKEN = CheckReport(
     name="port",
     summary="port 29500",
-    findings=(
+    findings=[
         DoctorFinding(
             severity="error",
             what="port 29500 is in use",
             why="the store cannot listen",
             mend="say --master-port 29501",
-        ),
-    ),
+        )
+    ],
 )
 
 
@@ -24,7 +23,7 @@ def slow(rate: str) -> CheckReport:
     finding = DoctorFinding(
         severity="warning", what=f"/data takes {rate} MB/s", why=f"{rate} is little", mend="a faster disk"
     )
-    return CheckReport(name="disk", summary=rate, findings=(finding,))
+    return CheckReport(name="disk", summary=rate, findings=[finding])
 
 
 def test_findings_stand_below_their_check_with_their_mend() -> None:
@@ -54,6 +53,17 @@ def test_hosts_that_differ_in_a_number_alone_share_a_finding_and_others_are_name
     assert (finding.what, hosts, row.state) == ("/data takes 10 MB/s", ("host 0", "host 1"), "warning")
 
 
+def test_findings_of_one_host_that_differ_in_a_number_stay_apart() -> None:
+    report = CheckReport("2 devices", name="GPU driver")
+    for device in range(2):
+        report.warning(f"other processes hold 60% of the memory of GPU {device}", why="why", mend="mend")
+    (row,) = merge_hosts([("host 0", (report,)), ("host 1", ())])
+    assert [(finding.what[-5:], hosts) for finding, hosts in row.findings] == [
+        ("GPU 0", ("host 0",)),
+        ("GPU 1", ("host 0",)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("second", "named"),
     [(BROKEN, ""), (CheckReport(name="port", summary="port 29500"), " [host 0 (a)]")],
@@ -69,7 +79,7 @@ def test_long_texts_are_wrapped_at_the_terminals_width_and_coloured_there() -> N
     long = CheckReport(
         name="x",
         summary="word " * 60,
-        findings=(DoctorFinding(severity="warning", what="a " * 80, why="b " * 80, mend="c " * 80),),
+        findings=[DoctorFinding(severity="warning", what="a " * 80, why="b " * 80, mend="c " * 80)],
     )
     examination = Examination(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
     assert max(map(len, table(examination, is_coloured=False, width=80).splitlines())) <= 80

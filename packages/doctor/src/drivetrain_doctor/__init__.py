@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from drivetrain_doctor.checked_run import CheckedRun as CheckedRun
     from drivetrain_doctor.checked_run import run_to_check as run_to_check
     from drivetrain_doctor.doctor_finding import DoctorFinding as DoctorFinding
-    from drivetrain_doctor.examination import Examination as Examination
+    from drivetrain_doctor.doctor_finding import Examination as Examination
     from drivetrain_doctor.examination import examine as examine
     from drivetrain_doctor.links.link_faults import LinkFaults as LinkFaults
     from drivetrain_doctor.links.link_faults import find_faults as find_faults
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Module -> its public names.
 _NAMES = {
     "checked_run": "CheckedRun run_to_check",
-    "doctor_finding": "DoctorFinding",
-    "examination": "Examination examine",
+    "doctor_finding": "DoctorFinding Examination",
+    "examination": "examine",
     "links.link_faults": "find_faults LinkFaults",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from drivetrain_doctor.doctor_finding import Check, CheckReport, CheckVerdict
+from drivetrain_doctor.doctor_finding import Check, CheckReport
 
 _Result = TypeVar("_Result")
 
@@ -29,29 +30,18 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
     """Run one check within its time limit: a hang is a finding, and an OSError skips the check."""
     begin = time.monotonic()
     try:
-        verdict = within(limit_seconds, check.run, name=f"doctor-{check.name}")
+        report = within(limit_seconds, check.run, name=f"doctor-{check.name}")
     except TimeoutError:
-        verdict = CheckVerdict("no end")
-        verdict.error(
+        report = CheckReport("no end")
+        report.error(
             f"did not end within {limit_seconds:g} s",
             why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
             mend=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
             limit_seconds=limit_seconds,
         )
     except OSError as failure:
-        verdict = CheckVerdict(skipped=f"could not be measured ({failure})")
-    return report_of(check.name, verdict, seconds=time.monotonic() - begin)
-
-
-def report_of(name: str, verdict: CheckVerdict, *, seconds: float = 0.0) -> CheckReport:
-    """Return the report of a check from its verdict."""
-    return CheckReport(
-        name=name,
-        summary=verdict.summary if verdict.skipped is None else verdict.skipped,
-        is_skipped=verdict.skipped is not None,
-        findings=tuple(verdict.findings),
-        seconds=round(seconds, 3),
-    )
+        report = CheckReport(f"could not be measured ({failure})", is_skipped=True)
+    return replace(report, name=check.name, seconds=round(time.monotonic() - begin, 3))
 
 
 def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result:

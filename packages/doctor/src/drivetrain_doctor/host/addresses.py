@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 
 _SLOW_LOOKUP_SECONDS = 1.0
 _MOST_LOOKUPS = 64
@@ -100,19 +100,19 @@ def find_outgoing_address(name: str) -> str | None:
     return None
 
 
-def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the names and addresses for a run."""
-    verdict = CheckVerdict(f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}")
-    _judge_own_name(verdict, measured, checked)
+    report = CheckReport(f"{measured.host_name} is {', '.join(measured.host_addresses) or 'no address'}")
+    _judge_own_name(report, measured, checked)
     if measured.lookup_seconds > _SLOW_LOOKUP_SECONDS:
-        verdict.warning(
+        report.warning(
             f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
             why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
             mend=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
             seconds=measured.lookup_seconds,
         )
     if measured.reverse_seconds > _SLOW_LOOKUP_SECONDS:
-        verdict.warning(
+        report.warning(
             f"looking up the name of this host's own address took {measured.reverse_seconds:.1f} s or more, with "
             "as many lookups at once as ranks join",
             why="torch looks up the name at the other end of each connection as it is made: joining takes "
@@ -121,14 +121,14 @@ def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckV
             seconds=measured.reverse_seconds,
         )
     if checked.num_nodes > 1:
-        verdict.summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
+        report.summary += f"; {checked.master_addr} is {', '.join(measured.master_addresses) or 'unknown'}"
         # A name that does not resolve is an error of the rendezvous and of launch.
         if measured.master_addresses:
-            _judge_master(verdict, measured, checked)
-    return verdict
+            _judge_master(report, measured, checked)
+    return report
 
 
-def _judge_own_name(verdict: CheckVerdict, measured: AddressMeasurement, checked: CheckedRun) -> None:
+def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: CheckedRun) -> None:
     """Judge where gloo listens without GLOO_SOCKET_IFNAME: at the address of this host's own name."""
     if checked.environment.get("GLOO_SOCKET_IFNAME"):
         return
@@ -138,7 +138,7 @@ def _judge_own_name(verdict: CheckVerdict, measured: AddressMeasurement, checked
     )
     found = measured.host_addresses
     is_one = checked.num_nodes == 1
-    judge = verdict.warning if is_one else verdict.error
+    judge = report.warning if is_one else report.error
     name = f"this host's own name, {measured.host_name},"
     if not found:
         why = "gloo then offers other hosts the loopback address, where they reach only themselves"
@@ -146,7 +146,7 @@ def _judge_own_name(verdict: CheckVerdict, measured: AddressMeasurement, checked
     elif all(map(_is_loopback, found)):
         if not is_one:
             debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
-            verdict.error(
+            report.error(
                 f"{name} is {', '.join(found)} in /etc/hosts{debian}",
                 why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
                 "fails, unless this host happens to be the one that connects",
@@ -157,11 +157,11 @@ def _judge_own_name(verdict: CheckVerdict, measured: AddressMeasurement, checked
         judge(what, why="gloo cannot listen there and falls back to the loopback address", mend=mend)
 
 
-def _judge_master(verdict: CheckVerdict, measured: AddressMeasurement, checked: CheckedRun) -> None:
+def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: CheckedRun) -> None:
     found = measured.master_addresses
     name = f"--master-addr {checked.master_addr}"
     if all(map(_is_loopback, found)) and checked.node_rank != 0:
-        verdict.error(
+        report.error(
             f"{name} is {', '.join(found)}, which is this host itself",
             why="each host looks for the others on itself, and all wait until the timeout",
             mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
@@ -172,20 +172,20 @@ def _judge_master(verdict: CheckVerdict, measured: AddressMeasurement, checked: 
     spoken = {each.version for each in own}
     versions = [ipaddress.ip_address(each).version for each in found]
     if own and spoken.isdisjoint(versions):
-        verdict.error(
+        report.error(
             f"{name} has only an IPv{versions[0]} address ({found[0]}), and this host only "
             f"IPv{min(spoken)} ({own[0]})",
             why="this host has no way to the store",
             mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
         )
     elif own and versions[0] not in spoken:
-        verdict.warning(
+        report.warning(
             f"{name} resolves to IPv{versions[0]} first, which this host does not have",
             why="each connection tries that address first, and may wait for its timeout",
             mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
         )
     if checked.node_rank == 0 and _are_foreign(found, measured):
-        verdict.warning(
+        report.warning(
             f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
             why="the others look for the store there; it is right only behind a service or an address translation",
             mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
@@ -214,33 +214,21 @@ def addresses_by_interface(proc: Path = Path("/proc")) -> Mapping[str, tuple[str
     """Return the addresses of each interface that has one; empty if the system does not tell (not Linux)."""
     file = proc / "net" / "if_inet6"
     rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    ipv6 = [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]
+    pairs = [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import array
+        import fcntl  # of Unix alone; the number of the call is Linux's
+
+        room = array.array("B", bytes(_ROW_BYTES * 256))
+        address, length = room.buffer_info()
+        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", length, address))
+        data = room.tobytes()[: struct.unpack("iL", packed)[0]]
+        ipv4 = [data[start : start + _ROW_BYTES] for start in range(0, len(data), _ROW_BYTES)]
+        # A second address of an interface may stand under a label, such as eth0:1.
+        pairs[:0] = [
+            (row.split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(row[20:24])) for row in ipv4
+        ]
     found: dict[str, tuple[str, ...]] = {}
-    for name, address in (*_ipv4(), *ipv6):
+    for name, address in pairs:
         found[name] = (*found.get(name, ()), address)
     return found
-
-
-def _ipv4() -> list[tuple[str, str]]:
-    try:
-        import array
-        import fcntl
-    except ImportError:  # not a Unix
-        return []
-    rows = array.array("B", bytes(_ROW_BYTES * 256))
-    address, length = rows.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = struct.pack("iL", length, address)
-            used: int = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, packed))[0]
-        except OSError:  # the number of this call is Linux's
-            return []
-    data = rows.tobytes()[:used]
-    # A second address of an interface may stand under a label, such as eth0:1.
-    return [
-        (
-            data[start : start + 16].split(b"\0")[0].decode().partition(":")[0],
-            socket.inet_ntoa(data[start + 20 : start + 24]),
-        )
-        for start in range(0, len(data), _ROW_BYTES)
-    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_messages import format_size
 
 _NETWORK = ("nfs", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.", "9p", "glusterfs", "wekafs")
@@ -80,50 +80,50 @@ def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo"
     )
 
 
-def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the folder for a run's checkpoints."""
     folder, kind = measured.folder, measured.kind or "unknown type"
     told = f"; {measured.missing} does not exist yet, so {folder} was measured" if measured.missing else ""
     speed = measured.bytes_per_second
     if speed is None:
-        verdict = CheckVerdict(f"{folder}{told}")
-        verdict.error(
+        report = CheckReport(f"{folder}{told}")
+        report.error(
             f"nothing can be written into {folder} ({kind}): {measured.refusal}",
             why="the first checkpoint fails, after the time that it took to get there",
             mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
-        return verdict
-    verdict = CheckVerdict(
+        return report
+    report = CheckReport(
         f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
     )
-    _judge_room_and_speed(verdict, measured, speed)
+    _judge_room_and_speed(report, measured, speed)
     if measured.kind in _IN_MEMORY:
-        verdict.warning(
+        report.warning(
             f"{folder} is in memory ({measured.kind})",
             why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
             mend="name a folder on a disk",
         )
     elif measured.kind == "overlay":
-        verdict.warning(
+        report.warning(
             f"{folder} is the container's own layer (overlay)",
             why="checkpoints are gone with the container, and writing is slower than into a volume",
             mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
         )
     elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
-        verdict.warning(
+        report.warning(
             f"{folder} is on this host's own disk ({measured.kind}), by its type",
             why="all hosts write parts of one checkpoint into one folder, which each must see",
             mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
         )
-    return verdict
+    return report
 
 
-def _judge_room_and_speed(verdict: CheckVerdict, measured: DiskMeasurement, speed: float) -> None:
+def _judge_room_and_speed(report: CheckReport, measured: DiskMeasurement, speed: float) -> None:
     folder = measured.folder
     if measured.free_bytes < _LEAST_FREE_BYTES:
         model = measured.free_bytes / 16
-        verdict.warning(
+        report.warning(
             f"{format_size(measured.free_bytes)} free in {folder}",
             why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
             "million parameters fills it; a new one is written before the old one goes",
@@ -131,14 +131,14 @@ def _judge_room_and_speed(verdict: CheckVerdict, measured: DiskMeasurement, spee
             free_bytes=measured.free_bytes,
         )
     if measured.free_files is not None and measured.free_files < 1000:
-        verdict.warning(
+        report.warning(
             f"{measured.free_files} more files fit into {folder} (df -i)",
             why="'No space left on device' although bytes are free",
             mend="remove small files, or name another folder",
             free_files=measured.free_files,
         )
     if speed < _SLOW_BYTES_PER_SECOND:
-        verdict.warning(
+        report.warning(
             f"{folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
             why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
             "ranks wait unless saves run in the background",

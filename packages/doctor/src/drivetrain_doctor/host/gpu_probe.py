@@ -12,20 +12,14 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
+from itertools import permutations
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from drivetrain_doctor.host.gpus import GpuMeasurement
 
 _COPY_BYTES = 1 << 20
-
-
-def main() -> int:
-    """Write what there is, as one line of JSON."""
-    sys.stdout.write(f"{json.dumps(asdict(probe()))}\n")
-    return 0
 
 
 def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasurement:
@@ -39,8 +33,7 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         else:
             refusal = " ".join(str(each.message).partition("\n")[0] for each in told[:1])
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found: object = import_module("torch.cuda.nccl").version()
-        nccl = ".".join(map(str, cast("tuple[int, ...]", found))) if isinstance(found, tuple) else str(found)
+        nccl = ".".join(map(str, import_module("torch.cuda.nccl").version()))
     if nvidia.exists():
         found_version = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", nvidia.read_text())
         driver = found_version.group(1) if found_version else ""
@@ -54,6 +47,12 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
     # NVIDIA's library in user space is named by the version of the driver that it belongs to.
     folders = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
     links = [link for folder in folders if (link := Path(folder) / "libcuda.so.1").is_symlink()]
+    peers: dict[str, str] = {}
+    for sender, receiver in permutations(range(count), 2):
+        sent = torch.arange(_COPY_BYTES // 8, device=f"cuda:{sender}")
+        is_right = torch.equal(sent.to(f"cuda:{receiver}").cpu(), sent.cpu())
+        answer = "yes" if torch.cuda.can_device_access_peer(sender, receiver) else "no"
+        peers[f"{sender}-{receiver}"] = answer if is_right else "wrong data"
     return GpuMeasurement(
         torch_cuda=torch.version.cuda,
         torch_hip=torch.version.hip,
@@ -63,27 +62,12 @@ def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasure
         library_driver=links[0].resolve().name.removeprefix("libcuda.so.") if links else "",
         has_nvidia=nvidia.exists() or Path("/dev/dxg").exists(),
         has_amd=amd.is_dir() and Path("/dev/kfd").exists(),
-        names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
-        memory_taken=tuple(1 - free / total for free, total in map(torch.cuda.mem_get_info, range(count))),
+        names=[torch.cuda.get_device_name(index) for index in range(count)],
+        memory_taken=[1 - free / total for free, total in map(torch.cuda.mem_get_info, range(count))],
         refusal=refusal,
-        peers=_peers(count) if count > 1 else None,
+        peers=peers or None,
     )
 
 
-def _peers(count: int) -> dict[str, str]:
-    """Copy a tensor from each device to each other one, and compare what arrived."""
-    answers: dict[str, str] = {}
-    for sender in range(count):
-        sent = torch.arange(_COPY_BYTES // 8, device=f"cuda:{sender}")
-        expected = sent.cpu()
-        for receiver in range(count):
-            if sender != receiver:
-                arrived = sent.to(f"cuda:{receiver}").cpu()
-                can = torch.cuda.can_device_access_peer(sender, receiver)
-                is_right = torch.equal(arrived, expected)
-                answers[f"{sender}-{receiver}"] = ("yes" if can else "no") if is_right else "wrong data"
-    return answers
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(f"{json.dumps(asdict(probe()))}\n")

@@ -3,15 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 
 _MEMORY_TAKEN = 0.5
 # The PCI classes of displays and of processing accelerators, and the makers whose devices torch drives.
@@ -44,9 +43,9 @@ class GpuMeasurement:
     library_driver: str = ""
     has_nvidia: bool = False
     has_amd: bool = False
-    on_bus: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    memory_taken: tuple[float, ...] = ()
+    on_bus: Sequence[str] = ()
+    names: Sequence[str] = ()
+    memory_taken: Sequence[float] = ()
     refusal: str = ""
     peers: Mapping[str, str] | None = None
 
@@ -68,7 +67,7 @@ def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> G
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
         raise OSError(f"the process that asks the driver ended with {done.returncode}: {last[0]}")
-    return gpus_from_data(json.loads(done.stdout.splitlines()[-1]))
+    return GpuMeasurement(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def find_gpus(*, system: Path = Path("/sys"), torch_folder: Path | None = None) -> GpuMeasurement:
@@ -83,22 +82,26 @@ def find_gpus(*, system: Path = Path("/sys"), torch_folder: Path | None = None) 
             if (device / "class").read_text().startswith(_GPU_CLASSES):
                 makers.add(_MAKERS.get((device / "vendor").read_text().strip(), ""))
     return GpuMeasurement(
-        torch_cuda=build.get("cuda"), torch_hip=build.get("hip"), on_bus=tuple(sorted(makers - {""}))
+        torch_cuda=build.get("cuda"), torch_hip=build.get("hip"), on_bus=sorted(makers - {""})
     )
 
 
-def gpus_from_data(data: Mapping[str, Any]) -> GpuMeasurement:
-    """Return the measurement that the probe wrote as JSON, which has lists for tuples."""
-    values = dict(data)
-    for name in ("names", "memory_taken", "on_bus"):
-        values[name] = tuple(values[name])
-    return GpuMeasurement(**values)
-
-
-def judge_driver(measured: GpuMeasurement) -> CheckVerdict:
+def judge_driver(measured: GpuMeasurement) -> CheckReport:
     """Judge the driver against torch's libraries."""
+    toolkit = f"ROCm {measured.torch_hip}" if measured.torch_hip else "the CPU"
+    built_for = f"torch is built for {f'CUDA {measured.torch_cuda}' if measured.torch_cuda else toolkit}"
     if not measured.has_nvidia and not measured.has_amd:
-        return _judge_lost_driver(measured)
+        maker, module = ("NVIDIA", "nvidia") if measured.torch_cuda else ("AMD", "amdgpu")
+        if maker not in measured.on_bus or not (measured.torch_cuda or measured.torch_hip):
+            return CheckReport(f"no GPU driver is loaded, and {built_for}", is_skipped=True)
+        report = CheckReport(f"no driver; {built_for}")
+        report.error(
+            f"this host has {maker} GPUs and no driver for them is loaded; {built_for}",
+            why="torch sees no device: the run trains on the CPU, or ends at once",
+            mend=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, "
+            "reboot or install the driver for the kernel that runs (dkms status)",
+        )
+        return report
     cuda, rocm, nccl = (each or "none" for each in (measured.torch_cuda, measured.torch_hip, measured.nccl))
     if measured.has_nvidia:
         kind, build, index = "NVIDIA", measured.torch_cuda, "cu128"
@@ -108,17 +111,17 @@ def judge_driver(measured: GpuMeasurement) -> CheckVerdict:
         kind, build, index = "AMD", measured.torch_hip, "rocm6.4"
         driver = f"AMD driver {measured.driver or 'of the kernel'}"
         library = f"torch's ROCm {rocm}, RCCL {nccl}"
-    verdict = CheckVerdict(f"{len(measured.names)} devices, {driver}, {library}")
+    report = CheckReport(f"{len(measured.names)} devices, {driver}, {library}")
     if measured.has_nvidia and build is not None:
-        _judge_nvidia(verdict, measured, build)
+        _judge_nvidia(report, measured, build)
     if build is None:
-        verdict.error(
-            f"this host has {kind} GPUs, and torch is built for {_built_for(measured)}",
+        report.error(
+            f"this host has {kind} GPUs, and {built_for}",
             why="the run trains on the CPU",
             mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
         )
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
-        verdict.error(
+        report.error(
             f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",
             why="the run trains on the CPU, or ends at once",
             mend="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
@@ -126,39 +129,18 @@ def judge_driver(measured: GpuMeasurement) -> CheckVerdict:
         )
     for device, taken in enumerate(measured.memory_taken):
         if taken > _MEMORY_TAKEN:
-            verdict.warning(
+            report.warning(
                 f"other processes hold {taken:.0%} of the memory of GPU {device}",
                 why="the run goes out of memory on this rank",
                 mend="nvidia-smi names them; end what a killed run left behind, or leave the device out (--devices)",
             )
-    return verdict
+    return report
 
 
-def _judge_lost_driver(measured: GpuMeasurement) -> CheckVerdict:
-    build = f"torch is built for {_built_for(measured)}"
-    maker, module = ("NVIDIA", "nvidia") if measured.torch_cuda else ("AMD", "amdgpu")
-    if maker not in measured.on_bus or not (measured.torch_cuda or measured.torch_hip):
-        return CheckVerdict(skipped=f"no GPU driver is loaded, and {build}")
-    verdict = CheckVerdict(f"no driver; {build}")
-    verdict.error(
-        f"this host has {maker} GPUs and no driver for them is loaded; {build}",
-        why="torch sees no device: the run trains on the CPU, or ends at once",
-        mend=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, reboot or "
-        "install the driver for the kernel that runs (dkms status)",
-    )
-    return verdict
-
-
-def _built_for(measured: GpuMeasurement) -> str:
-    if measured.torch_cuda:
-        return f"CUDA {measured.torch_cuda}"
-    return f"ROCm {measured.torch_hip}" if measured.torch_hip else "the CPU"
-
-
-def _judge_nvidia(verdict: CheckVerdict, measured: GpuMeasurement, cuda: str) -> None:
+def _judge_nvidia(report: CheckReport, measured: GpuMeasurement, cuda: str) -> None:
     driver, library = measured.driver, measured.library_driver
     if driver and library and driver != library:
-        verdict.error(
+        report.error(
             f"the driver in the kernel is {driver}, its library is {library}",
             why="'Driver/library version mismatch': the package was updated, and the old module still runs",
             mend="reboot, or as root unload and load the modules (rmmod nvidia_uvm nvidia; modprobe nvidia)",
@@ -167,7 +149,7 @@ def _judge_nvidia(verdict: CheckVerdict, measured: GpuMeasurement, cuda: str) ->
         runs, built = (tuple(map(int, each.split(".")[:2])) for each in (measured.driver_cuda, cuda))
         # Of a driver for an older major version, torch itself says that it is too old.
         if runs[0] == built[0] and runs < built:
-            verdict.warning(
+            report.warning(
                 f"torch's CUDA is {cuda}; the driver {driver} runs up to {measured.driver_cuda}",
                 why="compiled kernels run (minor version compatibility), but what is compiled at run time to "
                 "PTX does not: 'unsupported PTX version', for example from Triton or torch.compile",
@@ -175,17 +157,19 @@ def _judge_nvidia(verdict: CheckVerdict, measured: GpuMeasurement, cuda: str) ->
             )
 
 
-def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
+def judge_peers(measured: GpuMeasurement) -> CheckReport:
     """Judge the copies from each GPU to each other one."""
     if measured.peers is None or len(measured.names) < 2:
-        return CheckVerdict(skipped=f"peer-to-peer needs two GPUs, and there are {len(measured.names)}")
+        return CheckReport(
+            f"peer-to-peer needs two GPUs, and there are {len(measured.names)}", is_skipped=True
+        )
     wrong, without = (
         ", ".join(pair for pair, answer in measured.peers.items() if answer == wanted)
         for wanted in ("wrong data", "no")
     )
-    verdict = CheckVerdict(f"{len(measured.peers)} ordered pairs of GPUs")
+    report = CheckReport(f"{len(measured.peers)} ordered pairs of GPUs")
     if wrong:
-        verdict.error(
+        report.error(
             f"copies between GPUs {wrong} arrive changed",
             why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
             "IOMMU or PCIe access control (ACS) between the devices does this",
@@ -195,11 +179,11 @@ def judge_peers(measured: GpuMeasurement) -> CheckVerdict:
         )
     if without:
         is_all = set(measured.peers.values()) == {"no"}
-        verdict.warning(
+        report.warning(
             f"{'no two GPUs have' if is_all else f'GPUs {without} have no'} peer-to-peer",
             why="what they exchange passes through the host's memory, at a fraction of the speed",
             mend="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
             "have none",
             pairs=without,
         )
-    return verdict
+    return report

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import Check, CheckVerdict
+from drivetrain_doctor.doctor_finding import Check, CheckReport
 from drivetrain_doctor.host.addresses import judge_addresses, measure_addresses
 from drivetrain_doctor.host.checkpoint_disk import judge_disk, measure_disk
 from drivetrain_doctor.host.gpus import (
@@ -27,8 +27,6 @@ from drivetrain_launcher.plan.host_detection import accelerator_may_exist
 
 _GPU_SECONDS = 60.0
 _PAIR_SECONDS = 30.0
-# All pairs of eight ranks.
-_MOST_ROUNDS = 28
 
 # Checks that start programs, which import torch.
 PROGRAM_SECONDS = 150.0
@@ -71,11 +69,11 @@ def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Ch
     return tuple(checks)
 
 
-def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckVerdict:
+def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckReport:
     """Measure the pairs of ranks of this host."""
     count = checked.processes_per_node
     if count < 2:
-        return CheckVerdict(skipped="a single rank has no peer (--num-processes N)")
+        return CheckReport("a single rank has no peer (--num-processes N)", is_skipped=True)
     with (
         TemporaryDirectory(prefix="drivetrain-doctor-") as folder,
         program or start_pairs(checked.environment) as started,
@@ -83,9 +81,8 @@ def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> Ch
         order = PairOrder(
             backend=backend,
             world_size=count,
-            ranks=tuple(range(count)),
+            ranks=list(range(count)),
             store_path=str(Path(folder) / "store"),
-            most_rounds=_MOST_ROUNDS,
             limit_seconds=_PAIR_SECONDS,
         )
         return judge_ranks(started.measure(order))

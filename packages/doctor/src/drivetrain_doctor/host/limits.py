@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_launcher.plan.control_groups import GroupLimits, read_group_limits
 from drivetrain_messages import format_size
 
@@ -75,13 +75,13 @@ def measure_limits(
     )
 
 
-def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the limits for a run."""
     group, limit, most = measured.group, measured.open_files, measured.most_open_files
     parts = [f"{'unlimited' if limit is None else f'{limit:,}'} open files"]
     parts += [] if group.pids is None else [f"{group.pids:,} pids in the control group"]
     parts += [] if group.memory_bytes is None else [f"{format_size(group.memory_bytes)} in the control group"]
-    verdict = CheckVerdict(", ".join(parts))
+    report = CheckReport(", ".join(parts))
     connections = _CONNECTIONS_PER_RANK * checked.world_size if checked.hosts_store else checked.world_size
     needed = _FILES_OF_A_RANK + connections
     wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
@@ -91,45 +91,40 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckVerdic
         if most is not None and most < wanted:
             mend = f"as root '* - nofile {target}' in /etc/security/limits.conf, or "
             mend += f"docker run --ulimit nofile={target}"
-        judge, why = verdict.error, f"the store and the ranks need about {needed:,}: 'Too many open files'"
+        judge, why = report.error, f"the store and the ranks need about {needed:,}: 'Too many open files'"
         if limit >= needed:
-            judge = verdict.warning
+            judge = report.warning
             why = "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' "
             why += "after a while"
         judge(f"{limit:,} open files (ulimit -n)", why=why, mend=mend, limit=limit, needed=wanted)
-    _judge_processes_and_memory(verdict, measured, checked)
-    return verdict
+    _judge_processes_and_memory(report, measured, checked)
+    return report
 
 
-def _judge_processes_and_memory(
-    verdict: CheckVerdict, measured: LimitMeasurement, checked: CheckedRun
-) -> None:
+def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement, checked: CheckedRun) -> None:
     ranks = checked.processes_per_node
     needed = ranks * (_THREADS_OF_A_RANK + checked.num_workers * _THREADS_OF_A_WORKER)
-    group, most, running = measured.group, measured.processes, measured.running
+    group = measured.group
     start = f"{ranks} ranks with {checked.num_workers} workers each start about {needed:,}"
-    if most is not None and not measured.is_root and most - running < needed:
-        verdict.error(
-            f"{most:,} processes and threads for this user (ulimit -u), of which {running:,} run",
-            why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
-            mend=f"ulimit -u {running + 4 * needed}, or fewer workers, or OMP_NUM_THREADS=1",
-            limit=most,
-            needed=needed,
-        )
-    if group.pids is not None and group.pids - group.used_pids < needed:
-        verdict.error(
-            f"{group.pids:,} processes and threads in this control group (pids.max), of which "
-            f"{group.used_pids:,} run",
-            why=f'{start}: "can\'t start new thread"',
-            mend=f"docker run --pids-limit {group.used_pids + 4 * needed}; kubelet --pod-max-pids; or fewer workers",
-            limit=group.pids,
-            needed=needed,
-        )
-    processes = checked.processes_per_node * (1 + checked.num_workers)
+    own_limit = None if measured.is_root else measured.processes
+    of_group = "in this control group (pids.max)"
+    for most, running, where, remedy in (
+        (own_limit, measured.running, "for this user (ulimit -u)", "ulimit -u {}"),
+        (group.pids, group.used_pids, of_group, "docker run --pids-limit {}; kubelet --pod-max-pids"),
+    ):
+        if most is not None and most - running < needed:
+            report.error(
+                f"{most:,} processes and threads {where}, of which {running:,} run",
+                why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
+                mend=f"{remedy.format(running + 4 * needed)}; or fewer workers, or OMP_NUM_THREADS=1",
+                limit=most,
+                needed=needed,
+            )
+    processes = ranks * (1 + checked.num_workers)
     locked, address = measured.locked_bytes, measured.address_bytes
     free = float("inf") if group.memory_bytes is None else group.memory_bytes - group.used_bytes
     if group.memory_bytes is not None and free < processes * _LEAST_BYTES_OF_A_PROCESS:
-        verdict.warning(
+        report.warning(
             f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
             f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; beyond the limit the kernel kills one (exit code 137)",
@@ -137,7 +132,7 @@ def _judge_processes_and_memory(
             free_bytes=free,
         )
     if measured.has_infiniband and locked is not None:
-        verdict.error(
+        report.error(
             f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",
             why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate memory'",
             mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
@@ -145,7 +140,7 @@ def _judge_processes_and_memory(
             locked_bytes=locked,
         )
     if address is not None and checked.accelerator == "cuda":
-        verdict.error(
+        report.error(
             f"virtual memory of a process: {format_size(address)} (ulimit -v)",
             why="CUDA reserves more address space than the host has memory, and fails to start",
             mend="ulimit -v unlimited",

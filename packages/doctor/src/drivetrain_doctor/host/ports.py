@@ -1,4 +1,4 @@
-"""The port of the rendezvous: free on the host that listens, and not one that the system gives to others."""
+"""The port of the rendezvous: free on the host that listens, and outside the system's ephemeral ports."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
@@ -45,6 +45,18 @@ def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasure
             probe.listen()
     except OSError as refused:
         failure = errno.errorcode.get(refused.errno or 0, str(refused))
+    holder = None
+    if failure == "EADDRINUSE":
+        tables = [file for name in ("tcp", "tcp6") if (file := proc / "net" / name).exists()]
+        rows = [row.split() for file in tables for row in file.read_text().splitlines()[1:]]
+        listening = [row for row in rows if row[3] == _LISTENING]
+        sockets = {f"socket:[{row[9]}]" for row in listening if int(row[1].rpartition(":")[2], 16) == port}
+        for folder in proc.glob("[0-9]*"):
+            with suppress(OSError):  # the process ended, or is another user's
+                if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    holder = f"process {folder.name} ({command.strip()[:60]})"
+                    break
     limits, reserved = (
         proc / "sys/net/ipv4" / f"ip_local_{name}" for name in ("port_range", "reserved_ports")
     )
@@ -52,61 +64,45 @@ def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasure
     return PortMeasurement(
         port=port,
         bind_error=failure,
-        holder=_holder(port, proc) if failure == "EADDRINUSE" else None,
+        holder=holder,
         ephemeral=(first, last),
         reserved=reserved.read_text().strip() if reserved.exists() else "",
     )
 
 
-def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the port for a run."""
     if not checked.hosts_store:
-        return CheckVerdict(skipped=f"the store listens on {checked.master_addr}, not here")
+        return CheckReport(f"the store listens on {checked.master_addr}, not here", is_skipped=True)
     port = measured.port
     if port == 0:
-        return CheckVerdict("any free port is taken")
+        return CheckReport("any free port is taken")
     if measured.bind_error is None:
-        verdict = CheckVerdict(f"port {port} is free")
+        report = CheckReport(f"port {port} is free")
         first, last = measured.ephemeral
         reserved = [part.partition("-") for part in measured.reserved.split(",") if part]
         is_reserved = any(int(low) <= port <= int(high or low) for low, _, high in reserved)
         # A cluster derives a port from its job, which may lie anywhere.
         if first <= port <= last and not is_reserved:
-            verdict.warning(
+            report.warning(
                 f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
                 why="any program may hold it, now and then, when a run starts",
                 mend=f"say a port below {first}, such as --master-port 29500, or as root: "
                 f"sysctl net.ipv4.ip_local_reserved_ports={port}",
                 port=port,
             )
-        return verdict
+        return report
     end, what = "", f"port {port} cannot be listened on ({measured.bind_error})"
     if measured.bind_error == "EADDRINUSE":
         holder = measured.holder or "a process that this user may not see"
         end, what = "end that process, or ", f"port {port} is in use, held by {holder}"
     other = 29500 if port < 1024 or port > 65000 else port + 1
     where = " on every host" if checked.num_nodes > 1 else ", or leave it out for any free one"
-    verdict = CheckVerdict(f"port {port}")
-    verdict.error(
+    report = CheckReport(f"port {port}")
+    report.error(
         what,
         why="the run's store cannot listen there",
         mend=f"{end}say --master-port {other}{where}",
         port=port,
     )
-    return verdict
-
-
-def _holder(port: int, proc: Path) -> str | None:
-    """Return the process that listens on a port; None if it belongs to another user or the system does not tell."""
-    sockets: set[str] = set()
-    for file in (proc / "net" / "tcp", proc / "net" / "tcp6"):
-        for row in map(str.split, file.read_text().splitlines()[1:] if file.exists() else ()):
-            if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{row[9]}]")
-    for folder in proc.glob("[0-9]*") if sockets else ():
-        with suppress(OSError):  # the process ended, or is another user's
-            if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                command = " ".join(word.decode(errors="replace") for word in words if word)
-                return f"process {folder.name} ({command[:60]})"
-    return None
+    return report

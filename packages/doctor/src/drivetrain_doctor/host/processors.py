@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_launcher.plan.control_groups import read_group_limits
 
 
@@ -38,9 +38,9 @@ def measure_processors() -> ProcessorMeasurement:
     )
 
 
-def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the cores for a run."""
-    verdict = CheckVerdict(f"{measured.effective:g} of {measured.cores} cores")
+    report = CheckReport(f"{measured.effective:g} of {measured.cores} cores")
     ranks, quota = checked.processes_per_node, measured.quota
     wanted = ranks * (1 + checked.num_workers)
     more = "a machine with more cores"
@@ -49,7 +49,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     elif measured.usable < measured.cores:
         more = "request more (sbatch --cpus-per-task, docker run --cpuset-cpus, taskset)"
     if ranks > measured.effective:
-        verdict.warning(
+        report.warning(
             f"{ranks} ranks on {measured.effective:g} cores",
             why="they take turns, and each collective waits for all of them",
             mend=f"{more}, or --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
@@ -57,7 +57,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
         )
     elif wanted > 2 * measured.effective:
         fits = max(0, int(2 * measured.effective / ranks) - 1)
-        verdict.warning(
+        report.warning(
             f"{wanted} processes (ranks and DataLoader workers) on {measured.effective:g} cores",
             why="workers then slow the ranks and each other",
             mend=f"num_workers={fits} in the DataLoader, or {more}",
@@ -67,18 +67,18 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
     is_chosen = "OMP_NUM_THREADS" in checked.environment or ranks > 1
     if quota is not None and quota < measured.usable and not is_chosen:
         threads = max(1, int(quota))
-        verdict.warning(
+        report.warning(
             f"the control group grants {quota:g} cores' time, but {measured.usable} cores are visible",
             why=f"torch starts {measured.usable} threads, which the kernel then stops for most of each 100 ms",
             mend=f"--threads-per-process {threads}, or export OMP_NUM_THREADS={threads}",
             quota=quota,
         )
     if measured.load > 1.5 * measured.cores:
-        verdict.warning(
+        report.warning(
             f"the machine is busy: {measured.load:.1f} threads want to run on {measured.cores} cores",
             why="other programs take time from the ranks, and all ranks wait for the slowest; what the doctor "
             "measures here is too low",
             mend="uptime and top show who; start when they have ended, or elsewhere",
             load=measured.load,
         )
-    return verdict
+    return report

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_messages import format_size
 
 # What a DataLoader prefetches for each worker, its default; one more batch is being used.
@@ -49,28 +49,28 @@ def needed_bytes(checked: CheckedRun) -> int:
     return checked.processes_per_node * batches * (checked.batch_bytes or 0) + nccl
 
 
-def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the shared memory for a run."""
     if not checked.num_workers and checked.accelerator != "cuda":
-        return CheckVerdict(skipped="no DataLoader workers and no GPU use it (--num-workers 0)")
+        return CheckReport("no DataLoader workers and no GPU use it (--num-workers 0)", is_skipped=True)
     folder, size = measured.folder, measured.size_bytes
     if size is None or not measured.is_writable:
-        verdict = CheckVerdict(f"{folder}")
-        verdict.error(
+        report = CheckReport(f"{folder}")
+        report.error(
             f"{folder} is not there" if size is None else f"this user may not write into {folder}",
             why="DataLoader workers hand batches over in it, and fail without it",
             mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
-        return verdict
+        return report
     needed, free = needed_bytes(checked), measured.free_bytes
-    verdict = CheckVerdict(f"{format_size(free)} of {format_size(size)} free in {folder}")
+    report = CheckReport(f"{format_size(free)} of {format_size(size)} free in {folder}")
     target = f"{max(8, -(-2 * needed // 2**30))}g"
     mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
     ranks = checked.processes_per_node
     what = f"{folder} has {format_size(free)} free of {format_size(size)}"
     batches = f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches"
     if needed > free:
-        verdict.error(
+        report.error(
             f"{what}, and this run fills {format_size(needed)}",
             why=f"{batches} and the one in use, at {format_size(checked.batch_bytes or 0)} a batch: a worker dies of "
             "a bus error ('insufficient shared memory')",
@@ -80,11 +80,11 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
         )
     elif checked.batch_bytes is None and free < min(_USUAL_BYTES, ranks * _USUAL_BYTES // 4):
         share = free / max(1, ranks * (checked.num_workers * _PREFETCH + 1))
-        verdict.warning(
+        report.warning(
             f"{what}{', as Docker gives it' if size == 64 << 20 else ''}",
             why=f"{batches} must fit: at {format_size(share)} a batch a worker dies of a bus error; "
             "--batch-megabytes N computes it for your batch",
             mend=mend,
             free_bytes=free,
         )
-    return verdict
+    return report

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 
 # Variable, the value that harms, what it does.
 _HARMFUL = (
@@ -25,7 +25,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableMeasurement:
-    """The environment, and the facts of this host that it is held against, also GPUs that the environment hides."""
+    """The environment, and this host's interfaces, cores and GPUs, those that the environment hides included."""
 
     environment: Mapping[str, str]
     interfaces: tuple[str, ...]
@@ -34,7 +34,7 @@ class VariableMeasurement:
 
 
 def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> VariableMeasurement:
-    """Collect what the environment is held against."""
+    """Collect the environment and the facts to compare it with."""
     return VariableMeasurement(
         environment=checked.environment,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -43,30 +43,40 @@ def measure_variables(checked: CheckedRun, dev: Path = Path("/dev")) -> Variable
     )
 
 
-def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> CheckVerdict:
+def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> CheckReport:
     """Judge the environment for a run."""
     environment, cores, ranks = measured.environment, measured.cores, checked.processes_per_node
-    verdict = CheckVerdict(f"{len(environment)} variables")
-    _judge_interfaces(verdict, measured, checked)
+    report = CheckReport(f"{len(environment)} variables")
+    _judge_interfaces(report, measured, checked)
     # A list sets the threads of nested levels; the first one counts. OpenMP itself warns of what is no number.
     threads = environment.get("OMP_NUM_THREADS", "")
     first = threads.split(",")[0].strip()
     total = int(first) * ranks if first.isdecimal() else 0
     if total > 2 * cores:
-        verdict.warning(
+        report.warning(
             f"OMP_NUM_THREADS={threads} in each of {ranks} ranks, on {cores} cores",
             why=f"{total} threads take turns, and each parallel loop waits for the last of them",
             mend=f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // ranks)}",
             threads=total,
             cores=cores,
         )
-    _judge_devices(verdict, measured)
-    if checked.num_nodes > 1:
-        _judge_proxies(verdict, environment, checked.master_addr)
+    _judge_devices(report, measured)
+    variables = {name.lower(): text for name, text in environment.items()}
+    proxies = [name for name in _PROXIES if variables.get(name)]
+    no_proxy, master = variables.get("no_proxy", "").strip(), checked.master_addr
+    excluded = [part.strip().lstrip("*.") for part in no_proxy.split(",")]
+    is_named = any(part and f".{master}".endswith(f".{part}") for part in excluded)
+    if checked.num_nodes > 1 and proxies and not (is_named or no_proxy == "*" or "" in excluded[1:]):
+        report.warning(
+            f"{', '.join(proxies)} set, and no_proxy does not name {master}",
+            why="torch's store does not use a proxy, but what speaks HTTP or gRPC between hosts does (Ray, etcd, "
+            "a tracking server), and the proxy cannot reach them",
+            mend=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
+        )
     # Inside a cluster's job of several processes these may be the cluster's.
     left = [name for name in _RANKS if name in environment]
     if "RANK" in left and checked.world_size == 1:
-        verdict.warning(
+        report.warning(
             f"{', '.join(f'{name}={environment[name]}' for name in left)} set in the shell",
             why="a run of one process takes itself for a rank of another launcher's run, and waits for its "
             "other ranks",
@@ -74,8 +84,8 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
         )
     for name, harmful, why in _HARMFUL:
         if environment.get(name, "").upper() == harmful:
-            verdict.warning(f"{name}={environment[name]}", why=why, mend=f"unset {name}")
-    return verdict
+            report.warning(f"{name}={environment[name]}", why=why, mend=f"unset {name}")
+    return report
 
 
 def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
@@ -93,7 +103,7 @@ def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
     return not (set(interfaces) - matched - {"lo"} if is_exclusion else matched)
 
 
-def _judge_interfaces(verdict: CheckVerdict, measured: VariableMeasurement, checked: CheckedRun) -> None:
+def _judge_interfaces(report: CheckReport, measured: VariableMeasurement, checked: CheckedRun) -> None:
     there = ", ".join(measured.interfaces)
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = measured.environment.get(name, "")
@@ -101,54 +111,35 @@ def _judge_interfaces(verdict: CheckVerdict, measured: VariableMeasurement, chec
         unknown = set(filter(None, value.split(","))) - set(measured.interfaces)
         if value and (unmatched(value, measured.interfaces) if is_nccl else unknown):
             used = "the GPUs of a host and of several" if is_nccl else "processes"
-            verdict.error(
+            report.error(
                 f"{name}={value} names no interface of this host, which has {there}",
                 why=f"the process group of {used} fails to start",
                 mend=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
             )
         elif checked.num_nodes > 1 and value.removeprefix("=") == "lo":
-            verdict.error(
+            report.error(
                 f"{name}={value} with {checked.num_nodes} hosts",
                 why="no other host can be reached over the loopback interface",
                 mend=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
             )
 
 
-def _judge_devices(verdict: CheckVerdict, measured: VariableMeasurement) -> None:
+def _judge_devices(report: CheckReport, measured: VariableMeasurement) -> None:
     value, num_gpus = measured.environment.get("CUDA_VISIBLE_DEVICES"), measured.num_gpus
     if value is None or num_gpus is None:
         return
     names = [each.strip() for each in value.split(",")]
     wrong = [each for each in names if each.isdecimal() and int(each) >= num_gpus]
     if names[0] in ("", "-1"):
-        verdict.warning(
+        report.warning(
             f"CUDA_VISIBLE_DEVICES={value!r} hides all of this host's {num_gpus} GPUs",
             why="the run trains on the CPU without an error",
             mend="unset CUDA_VISIBLE_DEVICES; inside a job, request GPUs from the cluster",
         )
     elif wrong or len(set(names)) < len(names):
         what = f"names GPU {wrong[0]}, of {num_gpus}" if wrong else "names a GPU twice"
-        verdict.error(
+        report.error(
             f"CUDA_VISIBLE_DEVICES={value} {what}",
             why="CUDA shows only the devices before the first wrong one, or none",
             mend="unset CUDA_VISIBLE_DEVICES, or name each GPU once, from 0 (nvidia-smi -L lists them)",
-        )
-
-
-def _judge_proxies(verdict: CheckVerdict, environment: Mapping[str, str], master: str) -> None:
-    variables = {name.lower(): text for name, text in environment.items()}
-    proxies = [name for name in _PROXIES if variables.get(name)]
-    no_proxy = variables.get("no_proxy", "").strip()
-    excluded = [part.strip().lstrip("*.") for part in no_proxy.split(",")]
-    is_excluded = (
-        no_proxy == "*"
-        or "" in excluded[1:]
-        or any(part and f".{master}".endswith(f".{part}") for part in excluded)
-    )
-    if proxies and not is_excluded:
-        verdict.warning(
-            f"{', '.join(proxies)} set, and no_proxy does not name {master}",
-            why="torch's store does not use a proxy, but what speaks HTTP or gRPC between hosts does (Ray, etcd, "
-            "a tracking server), and the proxy cannot reach them",
-            mend=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
         )

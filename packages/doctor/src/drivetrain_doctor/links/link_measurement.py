@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
@@ -17,40 +17,34 @@ from drivetrain_doctor.links.link_results import GroupResult, PairResult
 
 # The time in which the program has imported torch at the latest, on a machine with ten times more to do than cores.
 _START_SECONDS = 100.0
+# More than all pairs of eight ranks.
+MOST_ROUNDS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOrder:
-    """A group whose pairs are to be measured, and the ranks of it that one program runs, each as a process.
+    """A group of ranks to measure in pairs, and the `ranks` that one program runs, each as a process.
 
-    The ranks of one host meet over the file `store_path`, those of several hosts at a store's address.
-
-    Attributes:
-        ranks: The ranks that the program runs.
-        prefix: The prefix of the group's keys in the store.
-        most_rounds: The number of rounds of pairs, at most.
-        at_once: Whether pairs that share no rank are measured at the same time.
-        limit_seconds: The time after which the program ends, whatever happens.
+    The ranks of one host meet over the file `store_path`, those of several hosts at a store's address. The program
+    ends after `limit_seconds`, whatever happens.
     """
 
     backend: str
     world_size: int
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     store_path: str = ""
     store_host: str = ""
     store_port: int = 0
-    prefix: str = "pairs"
-    most_rounds: int = 32
-    at_once: bool = False
     limit_seconds: float = 20.0
 
 
-def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[tuple[Link, ...], ...]:
+def pair_rounds(
+    count: int, *, most_rounds: int = MOST_ROUNDS, at_once: bool = True
+) -> tuple[tuple[Link, ...], ...]:
     """Return rounds of pairs, lower rank first; within a round no rank is in two pairs.
 
-    With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments). Of more
-    rounds than `most_rounds`, such are taken that are spread over all. Unless measured at once, each pair is a round
-    of its own, as for ranks of one host, which share its memory and cores.
+    With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments). At most
+    `most_rounds` of them are returned, spread over all. Without `at_once`, a round is a single pair.
     """
     places = count + count % 2  # with an odd number, who meets the last place pauses
     num_rounds = places - 1 if count > 1 else 0
@@ -69,7 +63,7 @@ def pair_rounds(count: int, *, most_rounds: int, at_once: bool = True) -> tuple[
 
 
 def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
-    """Start the program that measures pairs, which imports torch while other checks run, and waits for its order."""
+    """Start the program that measures pairs; it imports torch while other checks run, and waits for its order."""
     process = subprocess.Popen(
         [sys.executable, "-m", "drivetrain_doctor.links.link_worker"],
         env={**environment, "OMP_NUM_THREADS": "1"},
@@ -112,11 +106,11 @@ class PairProgram:
         return self._is_ready
 
     def measure(self, order: PairOrder) -> GroupResult:
-        """Hand the order to the program, wait until it ends, or for its time; return what it told until then."""
+        """Hand the order to the program, wait until it ends or its time is over, and return its results so far."""
         self.wait_until_ready()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended already, which the missing events tell
+        with suppress(BrokenPipeError):  # it has ended already: its events are missing
             self._process.stdin.write(json.dumps(asdict(order)).encode())
             self._process.stdin.close()
         lines = _read(self._process.stdout, order.limit_seconds)
@@ -124,7 +118,7 @@ class PairProgram:
 
 
 def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
-    """Return what the events of a program say: "joined", "begin" of a pair, "pair", "failure", as they came."""
+    """Return the result that a program's events amount to: "joined", "begin" of a pair, "pair", "failure"."""
     pairs: dict[Link, PairResult] = {}
     begun: set[Link] = set()
     joined: dict[int, float] = {}
@@ -153,7 +147,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
 
 
 def _read(pipe: IO[bytes], limit_seconds: float, *, lines: int | None = None) -> list[bytes]:
-    """Return the lines that come until the pipe ends, until there are so many, or until the time is over."""
+    """Return the lines of a pipe until it ends, until there are so many, or until the time is over."""
     text = b""
     deadline = time.monotonic() + limit_seconds
     with selectors.DefaultSelector() as selector:

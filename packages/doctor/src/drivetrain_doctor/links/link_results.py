@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.links.link_faults import Link, find_faults
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
@@ -49,20 +49,20 @@ class GroupResult:
     start_seconds: float | None = None
 
 
-def judge_ranks(result: GroupResult) -> CheckVerdict:
+def judge_ranks(result: GroupResult) -> CheckReport:
     """Judge the links between the processes of one host, which differ by design; only failures are findings."""
-    verdict = CheckVerdict(summarize(result.backend, result.pairs))
-    _judge_failures(verdict, result, ())
-    return verdict
+    report = CheckReport(summarize(result.backend, result.pairs))
+    _judge_failures(report, result, ())
+    return report
 
 
-def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
+def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
     """Judge the links between hosts, one rank on each, and name the slow link or host by `names`."""
-    verdict = CheckVerdict(summarize(result.backend, result.pairs))
-    _judge_failures(verdict, result, names)
+    report = CheckReport(summarize(result.backend, result.pairs))
+    _judge_failures(report, result, names)
     rates = {(each.first, each.second): each.bytes_per_second for each in result.pairs}
     if len(names) > 2:
-        _judge_bandwidth(verdict, rates, names)
+        _judge_bandwidth(report, rates, names)
         latencies = {(each.first, each.second): each.latency_seconds for each in result.pairs}
         speeds = {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()}
         faults = find_faults(speeds, slow_below=1 / _SLOW_LATENCY_TIMES)
@@ -74,7 +74,7 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
         ]
         for who, seconds in late:
             if seconds - usual > _LATENCY_NOISE_SECONDS:
-                verdict.warning(
+                report.warning(
                     f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
                     why="small collectives (a loss that is gathered, a norm) wait for it at every step",
                     mend="another route or zone, a host that is busy (top), or a saving mode of its processor or "
@@ -83,14 +83,14 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckVerdict:
                     usual=usual,
                 )
     if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
-        verdict.warning(
+        report.warning(
             f"hosts exchange {_rate(rate)} over {result.backend}",
             why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
             mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
             "speed); or exchange less: bf16 gradients, accumulation",
             bytes_per_second=rate,
         )
-    return verdict
+    return report
 
 
 def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
@@ -107,7 +107,7 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
     )
 
 
-def _judge_failures(verdict: CheckVerdict, result: GroupResult, names: Sequence[str]) -> None:
+def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[str]) -> None:
     def shown(ranks: Sequence[int]) -> list[str]:
         return [names[rank] if rank < len(names) else f"rank {rank}" for rank in ranks[:_SHOWN]]
 
@@ -115,7 +115,7 @@ def _judge_failures(verdict: CheckVerdict, result: GroupResult, names: Sequence[
     for rank, failure in sorted(result.failures.items()):
         ranks_of.setdefault(failure, []).append(rank)
     for failure, ranks in ranks_of.items():
-        verdict.error(
+        report.error(
             f"{result.backend} fails on {', '.join(shown(ranks))}: {failure}",
             why="so does the process group of a run",
             mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
@@ -125,7 +125,7 @@ def _judge_failures(verdict: CheckVerdict, result: GroupResult, names: Sequence[
         ends = [end for pair in result.unfinished for end in pair]
         common = [end for end in sorted(set(ends)) if ends.count(end) == len(result.unfinished) > 1]
         who = " and ".join(shown(common or sorted(set(ends))))
-        verdict.error(
+        report.error(
             f"{result.backend} messages to or from {who} did not arrive in time",
             why="each collective of a run waits for the slowest rank, here for ever",
             mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
@@ -133,12 +133,12 @@ def _judge_failures(verdict: CheckVerdict, result: GroupResult, names: Sequence[
         )
 
 
-def _judge_bandwidth(verdict: CheckVerdict, rates: Mapping[Link, float], names: Sequence[str]) -> None:
+def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Sequence[str]) -> None:
     faults = find_faults(rates, slow_below=_SLOW_PART)
     usual = _rate(faults.usual)
     for host in faults.hosts:
         rate = _of_host(rates, host)
-        verdict.warning(
+        report.warning(
             f"{names[host]} is slow: {_rate(rate)} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
@@ -147,7 +147,7 @@ def _judge_bandwidth(verdict: CheckVerdict, rates: Mapping[Link, float], names: 
             usual=faults.usual,
         )
     for link in faults.links[:_SHOWN]:
-        verdict.warning(
+        report.warning(
             f"the link {names[link[0]]} - {names[link[1]]} is slow: {_rate(rates[link])}, where {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
@@ -162,7 +162,7 @@ def _judge_bandwidth(verdict: CheckVerdict, rates: Mapping[Link, float], names: 
             for link, rate in rates.items()
             if not any(set(link) <= set(island) for island in faults.islands)
         ]
-        verdict.warning(
+        report.warning(
             f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
             f"{usual} within",
             why="a collective over all hosts runs at the speed between the islands (racks, zones, an "

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -29,7 +30,7 @@ _LONG_SECONDS = 0.02
 
 
 class Step(IntEnum):
-    """A step that the lower rank of a pair has the other take."""
+    """A step of a pair, sent by the lower rank to the other."""
 
     BEGIN = 0
     PING = 1
@@ -41,9 +42,7 @@ class Step(IntEnum):
 def main() -> int:
     """Run the ranks of the order on stdin; each ends by itself."""
     _tell(event="ready")
-    data: dict[str, Any] = json.loads(sys.stdin.read())
-    data["ranks"] = tuple(data["ranks"])
-    order = PairOrder(**data)
+    order = PairOrder(**json.loads(sys.stdin.read()))
     children: list[int] = []
     for local_rank, rank in enumerate(order.ranks):
         child = os.fork()
@@ -75,19 +74,19 @@ def _measure_all(order: PairOrder, rank: int, local_rank: int) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         order.backend,
-        store=dist.PrefixStore(order.prefix, store),
+        store=dist.PrefixStore(f"doctor/{order.backend}", store),
         rank=rank,
         world_size=order.world_size,
         timeout=timeout,
     )
     dist.all_reduce(torch.ones(1, device=device))  # connects, where a backend does so late
     _tell(event="joined", rank=rank, seconds=time.monotonic() - begin)
-    for pairs in pair_rounds(order.world_size, most_rounds=order.most_rounds, at_once=order.at_once):
+    # Ranks of one host share its memory and cores.
+    for pairs in pair_rounds(order.world_size, at_once=not order.store_path):
         for first, second in pairs:
             if rank == first:
                 _tell(event="begin", first=first, second=second)
-                result = _drive(first, second, device)
-                _tell(event="pair", **{name: getattr(result, name) for name in PairResult.__slots__})
+                _tell(event="pair", **asdict(_drive(first, second, device)))
             elif rank == second:
                 _follow(first, device)
     # All must be there until the last pair is done: gloo's connections end with a process.
@@ -96,7 +95,7 @@ def _measure_all(order: PairOrder, rank: int, local_rank: int) -> None:
 
 
 def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
-    """Measure a pair from its lower rank, which tells the other what comes."""
+    """Measure a pair from its lower rank, and send the other rank each step first."""
 
     def time_message(*, is_forward: bool) -> float:
         body = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -172,7 +171,7 @@ def _receive(tensor: torch.Tensor, peer: int) -> None:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait for a GPU, where sending and receiving only begin."""
+    """Wait for a GPU, where a call only begins to send or receive."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.meeting.meeting_store import HostMeeting
 
 QUESTIONS = 5
@@ -48,22 +48,22 @@ def answer_hosts(meeting: HostMeeting, ranks: Iterable[int]) -> None:
     for rank in ranks:
         for number in range(QUESTIONS):
             if not meeting.answer_clock(rank, number, seconds=_ANSWER_SECONDS):
-                break  # it is frozen, which the next step tells
+                break  # it is frozen: the next step reports that
 
 
-def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> CheckVerdict:
+def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -> CheckReport:
     """Judge the clocks of all hosts, by rank."""
     if not offsets:
-        return CheckVerdict(skipped="no other host answered")
+        return CheckReport("no other host answered", is_skipped=True)
     most = max(offsets.values(), key=lambda offset: abs(offset.seconds))
-    verdict = CheckVerdict(
+    report = CheckReport(
         f"at most {abs(most.seconds) * 1e3:.1f} ms from host 0 (+- {most.bound_seconds * 1e3:.1f} ms)"
     )
     for rank, offset in sorted(offsets.items()):
         seconds, bound = abs(offset.seconds), offset.bound_seconds
         if seconds - bound > _SKEW_SECONDS:
             direction = "ahead of" if offset.seconds > 0 else "behind"
-            judge = verdict.error if seconds - bound > _BROKEN_SECONDS else verdict.warning
+            judge = report.error if seconds - bound > _BROKEN_SECONDS else report.warning
             judge(
                 f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
                 why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
@@ -73,4 +73,4 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
                 seconds=offset.seconds,
                 bound_seconds=bound,
             )
-    return verdict
+    return report

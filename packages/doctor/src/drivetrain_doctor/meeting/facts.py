@@ -1,11 +1,11 @@
-"""The facts that a host tells about itself, and the differences between hosts."""
+"""The facts of a host, and the differences between hosts."""
 
 import platform
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import distributions
 
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_messages import list_some
 
 _SHOWN = 6
@@ -30,9 +30,9 @@ def host_label(rank: int, name: str, address: str | None) -> str:
     return f"host {rank} ({name}{f', {address}' if address else ''})"
 
 
-def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckVerdict:
+def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]) -> CheckReport:
     """Name the hosts that differ from most in a version or a variable; facts and names are by rank."""
-    verdict = CheckVerdict()
+    report = CheckReport()
     subjects = list(dict.fromkeys(subject for told in facts.values() for subject in told))
     for subject in subjects:
         values = {rank: told.get(subject, "none") for rank, told in sorted(facts.items())}
@@ -46,7 +46,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         )
         what = f"{subject} differs: {shown}, where it is {usual} on {having}"
         if subject.isupper():
-            verdict.warning(
+            report.warning(
                 what,
                 why="NCCL then chooses differently on the hosts, and may hang",
                 mend=f"set {subject} alike on all hosts, or nowhere",
@@ -55,17 +55,17 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         minors = {value.rpartition(".")[0] for value in values.values()}
         is_grave = subject == "torch" or (subject == "python" and len(minors) > 1)
         place = f", or a shared folder; pip install '{subject}=={usual}' there"
-        judge = verdict.error if is_grave else verdict.warning
+        judge = report.error if is_grave else report.warning
         judge(
             what,
             why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
             mend="one environment for all hosts: the same image"
             + (" or partition" if subject in ("python", "machine") else place),
         )
-    verdict.summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
-    if not verdict.findings:
+    report.summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"
+    if not report.findings:
         python = next(iter(facts.values()))["python"]
-        verdict.summary = (
+        report.summary = (
             f"{len(facts)} hosts agree in {len(subjects)} versions and variables (Python {python})"
         )
-    return verdict
+    return report

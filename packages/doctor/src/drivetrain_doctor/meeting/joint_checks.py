@@ -1,9 +1,9 @@
 """The meeting of all hosts' doctors, step by step; every host runs `meet`, and host 0 judges.
 
-1. All join the store; host 0 waits for those that are missing, and tells the roster.
+1. All join the store; host 0 waits for missing hosts, and tells the roster.
 2. Each measures its clock against that of host 0.
-3. Each connects to a port of each other one, and looks for a file of host 0 in the folder of the checkpoints.
-4. Those that reach each other measure their links over gloo, and over NCCL if all have NVIDIA GPUs.
+3. Each connects to a port of every other host, and looks for host 0's file in the folder of the checkpoints.
+4. If they reach each other, they measure their links over gloo, and over NCCL if all have NVIDIA GPUs.
 5. Host 0 tells the end.
 """
 
@@ -11,23 +11,22 @@ import os
 import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain_doctor.checked_run import CheckedRun
-from drivetrain_doctor.doctor_finding import CheckReport, CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport, Examination
 from drivetrain_doctor.links.link_measurement import PairOrder, PairProgram, start_pairs
 from drivetrain_doctor.links.link_results import GroupResult, PairResult, judge_hosts
 from drivetrain_doctor.meeting.clock import ClockOffset, answer_hosts, ask_host_0, judge_clocks
 from drivetrain_doctor.meeting.facts import host_label, judge_facts, own_facts
 from drivetrain_doctor.meeting.meeting_store import HostMeeting, MeetingError, join
-from drivetrain_doctor.meeting.reach import ReachListener, judge_reach, reach_all
-from drivetrain_doctor.run_checks import report_of, within
+from drivetrain_doctor.meeting.reach import answer_connections, judge_reach, reach_all
+from drivetrain_doctor.run_checks import within
 
 _REACH_SECONDS = 10.0
 _PAIR_SECONDS = 45.0
-_MOST_ROUNDS = 32
 _SHOWN = 16
 _START_SECONDS = 110.0
 _MEETING_SECONDS = 600.0
@@ -35,63 +34,49 @@ _MEETING_SECONDS = 600.0
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeetingResult:
-    """The result of the meeting: of all hosts on host 0, of this host on others; no rank if it could not join."""
-
-    rank: int | None
-    labels: Mapping[int, str] = field(default_factory=dict[int, str])
-    reports: Mapping[int, tuple[CheckReport, ...]] = field(default_factory=dict[int, tuple[CheckReport, ...]])
-    together: tuple[CheckReport, ...] = ()
-    is_broken: bool = False
-
-
 def meet(
     checked: CheckedRun,
-    reports: tuple[CheckReport, ...],
+    alone: Examination,
     *,
     address: str | None,
     program: PairProgram,
     progress: Progress,
-) -> MeetingResult:
-    """Meet the other hosts, and check all together.
+) -> Examination:
+    """Meet the other hosts and check all together: return the examination of this host `alone`, completed.
 
     `address` is that by which this host reaches host 0, if known; `program` measures pairs and has no order yet.
     """
-    with ReachListener() as listener:
+    ((_, reports),) = alone.hosts
+    with answer_connections() as port:
         try:
             meeting = join(checked, progress=progress)
             own = {
                 "label": host_label(meeting.rank, socket.gethostname(), address),
                 "address": address or checked.master_addr,
-                "port": listener.port,
+                "port": port,
                 "facts": own_facts(checked.environment),
                 "reports": [report.as_data() for report in reports],
                 "has_gpu": checked.accelerator == "cuda",
             }
-            host = _Host(checked=checked, meeting=meeting, gloo_program=program, progress=progress)
+            host = _Host(
+                checked=checked, alone=alone, meeting=meeting, gloo_program=program, progress=progress
+            )
             # If host 0 freezes, a call of the store has no limit of its own.
             limit = checked.wait_seconds + _MEETING_SECONDS
-            return within(limit, lambda: host.take_part(own, reports), name="doctor-meeting")
+            return within(limit, lambda: host.take_part(own), name="doctor-meeting")
         except TimeoutError:
             failure = "the meeting had no end: host 0 is frozen, or cut off since it was reached"
         except MeetingError as error:
             failure = str(error)
-    verdict = CheckVerdict("not joined")
-    verdict.error(
+    report = CheckReport("not joined", name="rendezvous")
+    report.error(
         failure,
         why="this host cannot take part in a run",
         mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
         f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
     )
-    rank = checked.node_rank or 0
-    return MeetingResult(
-        rank=None,
-        labels={rank: host_label(rank, socket.gethostname(), None)},
-        reports={rank: reports},
-        together=(report_of("rendezvous", verdict),),
-        is_broken=True,
-    )
+    label = host_label(checked.node_rank or 0, socket.gethostname(), None)
+    return replace(alone, hosts=((label, reports),), together=(report,), is_broken=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +84,12 @@ class _Host:
     """The part of this host in the meeting."""
 
     checked: CheckedRun
+    alone: Examination
     meeting: HostMeeting
     gloo_program: PairProgram
     progress: Progress
 
-    def take_part(self, own: Mapping[str, Any], reports: tuple[CheckReport, ...]) -> MeetingResult:
+    def take_part(self, own: Mapping[str, Any]) -> Examination:
         """Follow host 0, or lead as host 0."""
         meeting, rank = self.meeting, self.meeting.rank
         if meeting.claim() > 1:
@@ -129,14 +115,11 @@ class _Host:
                     meeting.post(f"pairs/{backend}", measure_links(meeting, linked, backend, program))
         end = meeting.hear("end", seconds=_START_SECONDS + _PAIR_SECONDS * 3)
         meeting.post("bye", "")
-        return MeetingResult(
-            rank=rank,
-            labels={rank: roster["labels"][str(rank)]},
-            reports={rank: reports},
-            is_broken=bool(end["is_broken"]),
-        )
+        ((_, reports),) = self.alone.hosts
+        hosts = ((roster["labels"][str(rank)], reports),)
+        return replace(self.alone, hosts=hosts, is_broken=bool(end["is_broken"]), is_leader=False)
 
-    def _lead(self) -> MeetingResult:
+    def _lead(self) -> Examination:
         """Lead the meeting, and judge the answers of all hosts. On host 0."""
         meeting, checked = self.meeting, self.checked
         hello = meeting.collect(
@@ -147,28 +130,24 @@ class _Host:
         )
         labels = {rank: str(told["label"]) for rank, told in sorted(hello.items())}
         roster = judge_roster(meeting.num_hosts, labels, checked)
-        together = [report_of("rendezvous", roster, seconds=meeting.seconds)]
-        reports = {
-            rank: tuple(CheckReport.from_data(data) for data in told["reports"])
-            for rank, told in sorted(hello.items())
-        }
+        together = [replace(roster, name="rendezvous", seconds=round(meeting.seconds, 3))]
         if len(hello) > 1:
             together += self._check_together(hello, labels)
-        is_broken = any(
-            report.state == "error" for found in (*reports.values(), together) for report in found
+        hosts = tuple(
+            (label, tuple(map(CheckReport.from_data, hello[rank]["reports"])))
+            for rank, label in labels.items()
         )
+        groups = (*(reports for _, reports in hosts), together)
+        is_broken = any(report.state == "error" for reports in groups for report in reports)
         meeting.tell("end", {"is_broken": is_broken})
         meeting.collect("bye", [rank for rank in hello if rank], seconds=2.0)
-        return MeetingResult(
-            rank=0, labels=labels, reports=reports, together=tuple(together), is_broken=is_broken
-        )
+        return replace(self.alone, hosts=hosts, together=tuple(together), is_broken=is_broken)
 
     def _check_together(self, hello: Mapping[int, Any], labels: Mapping[int, str]) -> Iterator[CheckReport]:
         checked, meeting = self.checked, self.meeting
         others = [rank for rank in sorted(hello) if rank]
-        yield report_of(
-            "versions", judge_facts({rank: told["facts"] for rank, told in hello.items()}, labels)
-        )
+        facts = {rank: told["facts"] for rank, told in hello.items()}
+        yield replace(judge_facts(facts, labels), name="versions")
         with file_in(checked.folder) as token:
             roster = {
                 "ranks": sorted(hello),
@@ -181,7 +160,7 @@ class _Host:
             answer_hosts(meeting, others)
             clocks = meeting.collect("clock", others, seconds=_REACH_SECONDS)
             offsets = {rank: ClockOffset(**told) for rank, told in clocks.items()}
-            yield report_of("clocks", judge_clocks(offsets, labels))
+            yield replace(judge_clocks(offsets, labels), name="clocks")
             self.progress("connecting hosts to each other")
             meeting.post("reach", self._look_around(roster))
             around = meeting.collect("reach", sorted(hello), seconds=_REACH_SECONDS)
@@ -189,9 +168,10 @@ class _Host:
         ways = {
             (rank, int(other)): how for rank, told in around.items() for other, how in told["reached"].items()
         }
-        yield report_of("ways between hosts", judge_reach(ways, silent, labels))
+        yield replace(judge_reach(ways, silent, labels), name="ways between hosts")
         sees = {rank: bool(told["sees_folder"]) for rank, told in around.items() if rank}
-        yield report_of("common folder", judge_folder(sees, labels, checked, is_writable=bool(token)))
+        folder = judge_folder(sees, labels, checked, is_writable=bool(token))
+        yield replace(folder, name="common folder")
         is_open = all(how == "yes" for way, how in ways.items() if way[1] not in silent)
         linked = sorted(around) if is_open and len(around) > 1 else []
         backends = ["gloo", *(["nccl"] if linked and all(hello[rank]["has_gpu"] for rank in linked) else [])]
@@ -199,13 +179,13 @@ class _Host:
         for backend in backends:
             if linked:
                 self.progress(f"measuring {backend} between {len(linked)} hosts")
-                verdict = self._lead_links(linked, labels, backend)
+                report = self._lead_links(linked, labels, backend)
             else:
                 closed = "not measured, since a host does not answer or a way between hosts is closed"
-                verdict = CheckVerdict(skipped=closed)
-            yield report_of(f"{backend} between hosts", verdict)
+                report = CheckReport(closed, is_skipped=True)
+            yield replace(report, name=f"{backend} between hosts")
 
-    def _lead_links(self, linked: Sequence[int], labels: Mapping[int, str], backend: str) -> CheckVerdict:
+    def _lead_links(self, linked: Sequence[int], labels: Mapping[int, str], backend: str) -> CheckReport:
         meeting = self.meeting
         program = self._start_program(backend)
         # A host that is slow to import torch must not use up the time of the others.
@@ -213,18 +193,18 @@ class _Host:
         meeting.tell(f"linked/{backend}", ready)
         meeting.post(f"pairs/{backend}", measure_links(meeting, ready, backend, program))
         told = meeting.collect(f"pairs/{backend}", ready, seconds=_REACH_SECONDS)
-        verdict = judge_hosts(merge(backend, told, ready), [labels[rank] for rank in ready])
+        report = judge_hosts(merge(backend, told, ready), [labels[rank] for rank in ready])
         if late := [rank for rank in linked if rank not in ready]:
-            verdict.error(
+            report.error(
                 f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
                 why="a run's ranks wait for the last one to start",
                 mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a "
                 "busy file server is the usual reason",
             )
-        return verdict
+        return report
 
     def _start_program(self, backend: str) -> PairProgram:
-        """Return a program that measures pairs, once it has imported torch, which host 0 is told."""
+        """Return a program that measures pairs, once it has imported torch, and tell host 0."""
         program = self.gloo_program if backend == "gloo" else start_pairs(self.checked.environment)
         program.wait_until_ready()
         self.meeting.post(f"ready/{backend}", "")
@@ -241,21 +221,19 @@ class _Host:
         }
 
 
-def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckVerdict:
+def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckReport:
     """Name the hosts that did not come."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
-    verdict = CheckVerdict(
-        f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}"
-    )
+    report = CheckReport(f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}")
     if missing:
-        verdict.error(
+        report.error(
             f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
             why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
             mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
             f"it does not reach {checked.master_addr}:{checked.master_port}",
             missing=", ".join(map(str, missing)),
         )
-    return verdict
+    return report
 
 
 def list_hosts(ranks: Sequence[int]) -> str:
@@ -266,7 +244,7 @@ def list_hosts(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def file_in(folder: Path) -> Generator[str]:
-    """Keep a file in a folder during the block; its name is the value, empty if nothing can be written there."""
+    """Hold a file in a folder during the block; the value is its name, empty if the folder refuses it."""
     file = folder / f".drivetrain-doctor-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         file.touch()
@@ -282,23 +260,23 @@ def file_in(folder: Path) -> Generator[str]:
 
 def judge_folder(
     sees: Mapping[int, bool], labels: Mapping[int, str], checked: CheckedRun, *, is_writable: bool
-) -> CheckVerdict:
+) -> CheckReport:
     """Name the hosts that do not see host 0's file in the folder of the checkpoints."""
     if not is_writable:
-        return CheckVerdict(skipped=f"host 0 cannot write into {checked.folder.absolute()}")
+        return CheckReport(f"host 0 cannot write into {checked.folder.absolute()}", is_skipped=True)
     blind = [rank for rank, does in sorted(sees.items()) if not does]
-    verdict = CheckVerdict(
+    report = CheckReport(
         f"{len(sees) - len(blind) + 1} of {len(sees) + 1} hosts share {checked.folder.absolute()}"
     )
     if blind:
         who = ", ".join(labels[rank] for rank in blind[:_SHOWN])
-        verdict.warning(
+        report.warning(
             f"{who}: the folder {checked.folder} is not that of host 0",
             why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
             mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
             "may show new files late: mount it with actimeo=1",
         )
-    return verdict
+    return report
 
 
 def measure_links(
@@ -308,12 +286,9 @@ def measure_links(
     order = PairOrder(
         backend=backend,
         world_size=len(ranks),
-        ranks=(ranks.index(meeting.rank),),
-        store_host=meeting.store_host,
-        store_port=meeting.store_port,
-        prefix=f"doctor/{backend}",
-        most_rounds=_MOST_ROUNDS,
-        at_once=True,
+        ranks=[ranks.index(meeting.rank)],
+        store_host=meeting.store.host,
+        store_port=meeting.store.port,
         limit_seconds=_PAIR_SECONDS,
     )
     with program:
@@ -321,9 +296,9 @@ def measure_links(
 
 
 def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[int]) -> GroupResult:
-    """Return one result from those that hosts told as plain data, by rank, each of its own pairs.
+    """Merge the results of all hosts, by rank and as plain data, each about the pairs that this host measured.
 
-    The hosts in `linked` are in the order of their ranks in the group.
+    `linked` lists the hosts in the order of their ranks in the group.
     """
     failures: dict[int, str] = {}
     pairs: list[PairResult] = []

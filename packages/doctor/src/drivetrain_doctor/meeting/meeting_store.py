@@ -1,7 +1,7 @@
 """Join the other hosts' doctors at the store of the run: who is there, and who is missing after how long.
 
-Keys below the prefix: `arrivals` counts hosts that are given their rank, `here/RANK` counts the hosts that claim a
-rank, `post/STEP/RANK` holds what a host tells, `word/STEP` what rank 0 tells all.
+Keys below the prefix: `arrivals` counts the hosts that come without a rank, to give them one; `here/RANK` counts the
+claims of a rank; `post/STEP/RANK` is a host's message to rank 0, `word/STEP` rank 0's message to all.
 """
 
 import socket
@@ -41,21 +41,19 @@ _MEANINGS = (
 
 
 class MeetingError(LaunchError):
-    """A host that could not join; the message says what it saw at the address, and what to do."""
+    """An error of a host that cannot join; the message names what listens at the address, and a remedy."""
 
 
 class HostMeeting:
-    """The hosts' common store, at the address where this host reaches it; `seconds` is the time that this took."""
+    """The hosts' common store, as this host reaches it, and the `seconds` that joining took."""
 
     def __init__(self, store: TCPStore, *, rank: int, num_hosts: int, seconds: float) -> None:
         self.rank = rank
         self.num_hosts = num_hosts
         self.seconds = seconds
-        self.store_host = store.host
-        self.store_port = store.port
-        self._server = store
-        self._store = PrefixStore(_PREFIX, store)
-        self._values = StoreRounds(self._store, rank=rank)
+        self.store = store  # on host 0, its server too
+        self._keys = PrefixStore(_PREFIX, store)
+        self._values = StoreRounds(self._keys, rank=rank)
 
     def claim(self) -> int:
         """Claim this host's rank; return how many hosts have claimed it so far."""
@@ -73,7 +71,7 @@ class HostMeeting:
         seconds: float,
         progress: Callable[[list[int]], None] = lambda _: None,
     ) -> dict[int, Any]:
-        """Return what hosts have told, by rank, once all have, or of those that have after `seconds`. On rank 0."""
+        """Return the messages of hosts by rank, once all have come or `seconds` are over. On rank 0."""
         deadline = time.monotonic() + seconds
         found: dict[int, Any] = {}
         missing = list(ranks)
@@ -92,9 +90,9 @@ class HostMeeting:
         self._values.post(f"word/{step}", content)
 
     def hear(self, step: str, *, seconds: float) -> Any:
-        """Wait for what rank 0 tells, for `seconds` and a grace; a MeetingError says that nothing came."""
+        """Wait for a message of rank 0, for `seconds` and a grace; raise MeetingError if none comes."""
         try:
-            self._store.wait([f"word/{step}"], timedelta(seconds=seconds + _GRACE_SECONDS))
+            self._keys.wait([f"word/{step}"], timedelta(seconds=seconds + _GRACE_SECONDS))
             return self._values.read(f"word/{step}")
         except DistError as failure:
             raise MeetingError(
@@ -103,17 +101,17 @@ class HostMeeting:
             ) from failure
 
     def ask_clock(self, number: int) -> float:
-        """Return the time of rank 0's clock, which it reads when it hears of this question."""
-        self._store.set(f"clock/ask/{self.rank}/{number}", "")
-        return float(self._store.get(f"clock/answer/{self.rank}/{number}"))
+        """Ask rank 0 for the time of its clock."""
+        self._keys.set(f"clock/ask/{self.rank}/{number}", "")
+        return float(self._keys.get(f"clock/answer/{self.rank}/{number}"))
 
     def answer_clock(self, rank: int, number: int, *, seconds: float) -> bool:
-        """Wait for a host's question after the time, and answer it; return False if it does not ask. On rank 0."""
+        """Wait for a host to ask for the time, and answer; return False if it does not ask. On rank 0."""
         try:
-            self._store.wait([f"clock/ask/{rank}/{number}"], timedelta(seconds=seconds))
+            self._keys.wait([f"clock/ask/{rank}/{number}"], timedelta(seconds=seconds))
         except DistError:
             return False
-        self._store.set(f"clock/answer/{rank}/{number}", repr(time.time()))
+        self._keys.set(f"clock/answer/{rank}/{number}", repr(time.time()))
         return True
 
 

@@ -2,12 +2,12 @@
 
 import socket
 import threading
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Literal
 
-from drivetrain_doctor.doctor_finding import CheckVerdict
+from drivetrain_doctor.doctor_finding import CheckReport
 
 Reached = Literal["yes", "refused", "no answer", "frozen", "no route"]
 # Host that connects, host that listens.
@@ -19,39 +19,34 @@ _WORD = b"drivetrain doctor\n"
 _SHOWN = 8
 
 
-class ReachListener:
-    """A port of this host that answers whoever connects, until the end of the block."""
+@contextmanager
+def answer_connections() -> Generator[int]:
+    """Answer whoever connects to a port of this host during the block; the port is the value."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.create_server(
+        ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
+    ) as server:
 
-    def __init__(self) -> None:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._socket = socket.create_server(
-            ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
-        )
-        self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._answer, daemon=True, name="doctor-listener")
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    connection.settimeout(_CONNECT_SECONDS)
+                    connection.sendall(_WORD)
 
-    def __enter__(self) -> "ReachListener":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._socket.close()
-
-    def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                connection.settimeout(_CONNECT_SECONDS)
-                connection.sendall(_WORD)
+        threading.Thread(target=answer, daemon=True, name="doctor-listener").start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
 
 def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
-    """Connect to the listener of each other host at once; return what came of it, by rank."""
+    """Connect to the ports of all other hosts at once; return the outcomes by rank."""
 
     def reach(place: tuple[str, int]) -> Reached:
         try:
@@ -75,12 +70,12 @@ def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
 
 def judge_reach(
     ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
-) -> CheckVerdict:
-    """Name the hosts that fell silent, that cannot be reached or that reach nobody, and then the single ways."""
+) -> CheckReport:
+    """Name silent hosts, hosts without a way in or out, and then the single closed ways."""
     num_open = sum(reached == "yes" for reached in ways.values())
-    verdict = CheckVerdict(f"{num_open} of {len(ways)} ways between hosts are open")
+    report = CheckReport(f"{num_open} of {len(ways)} ways between hosts are open")
     for rank in silent:
-        verdict.error(
+        report.error(
             f"{names[rank]} joined, and then did not answer any more",
             why="every collective of a run would wait for it",
             mend="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
@@ -92,26 +87,26 @@ def judge_reach(
     mute = [rank for rank in _hosts_without_ways(answered, bad, end=0) if rank not in closed]
     for rank in closed:
         how = next(reached for way, reached in bad.items() if way[1] == rank)
-        verdict.error(
+        report.error(
             f"no other host reaches {names[rank]} on a port that its system chose ({how})",
             why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
             "until its timeout",
             mend=_open_command(names[rank]),
         )
     for rank in mute:
-        verdict.error(
+        report.error(
             f"{names[rank]} reaches no other host, though others reach each other",
             why="gloo and NCCL connect in both directions",
             mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
         )
     single = [(way, how) for way, how in bad.items() if way[1] not in closed and way[0] not in mute]
     for (one, other), how in single[:_SHOWN]:
-        verdict.error(
+        report.error(
             f"{names[one]} does not reach {names[other]} ({how})",
             why="gloo and NCCL connect in both directions: the process group waits until its timeout",
             mend=_open_command(names[other], source=names[one]),
         )
-    return verdict
+    return report
 
 
 def _hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -> list[int]:

@@ -10,8 +10,8 @@ _WAIT = "waiting"
 class StepDisplay:
     """Shows steps on a stream; call it with each step, and `clear` at the end.
 
-    Where lines cannot be changed, each step is a line of its own, and of several waits in a row, such as those for
-    ever fewer hosts, only some are shown.
+    Elsewhere than on a terminal, each step is a line; of several waits in a row, such as those for ever fewer hosts,
+    only some are shown.
     """
 
     def __init__(self, stream: TextIO, *, seconds_between_waits: float = 5.0) -> None:
@@ -33,7 +33,7 @@ class StepDisplay:
             and self._last.startswith(_WAIT)
             and time.monotonic() - self._shown_at < self._seconds_between_waits
         ):
-            return  # and not the last step: it is shown once it is asked for later
+            return  # the last step stays, so that a later call shows this wait
         else:
             self._stream.write(f"drivetrain: doctor: {step}\n")
         self._stream.flush()

@@ -2,11 +2,11 @@
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, State
-from drivetrain_doctor.examination import Examination
+from drivetrain_doctor.doctor_finding import CheckReport, DoctorFinding, Examination, State
 from drivetrain_messages import format_count, list_some
 
 # How far apart two columns stand, and where findings begin.
@@ -37,16 +37,7 @@ class CheckRow:
 
 def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
     """Return the table as text, wrapped at a width, and coloured by the terminal's escape codes if asked."""
-    together = (
-        CheckRow(
-            name=report.name,
-            state=report.state,
-            summary=report.summary,
-            findings=tuple((finding, ()) for finding in report.findings),
-        )
-        for report in examination.together
-    )
-    rows = [*merge_hosts(examination.hosts), *together]
+    rows = [*merge_hosts(examination.hosts), *merge_hosts([("", examination.together)])]
     widest = max((len(row.name) for row in rows), default=0)
     hosts, count = examination.num_nodes, examination.num_processes
     title = (
@@ -91,12 +82,15 @@ def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[Ch
             of_check.setdefault(report.name, []).append((label, report))
     rows: list[CheckRow] = []
     for name, found in of_check.items():
-        having: dict[tuple[str, str], tuple[DoctorFinding, list[str]]] = {}
+        having: dict[tuple[str, int], tuple[DoctorFinding, list[str]]] = {}
         for label, report in found:
+            numbers: Counter[str] = Counter()
             for finding in report.findings:
                 # Hosts that differ in a measured number alone share a finding, shown with the numbers of the first.
-                key = (finding.severity, _NUMBER.sub("#", finding.what))
-                having.setdefault(key, (finding, []))[1].append(label)
+                # One host's findings, such as those of two GPUs, stay apart.
+                what = f"{finding.severity}: {_NUMBER.sub('#', finding.what)}"
+                numbers[what] += 1
+                having.setdefault((what, numbers[what]), (finding, []))[1].append(label)
         states = {report.state for _, report in found}
         summary, *others = dict.fromkeys(report.summary for _, report in found)
         if others:
