@@ -29,10 +29,18 @@ def lines(text: str, path: str = "packages/a/src/a/room.py") -> list[str]:
         "isinstance(backend, ToyBackend)",
         "isinstance(backend, (int, toys.ToyBackend))",
         "type(backend) is ToyBackend",
+        "type(backend) in (int, ToyBackend)",
+        "type(backend).__name__ == 'ToyBackend'",
+        "backend.startswith('toy')",
+        "{'toy': 1, 'other': 2}[backend]",
     ],
 )
 def test_a_branch_on_a_name_or_type_is_found(text: str) -> None:
     assert lines(text) == ["packages/a/src/a/room.py:1"]
+
+
+def test_a_branch_on_types_that_a_tuple_names_is_found() -> None:
+    assert lines("KINDS = (int, ToyBackend)\nisinstance(backend, KINDS)") == ["packages/a/src/a/room.py:2"]
 
 
 def test_a_match_on_a_name_or_type_is_found() -> None:

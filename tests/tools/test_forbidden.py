@@ -9,6 +9,7 @@ from checks.forbidden import (
     global_statements,
     module_state,
     swallowed_errors,
+    text_marks,
 )
 from checks.sources import Source, parse
 
@@ -35,6 +36,15 @@ def test_the_environment_is_touched_in_one_file_alone(text: str) -> None:
 
 def test_other_uses_of_os_are_fine() -> None:
     assert lines(environment_access, "import os\nos.getpid()\nsettings.environ = 1") == []
+
+
+@pytest.mark.parametrize("text", ["progress.mark('save')", "progress.note('save')", "mark('save')"])
+def test_a_text_as_a_mark_of_progress_is_found(text: str) -> None:
+    assert lines(text_marks, text) == [1]
+
+
+def test_members_and_texts_with_values_are_fine() -> None:
+    assert lines(text_marks, "progress.mark(ProgressMark.SAVE)\nprogress.mark(f'read {name}')") == []
 
 
 def test_a_global_statement_is_found() -> None:

@@ -43,10 +43,17 @@ def backend_branches(sources: Iterable[Source], packages: Iterable[Package]) -> 
     found: list[Finding] = []
     for source in sources:
         foreign = [backend for backend in backends if not _owns(backend, source)]
-        names = {backend.name: backend for backend in foreign if backend.name}
         classes = {backend.class_name: backend for backend in foreign}
+        names = classes | {backend.name: backend for backend in foreign if backend.name}
+        tuples = {
+            target.id: value
+            for statement in source.tree.body
+            if isinstance(statement, ast.Assign) and isinstance(value := statement.value, ast.Tuple)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
         for node in ast.walk(source.tree):
-            for backend in [*_named(node, names), *_typed(node, classes)]:
+            for backend in [*_named(node, names), *_typed(node, classes, tuples)]:
                 what = f"the backend {backend.name!r}" if backend.name else backend.class_name
                 message = f"branches on {what}: let a protocol of the backends carry the difference"
                 found.append(source.finding(node, message))
@@ -78,6 +85,10 @@ def _named(node: ast.AST, names: Mapping[str, Registered]) -> Iterator[Registere
     match node:
         case ast.Compare(left=left, comparators=comparators):
             sides = [left, *comparators]
+        case ast.Call(func=ast.Attribute(value=text, attr="startswith" | "endswith"), args=[part, *_]):
+            sides = [text, part]
+        case ast.Subscript(value=ast.Dict(keys=keys), slice=key):
+            sides = [key, *(each for each in keys if each is not None)]
         case ast.Match(subject=subject, cases=cases):
             patterns = [part for case in cases for part in ast.walk(case.pattern)]
             sides = [subject, *(part.value for part in patterns if isinstance(part, ast.MatchValue))]
@@ -90,17 +101,22 @@ def _named(node: ast.AST, names: Mapping[str, Registered]) -> Iterator[Registere
     yield from (names[value] for value in constants if isinstance(value, str) and value in names)
 
 
-def _typed(node: ast.AST, classes: Mapping[str, Registered]) -> Iterator[Registered]:
+def _typed(
+    node: ast.AST, classes: Mapping[str, Registered], tuples: Mapping[str, ast.Tuple]
+) -> Iterator[Registered]:
     match node:
         case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, wanted]):
             parts = list(ast.walk(wanted))
         case ast.Compare(ops=[ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq()], comparators=[wanted]):
             parts = [wanted]
+        case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[wanted]):
+            parts = list(ast.walk(wanted))
         case ast.match_case(pattern=pattern):
             parts = [part.cls for part in ast.walk(pattern) if isinstance(part, ast.MatchClass)]
         case _:
             return
-    for part in parts:
+    inside = [tuples[part.id] for part in parts if isinstance(part, ast.Name) and part.id in tuples]
+    for part in [*parts, *(part for several in inside for part in several.elts)]:
         name = part.attr if isinstance(part, ast.Attribute) else part.id if isinstance(part, ast.Name) else ""
         if name in classes:
             yield classes[name]

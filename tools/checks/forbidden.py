@@ -51,11 +51,18 @@ def module_state(source: Source) -> list[Finding]:
     ]
 
 
+def text_marks(source: Source) -> list[Finding]:
+    """Labels of progress as texts: observers and reports know the members of `ProgressMark`."""
+    message = "a text as a mark of progress: add it to ProgressMark of drivetrain_state, and mark that"
+    return [source.finding(node, message) for node in ast.walk(source.tree) if _marks_text(node)]
+
+
 RULES: tuple[Callable[[Source], list[Finding]], ...] = (
     environment_access,
     global_statements,
     swallowed_errors,
     module_state,
+    text_marks,
 )
 
 
@@ -65,6 +72,14 @@ def _reads_environment(node: ast.AST) -> bool:
             return name in _ENVIRONMENT
         case ast.ImportFrom(module="os" | "posix", names=names):
             return any(alias.name in _ENVIRONMENT for alias in names)
+        case _:
+            return False
+
+
+def _marks_text(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="mark") | ast.Attribute(attr="mark" | "note"), args=[label, *_]):
+            return isinstance(label, ast.Constant) and isinstance(label.value, str)
         case _:
             return False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, locate
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 
 if TYPE_CHECKING:
     from drivetrain_checkpoint.format.state_tree import StateTree
@@ -110,7 +110,7 @@ class Checkpointer:
         from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
         from drivetrain_checkpoint.saving.transaction import run_save
 
-        self.wait()
+        self.wait()  # one save at a time: the thread of the last one still reads the buffer, and may delete files
         content = Content(
             models=models, replicated=replicated, per_rank=per_rank, plan=plan, metrics=metrics or {}
         )
@@ -122,14 +122,16 @@ class Checkpointer:
                 from drivetrain_checkpoint.saving.background import BackgroundSaves
 
                 self._background = BackgroundSaves(context)
-                context.before_close(self.close)
+                context.before_close(
+                    self.close
+                )  # the thread's agreements need the store
             self._background.start(
                 save,
                 on_commit=self._call_back,
                 changes_in_step=changes_in_step if self.settings.staging == "overlap" else None,
             )
         else:
-            run_save(context, save, on_block=lambda: context.progress.mark("write a checkpoint"))
+            run_save(context, save, on_block=lambda: context.progress.mark(ProgressMark.WRITE_CHECKPOINT))
             self._call_back(save.folder)
         return save.folder
 

@@ -17,7 +17,7 @@ from torch.utils.file_baton import FileBaton
 from drivetrain_backends.deepspeed.compat import drop_ended_groups
 from drivetrain_backends.errors import BackendNotInstalledError
 from drivetrain_config import environ
-from drivetrain_state import Context
+from drivetrain_state import Context, ProgressMark
 
 _logger = logging.getLogger(__name__)
 _LONGEST_COMPILATION = 600
@@ -117,7 +117,7 @@ def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generato
                 _logger.warning(found)
             told = found
             if lock is None or holders:
-                context.progress.mark("DeepSpeed compiles an operator")
+                context.progress.mark(ProgressMark.COMPILE)
 
     thread = Thread(target=tell, name="drivetrain-deepspeed-start", daemon=True)
     thread.start()

@@ -1,1 +1,1 @@
-"""Take gradients from a backward to an optimizer step: accumulation, normalisation, clipping, checks."""
+"""Take gradients from a backward to an optimizer step: accumulation, normalisation, checks."""

@@ -42,8 +42,10 @@ class RankTries:
         """
         topology = self._context.topology
         if outcome is TryOutcome.FAILED and self._out_of_memory():
+            # Another rank ran out first, and this one's collective failed when the connections closed.
             outcome = TryOutcome.OUT_OF_MEMORY
         if outcome is TryOutcome.OUT_OF_MEMORY:
+            # Before the outcome: a rank that has read all outcomes then sees the count too.
             self._rounds.count(f"short/{self._number}", add=1)
         self._rounds.post(f"outcome/{self._number}/{topology.rank}", outcome.value)
         if outcome is TryOutcome.FAILED:
@@ -100,6 +102,7 @@ class _Watch:
 
     def _run(self) -> None:
         while True:
+            # Read before the count: a try that ends meanwhile is looked at once more.
             ended = self._ended.wait(_POLL_SECONDS)
             if self._rounds.count(f"short/{self._number}") > 0:
                 self._renewal.sever(self._rounds, timeout_seconds=_SEVER_SECONDS)

@@ -9,7 +9,7 @@ from drivetrain.parts.parts import Parts
 from drivetrain.parts.run_seed import draw_by_shard, seed_of_run
 from drivetrain_data import DataSettings, ShardedLoader, own_seed, seed_at, shard_loader
 from drivetrain_data.settings import UnevenPolicy
-from drivetrain_state import broadcast_object
+from drivetrain_state import ProgressMark, broadcast_object
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def _make_on_batch(parts: Parts) -> Callable[[], None]:
         if is_first:
             is_first = False
             draw_by_shard(seed, shard)
-        mark("batch")
+        mark(ProgressMark.BATCH)
 
     return receive
 

@@ -123,7 +123,7 @@ def load(prepared: Prepared, context: Context, folder: Path, *, strict: bool) ->
     incompatible = cast(
         "IncompatibleNames", on_all_ranks(context, match_names, doing=f"the load of {folder}")[0]
     )
-    context.progress.mark("load")
+    context.progress.mark(ProgressMark.LOAD)
     if is_live:
         kept = {name: full_tensor(state[name]).detach().cpu() for name in incompatible.missing_keys}
         load_full_state_dict(prepared, _join(kept, found.get("here", {})), context)

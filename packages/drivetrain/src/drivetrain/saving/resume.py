@@ -131,7 +131,7 @@ def save(
             per_rank["fp8"] = replicated["fp8"]
     if own:
         replicated["per_rank"] = gathered_states(own, run.registered.per_rank, run.context)
-    run.context.progress.mark("save")
+    run.context.progress.mark(ProgressMark.SAVE)
     path = checkpointer.save(
         run.step,
         models=models,
@@ -143,7 +143,7 @@ def save(
         changes_in_step=_changes_in_step(run),
         replicas=run.backend.replicas() if isinstance(run.backend, SupportsReplicas) else None,
     )
-    run.context.progress.mark("saved")
+    run.context.progress.mark(ProgressMark.SAVED)
     run.context.progress.note(ProgressMark.CHECKPOINT_DONE)
     return path
 
