@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain_backends import DDPBackend, SingleBackend, SupportsWaitWatch
+from drivetrain_backends import BackendRegistry, SupportsWaitWatch
 from plain_loop.backends import ddp, held, step_and_clear
 
 
@@ -111,6 +111,7 @@ def test_each_backward_of_several_models_tells_once_until_nobody_asks() -> None:
     assert len(told) == 3
 
 
-def test_only_backends_whose_waits_lie_at_the_end_of_backward_tell_them() -> None:
-    assert issubclass(DDPBackend, SupportsWaitWatch)
-    assert not issubclass(SingleBackend, SupportsWaitWatch)
+def test_of_all_backends_ddp_alone_waits_at_the_end_of_backward_and_tells() -> None:
+    registry = BackendRegistry()
+    telling = {name for name in registry.names() if issubclass(registry.get(name), SupportsWaitWatch)}
+    assert telling == {"ddp"}

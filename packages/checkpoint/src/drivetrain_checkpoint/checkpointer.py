@@ -122,9 +122,7 @@ class Checkpointer:
                 from drivetrain_checkpoint.saving.background import BackgroundSaves
 
                 self._background = BackgroundSaves(context)
-                context.before_close(
-                    self.close
-                )  # the thread's agreements need the store
+                context.before_close(self.close)  # the thread's agreements need the store
             self._background.start(
                 save,
                 on_commit=self._call_back,

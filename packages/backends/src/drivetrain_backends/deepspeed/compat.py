@@ -94,7 +94,7 @@ def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | Non
 
 
 def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
-    """Have `call` run before the engine's own work at the start of a backward, and before its own errors."""
+    """Call a function whenever a backward begins, before the engine works or raises an error of its own."""
     prologue = engine._backward_prologue
 
     def call_and_begin() -> None:

@@ -61,10 +61,9 @@ class _TrainedModel:
         """Refuse gradients that changed since the last backward: the engine has reduced them or will do so."""
         if self.left is not None and self.left != _fingerprint(self.parameters):
             raise AccumulationError(
-                f"the gradients of {type(self.engine.module).__name__} were changed, set or dropped by hand since "
-                "backward(): its DeepSpeed engine has reduced them already, or has them to reduce yet, so that "
-                "`.grad` is not what it steps on. Clip with accelerator.clip_grad_norm_(), drop them with "
-                "optimizer.zero_grad(), and change the loss in place of its gradients"
+                f"the gradients of {type(self.engine.module).__name__} were edited after backward(), but its "
+                "DeepSpeed engine steps on a copy of its own. Clip with accelerator.clip_grad_norm_(), drop "
+                "gradients with optimizer.zero_grad(), and change the loss in place of its gradients"
             )
 
     def values(self) -> list[float]:

@@ -78,7 +78,7 @@ def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
         for attribute, tensor in tensors_of(module).items():
             name = f"{prefix}.{attribute}".lstrip(".")
             if name in on_meta and tensor not in fillable:
-                raise ValueError(_no_way(name, module))
+                raise ValueError(_describe_unfillable(name, module))
 
 
 def initialise(
@@ -118,7 +118,7 @@ def initialise(
                 tensors[name].copy_(values)
         for name in attributes:
             if _is_marked(tensors_of(module)[name]):
-                raise ValueError(_no_way(f"{names[module]}.{name}".lstrip("."), module))
+                raise ValueError(_describe_unfillable(f"{names[module]}.{name}".lstrip("."), module))
 
 
 def _depth(name: str) -> int:
@@ -153,7 +153,7 @@ def _is_marked(tensor: Tensor) -> bool:
     return int(tensor.max()) == torch.iinfo(tensor.dtype).max
 
 
-def _no_way(name: str, module: nn.Module) -> str:
+def _describe_unfillable(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return (
         f"{name} is on the meta device, and {kind} has no way to fill it: give {kind} a reset_parameters(), or the "
