@@ -123,7 +123,12 @@ def test_checkpoints_are_exchanged_with_plain_models(norms: Norms) -> None:
     model, plain = net(), net()
     convert_model(model, recipe(norms))
     plain.load_state_dict(model.state_dict(), strict=True)
+    assert all(torch.equal(each, plain.state_dict()[name]) for name, each in model.state_dict().items())
+    with torch.no_grad():
+        for each in plain.parameters():
+            each.add_(1)
     model.load_state_dict(plain.state_dict(), strict=True)
+    assert all(torch.equal(each, plain.state_dict()[name]) for name, each in model.state_dict().items())
 
 
 def test_a_copy_of_a_fused_model_is_restored_without_the_original() -> None:

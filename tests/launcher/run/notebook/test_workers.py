@@ -151,19 +151,30 @@ def test_large_values_pass_both_ways(workers: Workers) -> None:
         assert torch.equal(found, value + 1)
 
 
-def test_a_call_within_a_call_is_refused(workers: Workers) -> None:
+def test_a_call_within_a_call_is_refused(workers: Workers, tmp_path: Path) -> None:
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
     errors: list[str] = []
 
+    def wait_until(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
+
+    def run_long() -> None:
+        begun.touch()
+        wait_until(may_end)
+
     def call_again() -> None:
+        wait_until(begun)
         try:
             workers.run(os.getpid)
         except RuntimeError as error:
             errors.append(str(error))
+        may_end.touch()
 
-    timer = threading.Timer(0.3, call_again)
-    timer.start()
-    workers.run(time.sleep, (2,))
-    timer.join()
+    other = threading.Thread(target=call_again)
+    other.start()
+    workers.run(run_long)
+    other.join()
     assert errors == ["these workers are running another call; wait for it, or start other workers"]
     assert workers.run(os.getenv, ("RANK",)) == ["0", "1"]
 

@@ -1,1 +1,1 @@
-"""The command that plans the placement of a model before anything is loaded."""
+"""Plan which device, or the disk, holds each part of a model, before anything is loaded."""

@@ -8,6 +8,7 @@ imported, so that `drivetrain --help` is fast. The entry point `checkpoint.list`
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from posixpath import commonpath
 from typing import Any, cast, get_type_hints
 
 from drivetrain_clusters.errors import ClusterError
@@ -101,6 +102,7 @@ def _overview(found: Mapping[str, EntryPoint], group: str) -> str:
 
 
 def _summary_of_group(members: Mapping[str, EntryPoint]) -> str:
-    """Return the summary of the package that contains the modules of a group's commands."""
-    first = next(iter(members.values()))
-    return module_summary(first.value.partition(":")[0].rpartition(".")[0])
+    """Return the summary of the package that contains the modules of all commands of a group."""
+    modules = [point.value.partition(":")[0] for point in members.values()]
+    folders = [module.rpartition(".")[0].replace(".", "/") for module in modules]
+    return module_summary(commonpath(folders).replace("/", "."))

@@ -1,1 +1,1 @@
-"""The commands `drivetrain memory ...`."""
+"""Watch the memory of a program, from outside it."""
