@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -16,11 +15,9 @@ from drivetrain_precision.checks.call_sites import call_site, module_names
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # Functions that copy values, for some in a dtype that the caller chose.
-_CASTS = frozenset(
-    {
-        *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
-        *("clone", "contiguous", "detach", "reshape"),
-    }
+_CASTS = (
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
+    *("clone", "contiguous", "detach", "reshape"),
 )
 
 
@@ -63,10 +60,8 @@ class RecordedAutocast:
             self._entered.append(stack.pop_all())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Return the function so that it runs under this autocast."""

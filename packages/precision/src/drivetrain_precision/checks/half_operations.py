@@ -18,36 +18,17 @@ HALF = frozenset({fp16, bf16})
 # Sums of fewer values neither overflow fp16 nor lose the small ones.
 _MANY = 256
 # The operations by the names that torch dispatches, without a leading underscore.
-_LOSSES = frozenset(
-    {
-        *(
-            "nll_loss_forward",
-            "nll_loss2d_forward",
-            "mse_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "soft_margin_loss",
-        ),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "log_softmax"),
-        *("multi_margin_loss", "multilabel_margin_loss_forward"),
-    }
-)
-_SOFTMAX = frozenset({"softmax", "safe_softmax"})
-_NORMS = frozenset(
-    {
-        *(
-            "native_layer_norm",
-            "native_group_norm",
-            "native_batch_norm",
-            "native_batch_norm_legit",
-            "fused_rms_norm",
-        ),
-        *("batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm", "linalg_vector_norm", "norm"),
-        *("var", "std", "var_mean", "std_mean"),
-    }
-)
-_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
-_SUMS = frozenset({"sum", "mean"})
+_FORMS = {
+    "loss": "nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss ctc_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits log_softmax multi_margin_loss "
+    "multilabel_margin_loss_forward",
+    "softmax": "softmax safe_softmax",
+    "norm": "native_layer_norm native_group_norm native_batch_norm native_batch_norm_legit fused_rms_norm "
+    "batch_norm_with_update cudnn_batch_norm miopen_batch_norm linalg_vector_norm norm var std var_mean std_mean",
+    "running sum": "cumsum cumprod logcumsumexp",
+    "sum": "sum mean",
+}
+_FORM_OF = {name: form for form, names in _FORMS.items() for name in names.split()}
 _MENDS: dict[str, str] = {
     "softmax": "compute it in fp32: F.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)",
     "log_softmax": "compute it in fp32: F.log_softmax(scores, dim=-1, dtype=torch.float32)",
@@ -98,23 +79,22 @@ class Judge:
             self._squares[id(made)] = ref(made)
         elif name == "exp":
             self._exponentials[id(made)] = ref(made)
-        if name in _LOSSES:
+        form = _FORM_OF.get(name)
+        if form == "loss":
             found = _verdict(name, "loss", "computed")
             return replace(found, mend=_MENDS[name]) if name in _MENDS else found
-        if name in _SOFTMAX:
+        if form == "softmax":
             return _verdict(name, "softmax", "rounded")
         if name == "logsumexp":
             return _verdict(name, "softmax", "computed")
-        if name in _NORMS:
-            mend = (
-                _MENDS["layer norm"] if "_norm" in name and not name.startswith("linalg") else _MENDS["norm"]
-            )
-            return replace(_verdict(name.removeprefix("native_"), "norm", "rounded"), mend=mend)
-        if name in _RUNNING and first.numel() and first.shape[args[1] if len(args) > 1 else 0] >= _MANY:
+        if form == "norm":
+            by = "layer norm" if "_norm" in name and not name.startswith("linalg") else "norm"
+            return replace(_verdict(name.removeprefix("native_"), "norm", "rounded"), mend=_MENDS[by])
+        if form == "running sum" and first.numel() and first.shape[args[1] if len(args) > 1 else 0] >= _MANY:
             return _verdict(name, "sum", "computed")
-        return self._sum(name, first, made) if name in _SUMS else None
+        return self._judge_sum(name, first, made) if form == "sum" else None
 
-    def _sum(self, name: str, added: Tensor, made: Tensor) -> HalfVerdict | None:
+    def _judge_sum(self, name: str, added: Tensor, made: Tensor) -> HalfVerdict | None:
         if _holds(self._exponentials, added):
             return _verdict(f"{name} of exponentials", "softmax", "computed")
         if _holds(self._squares, added):

@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,25 +50,13 @@ class HalfOperations:
     """The result of `find_half_operations`, complete when its block has ended."""
 
     def __init__(self) -> None:
-        self._found: dict[_Key, _Calls] = {}
+        # By line, module and dtype: the operation that runs first in each call, to count calls, and the result.
+        self._found: dict[tuple[object, ...], tuple[str, HalfOperation]] = {}
 
     @property
     def operations(self) -> tuple[HalfOperation, ...]:
         """The operations in the order in which they first ran, one for each line, module and dtype."""
-        return tuple(
-            HalfOperation(
-                operation=key.operation,
-                kind=calls.kind,
-                dtype=key.dtype,
-                module=key.module,
-                file=key.file,
-                line=key.line,
-                rounds_result_only=calls.rounds_result_only,
-                mend=calls.mend,
-                num_calls=calls.num_calls,
-            )
-            for key, calls in self._found.items()
-        )
+        return tuple(operation for _, operation in self._found.values())
 
     def __str__(self) -> str:
         if not self._found:
@@ -79,28 +67,20 @@ class HalfOperations:
 
     def add(self, verdict: HalfVerdict, dtype: torch.dtype, site: CallSite) -> None:
         """Count an operation that runs at a line; what a function runs inside counts as that function."""
-        key = _Key(site.function or verdict.operation, dtype, site.module, site.file, site.line)
-        calls = self._found.setdefault(key, _Calls(verdict))
-        calls.num_calls += verdict.operation == calls.first
-        calls.rounds_result_only &= verdict.damage == "rounded"
-
-
-class _Key(NamedTuple):
-    operation: str
-    dtype: torch.dtype
-    module: str
-    file: str
-    line: int
-
-
-class _Calls:
-    """The calls of an operation at a line, counted by the first thing that it runs."""
-
-    def __init__(self, first: HalfVerdict) -> None:
-        self.first, self.mend = first.operation, first.mend
-        self.kind: Kind = first.kind
-        self.rounds_result_only = True
-        self.num_calls = 0
+        name, is_rounded = site.function or verdict.operation, verdict.damage == "rounded"
+        key = (name, dtype, site.module, site.file, site.line)
+        if key in self._found:
+            first, found = self._found[key]
+            num_calls = found.num_calls + (verdict.operation == first)
+            is_rounded = is_rounded and found.rounds_result_only
+            found = replace(found, num_calls=num_calls, rounds_result_only=is_rounded)
+        else:
+            first = verdict.operation
+            found = HalfOperation(
+                operation=name, kind=verdict.kind, dtype=dtype, mend=verdict.mend, rounds_result_only=is_rounded,
+                module=site.module, file=site.file, line=site.line, num_calls=1,
+            )  # fmt: skip
+        self._found[key] = first, found
 
 
 @contextmanager
