@@ -68,11 +68,15 @@ def judge_step(
         fact += f", in which {len(step.scaled_by_model)} of {len(models)} converted models were called"
     if support.level == "emulated":
         fact += f"; {support.reason}"
-    if (error := _error(step, recipe, models)) is not None:
+    if (error := _explain_error(step, recipe, models)) is not None:
         return StepVerdict(error=error)
-    return StepVerdict(
-        fact=fact, warning=_slow(counts, recipe, needed) if support.level == "native" else None
-    )
+    warning = None
+    if support.level == "native" and needed.wants_compile and not counts.compiled:
+        warning = (
+            f"{recipe} computes without torch.compile, which fuses its casts: it may be slower than bf16; compile "
+            "the prepared model, or use a recipe of Transformer Engine"
+        )
+    return StepVerdict(fact=fact, warning=warning)
 
 
 def judge_unproved(step: StepProducts, recipe: str) -> StepVerdict:
@@ -85,7 +89,7 @@ def judge_unproved(step: StepProducts, recipe: str) -> StepVerdict:
     )
 
 
-def _error(step: StepProducts, recipe: str, models: Mapping[int, str]) -> str | None:
+def _explain_error(step: StepProducts, recipe: str, models: Mapping[int, str]) -> str | None:
     idle = [models[place] for place, scaled in step.scaled_by_model.items() if not scaled]
     if not step.counts.scaled:
         found = f"none of the {step.counts.others} matrix products of the first step ran in {recipe}"
@@ -96,13 +100,4 @@ def _error(step: StepProducts, recipe: str, models: Mapping[int, str]) -> str | 
     return (
         f"mixed_precision='fp8': {found}: the converted layers of {', '.join(idle)} were not called, or other code "
         "replaced their forward; look at accelerator.plan, or train in bf16"
-    )
-
-
-def _slow(counts: ProductCounts, recipe: str, needed: Requirements) -> str | None:
-    if not needed.wants_compile or counts.compiled:
-        return None
-    return (
-        f"{recipe} computes without torch.compile, which fuses its casts: it may be slower than bf16; compile the "
-        "prepared model, or use a recipe of Transformer Engine"
     )

@@ -37,15 +37,14 @@ class _Kind:
         return self.plain.__name__
 
 
-def _linear_arguments(layer: Any) -> dict[str, Any]:
-    # Without a bias, torch holds None, and Transformer Engine an empty tensor.
-    has_bias = isinstance(layer.bias, nn.Parameter)
-    return {"in_features": layer.in_features, "out_features": layer.out_features, "bias": has_bias}
-
-
 _LINEAR = _Kind(
     plain=nn.Linear,
-    arguments=_linear_arguments,
+    arguments=lambda layer: {
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        # Without a bias, torch holds None, and Transformer Engine an empty tensor.
+        "bias": isinstance(layer.bias, nn.Parameter),
+    },
     dtype="params_dtype",
     needed=("weight",),
     plain_values={
@@ -167,13 +166,9 @@ def _is_ours(module: nn.Module, *names: str) -> bool:
     return modules is not None and isinstance(module, tuple(getattr(modules, name) for name in names))
 
 
-def _library() -> Any:
-    return import_module(_MODULES)
-
-
 def _kind_of(module: nn.Module) -> _Kind:
     """Return the kind of a layer that was made by `to_te` or `fuse`, or by the library itself."""
-    library = _library()
+    library: Any = import_module(_MODULES)
     if type(module) is library.TENormLinear:
         return _LINEAR
     for kind in _KINDS:
@@ -189,7 +184,8 @@ def _build(
     name: str, kind: _Kind, source: nn.Module, *, norm: nn.Module | None = None, **options: Any
 ) -> nn.Module:
     """Return a layer of Transformer Engine around the parameters of a plain one, and of a norm that it takes."""
-    library, weight = _library(), source.get_parameter("weight")
+    library: Any = import_module(_MODULES)
+    weight = source.get_parameter("weight")
     if kind is _LINEAR and not torch.cuda.is_available():
         raise PrecisionError(
             "Transformer Engine makes layers with matrix products only where there is a CUDA device; there is none"

@@ -20,7 +20,7 @@ from drivetrain_precision.conversion.layer_filter import LayerFilter, check_laye
 from drivetrain_precision.conversion.library_check import check_library
 from drivetrain_precision.errors import PrecisionError
 from drivetrain_precision.fp8.hardware_check import ADA, BLACKWELL, HOPPER, GPUGeneration, check_hardware
-from drivetrain_precision.fp8.product_counts import ProductCounts, counting_products
+from drivetrain_precision.fp8.product_counts import counting_products
 from drivetrain_precision.fp8.protocol import Products, Requirements, products_of
 from drivetrain_precision.support import Support
 
@@ -153,17 +153,12 @@ class TorchaoRecipe:
         record = exchange_of(module)
         return record is not None and record.owner == "fp8"
 
-    def restore(self, module: nn.Module) -> nn.Module:
-        """Let a layer compute as before, in place."""
-        return undo_exchange(module)
-
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing: the layers know what to do."""
         return nullcontext()
 
-    def counting(self) -> AbstractContextManager[ProductCounts]:
-        """Return a context that counts the matrix products in it."""
-        return counting_products()
+    counting = staticmethod(counting_products)
+    restore = staticmethod(undo_exchange)
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the seed of NVFP4's stochastic rounding; the others keep nothing."""

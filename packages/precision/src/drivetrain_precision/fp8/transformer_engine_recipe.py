@@ -114,25 +114,11 @@ class TransformerEngineRecipe:
                 return f"has {name}={size}, which is not divisible by {multiple}"
         return te_refusal(module)
 
-    def convert(self, module: nn.Module) -> nn.Module:
-        """Return the library's layer around the parameters of a linear layer or a norm."""
-        return to_te(module)
-
-    def fusion_refusal(self, norm: nn.Module, linear: nn.Linear) -> str | None:
-        """Return why one layer cannot compute a norm and a linear layer; None if it can."""
-        return fusion_refusal(norm, linear)
-
-    def fuse(self, norm: nn.Module, linear: nn.Linear) -> nn.Module:
-        """Return the library's layer that computes a converted norm too, which from now on hands on its input."""
-        return fuse(norm, linear)
-
-    def is_converted(self, module: nn.Module) -> bool:
-        """Return whether a module is a layer of the library's that was made of a plain one."""
-        return is_te_layer(module)
-
-    def restore(self, module: nn.Module) -> nn.Module:
-        """Return the plain layer around the parameters of a converted one."""
-        return from_te(module)
+    convert = staticmethod(to_te)
+    fusion_refusal = staticmethod(fusion_refusal)
+    fuse = staticmethod(fuse)
+    is_converted = staticmethod(is_te_layer)
+    restore = staticmethod(from_te)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return the context in which the library's layers compute in fp8."""
