@@ -19,7 +19,6 @@ from drivetrain_precision.losses.token_loss import (
     refuse_parts,
     refuse_second_order,
     softmax_dtype,
-    token_loss,
 )
 
 # The most elements of a product that is added to a gradient of another dtype: it takes 32 MiB in bf16.
@@ -56,8 +55,8 @@ def chunked_cross_entropy(
             `Accelerator.backward(loss, count=...)`.
         label_smoothing: The share of the target that is spread over all words, from 0 to 1.
         logit_softcap: A bound of the logits, `softcap * tanh(logits / softcap)`, as Gemma 2 has it.
-        logits_dtype: The dtype of the matrix products. By default that of an active autocast, else that of `hidden`
-            and `weight`, which then must be the same.
+        logits_dtype: The dtype of the matrix products. By default that of an active autocast, else the common dtype
+            of `hidden` and `weight`.
         chunk_tokens: The number of tokens of a chunk. By default as many as have 256 MiB of logits in fp32.
 
     Returns:
@@ -81,8 +80,8 @@ def chunked_cross_entropy(
         "hidden",
         hint="for the next word, shift both: hidden[:, :-1] and labels[:, 1:]",
     )
-    form = token_loss(
-        weight.shape[0],
+    form = TokenLoss(
+        num_words=weight.shape[0],
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         logit_softcap=logit_softcap,
@@ -112,7 +111,7 @@ class _ChunkedHead(torch.autograd.Function):
         )
         with torch.autocast(hidden.device.type, enabled=False):  # it would cast products in fp32
             cast = weight.to(dtype)
-            for chunk in _chunks(len(hidden), form.chunk_tokens):
+            for chunk in _chunks(len(hidden), form.chunk_size):
                 logits = _logits(hidden[chunk].to(dtype), cast, bias)
                 losses[chunk], log_sum[chunk] = form.losses(logits, labels[chunk])
         ctx.save_for_backward(hidden, weight, bias, labels, log_sum)
@@ -133,7 +132,7 @@ class _ChunkedHead(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         with torch.autocast(hidden.device.type, enabled=False):
             cast = weight.to(ctx.dtype)
-            for chunk in _chunks(len(hidden), ctx.form.chunk_tokens):
+            for chunk in _chunks(len(hidden), ctx.form.chunk_size):
                 rows = hidden[chunk].to(ctx.dtype)
                 logits = _logits(rows, cast, bias)
                 gradient = ctx.form.gradient(logits, labels[chunk], log_sum[chunk], outer[chunk])
@@ -142,8 +141,11 @@ class _ChunkedHead(torch.autograd.Function):
                 gradient = gradient.to(ctx.dtype)
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = gradient @ cast
-                if sums[0] is not None:
-                    _add_product(sums[0], gradient, rows)
+                if sums[0] is not None and sums[0].dtype == rows.dtype:
+                    sums[0].addmm_(gradient.T, rows)
+                elif sums[0] is not None:
+                    for words in _chunks(len(weight), max(1, _MAX_PRODUCT // max(1, rows.shape[1]))):
+                        sums[0][words] += gradient[:, words].T @ rows
         found = [
             None if total is None else total.to(each.dtype)
             for total, each in zip(sums, (weight, bias), strict=True)
@@ -155,15 +157,6 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a new tensor of logits in the dtype of the softmax, rounded to the dtype of the products before."""
     logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(weight.dtype))
     return logits.to(softmax_dtype(weight.dtype))
-
-
-def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """Add `gradient.T @ rows` to the weight's gradient of shape (words, hidden size), in the dtype of that."""
-    if total.dtype == rows.dtype:
-        total.addmm_(gradient.T, rows)
-        return
-    for words in _chunks(len(total), max(1, _MAX_PRODUCT // max(1, rows.shape[1]))):
-        total[words] += gradient[:, words].T @ rows
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

@@ -12,7 +12,6 @@ from drivetrain_precision.losses.token_loss import (
     refuse_parts,
     refuse_second_order,
     softmax_dtype,
-    token_loss,
 )
 
 
@@ -51,11 +50,10 @@ def cross_entropy(
     check_labels(
         labels, logits.shape[:-1], "logits", hint="the words come in the last dimension of the logits"
     )
-    form = token_loss(
-        logits.shape[-1],
+    form = TokenLoss(
+        num_words=logits.shape[-1],
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        logit_softcap=None,
         chunk_tokens=chunk_tokens,
     )
     rows = logits.reshape(-1, logits.shape[-1])
@@ -71,7 +69,7 @@ class _ExistingLogits(torch.autograd.Function):
         dtype = softmax_dtype(logits.dtype)
         losses, log_sum = (torch.empty(len(logits), dtype=dtype, device=logits.device) for _ in range(2))
         for rows, label, loss, total in zip(
-            *(each.split(form.chunk_tokens) for each in (logits, labels, losses, log_sum)), strict=True
+            *(each.split(form.chunk_size) for each in (logits, labels, losses, log_sum)), strict=True
         ):
             found = form.losses(rows.to(dtype, copy=True), label)
             loss.copy_(found[0])
@@ -87,7 +85,7 @@ class _ExistingLogits(torch.autograd.Function):
         logits, labels, log_sum = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         for rows, label, total, weight, result in zip(
-            *(each.split(ctx.form.chunk_tokens) for each in (logits, labels, log_sum, outer, gradient)),
+            *(each.split(ctx.form.chunk_size) for each in (logits, labels, log_sum, outer, gradient)),
             strict=True,
         ):
             result.copy_(ctx.form.gradient(rows.to(total.dtype, copy=True), label, total, weight))

@@ -15,12 +15,26 @@ _MAX_CHUNK_LOGITS = 2**26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The way in which the loss of a token is computed from its logits, by the options of the public losses."""
+    """The computation of a token's loss from its logits, by the options of the public losses; it checks them."""
 
+    num_words: int
     ignore_index: int
     label_smoothing: float
-    logit_softcap: float | None
-    chunk_tokens: int
+    logit_softcap: float | None = None
+    chunk_tokens: int | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={self.label_smoothing!r}: must lie between 0 and 1")
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap={self.logit_softcap!r}: must be above 0, or None for no bound")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={self.chunk_tokens!r}: must be at least 1, or None to choose it")
+
+    @property
+    def chunk_size(self) -> int:
+        """The number of tokens of a chunk."""
+        return self.chunk_tokens or max(1, _MAX_CHUNK_LOGITS // max(1, self.num_words))
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, 0 for ignored tokens, and the logarithms of the sums of exponentials, for the gradient.
@@ -58,29 +72,6 @@ class TokenLoss:
         return gradient if slope is None else gradient.mul_(slope)
 
 
-def token_loss(
-    num_words: int,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    logit_softcap: float | None,
-    chunk_tokens: int | None,
-) -> TokenLoss:
-    """Check the arguments of a loss, and choose the size of its chunks."""
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing!r}: must lie between 0 and 1")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap={logit_softcap!r}: must be above 0, or None for no bound")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens!r}: must be at least 1, or None to choose it")
-    return TokenLoss(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_softcap=logit_softcap,
-        chunk_tokens=chunk_tokens or max(1, _MAX_CHUNK_LOGITS // max(1, num_words)),
-    )
-
-
 def softmax_dtype(logits_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the softmax over logits of a dtype: fp64 for fp64, else fp32."""
     return torch.promote_types(logits_dtype, torch.float32)
@@ -98,7 +89,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
 
 
 def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> None:
-    """Check that labels are integers, one for each token of the argument named `what`."""
+    """Check that labels are integers, with the shape of the tokens of an argument, for the message by its name."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise TypeError(f"labels have the dtype {labels.dtype}: must be indices of words, such as torch.long")
     if labels.shape != shape:
