@@ -10,7 +10,6 @@ An optimizer keeps its states in the dtype of its parameters: they are computed 
 since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop to decay.
 """
 
-import sys
 from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain_precision.compat import has_step_hooks
+from drivetrain_precision.optim.optimizer_states import local_of
 from drivetrain_precision.optim.stochastic_rounding import round_stochastically
 
 SUM, COUNT = "kahan_sum", "num_roundings"  # in the optimizer's state of each parameter
@@ -61,7 +61,7 @@ class Bf16Updates:
         places = [
             (g, i) for g, params in enumerate(whole) for i, p in enumerate(params) if p.grad is not None
         ]
-        sizes = [_local(whole[g][i]).numel() for g, i in places]
+        sizes = [local_of(whole[g][i]).numel() for g, i in places]
         try:
             # Torch's own optimizers step their parameters part by part with the same result.
             is_separable = type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(
@@ -100,7 +100,7 @@ class Bf16Updates:
             state: dict[str, Any] = optimizer.state.pop(parameter, {})
             before.append(state)
             if self.rounding == "kahan" and SUM in state:
-                _local(wide).add_(_local(state[SUM]))
+                local_of(wide).add_(local_of(state[SUM]))
             given = {key: value for key, value in state.items() if key not in (SUM, COUNT)}
             if given:  # an optimizer takes an empty state for a new one, and an absent one too
                 optimizer.state[wide] = {
@@ -123,7 +123,7 @@ class Bf16Updates:
     ) -> dict[str, Any]:
         """Round a stepped value and its state into a parameter, in place, and return the parameter's state."""
         number: int = before.get(COUNT, 0)
-        held, value = _local(parameter), _local(wide)
+        held, value = local_of(parameter), local_of(wide)
         if held.device not in self._generators:
             self._generators[held.device] = torch.Generator(held.device)
         # Each step of each shard has random numbers of its own, which a resumed run draws again.
@@ -133,7 +133,7 @@ class Bf16Updates:
         if self.rounding == "kahan":
             held.copy_(value)
             state[SUM] = before[SUM] if SUM in before else torch.empty_like(parameter).detach()
-            _local(state[SUM]).copy_(value.sub_(held))
+            local_of(state[SUM]).copy_(value.sub_(held))
         else:
             round_stochastically(value, generator, out=held)
         for key, result in stepped.items():
@@ -142,7 +142,7 @@ class Bf16Updates:
                 continue
             old = before.get(key)
             state[key] = old if _is_held(old, parameter) else torch.empty_like(parameter).detach()
-            round_stochastically(_local(result), generator, out=_local(state[key]))
+            round_stochastically(local_of(result), generator, out=local_of(state[key]))
         return state
 
 
@@ -178,26 +178,12 @@ def _parts(
 
 def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Return whether a value of a state is a plain tensor of the parameter's shape, in `dtype`."""
-    is_plain = type(value) is Tensor or _is_dtensor(value)
+    is_plain = type(value) is Tensor or (isinstance(value, Tensor) and hasattr(value, "to_local"))
     return is_plain and value.dtype is dtype and value.dim() > 0 and value.shape == parameter.shape
 
 
-def _local(tensor: Tensor) -> Tensor:
-    whole: Any = tensor
-    return whole.to_local() if _is_dtensor(tensor) else tensor
-
-
-def _is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without the seconds that the import of its module takes."""
-    module = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def _shard_of(tensor: Tensor) -> tuple[int, ...]:
+def _shard_of(tensor: Any) -> tuple[int, ...]:
     """Return which shard this rank holds, as coordinates; empty for a full tensor, the same on replicas."""
-    if not _is_dtensor(tensor):
-        return ()
-    sharded_tensor: Any = tensor
-    mesh = sharded_tensor.device_mesh
-    sharded = [axis for axis, placement in enumerate(sharded_tensor.placements) if placement.is_shard()]
-    return tuple(mesh.get_local_rank(axis) for axis in sharded)
+    placements = getattr(tensor, "placements", ())  # those of a DTensor
+    sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    return tuple(tensor.device_mesh.get_local_rank(axis) for axis in sharded)

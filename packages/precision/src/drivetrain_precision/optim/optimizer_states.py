@@ -53,7 +53,8 @@ class OptimizerStates:
 
 def is_low_bit(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is made to keep states in 8 bits or fewer, as torchao's and bitsandbytes' tell."""
-    return _block_size(optimizer) is not None or getattr(_arguments(optimizer), "optim_bits", 32) <= 8
+    options = getattr(optimizer, "args", None)
+    return _block_size(optimizer) is not None or getattr(options, "optim_bits", 32) <= 8
 
 
 def optimizer_states(optimizer: Optimizer) -> OptimizerStates:
@@ -64,8 +65,8 @@ def optimizer_states(optimizer: Optimizer) -> OptimizerStates:
     for parameter, kept in state.items():
         if not isinstance(parameter, Tensor) or not isinstance(kept, Mapping):
             continue
-        size = _local(parameter).numel()
-        tensors = [_local(value) for value in kept.values() if isinstance(value, Tensor)]
+        size = local_of(parameter).numel()
+        tensors = [local_of(value) for value in kept.values() if isinstance(value, Tensor)]
         memory |= {part.data_ptr(): part.nbytes for value in tensors for part in _parts(value) if part.nbytes}
         if size and any(_is_low_bit(value, size) for value in tensors):
             low_bit.append(size)
@@ -78,12 +79,14 @@ def optimizer_states(optimizer: Optimizer) -> OptimizerStates:
         elements=sum(low_bit) + sum(floating),
         elements_low_bit=sum(low_bit),
         size_bytes=sum(memory.values()),
-        reasons=Counter(_reason(optimizer, size) for size in floating) if is_low_bit(optimizer) else {},
+        reasons=Counter(_explain_floating(optimizer, size) for size in floating)
+        if is_low_bit(optimizer)
+        else {},
     )
 
 
-def _reason(optimizer: Optimizer, size: int) -> str:
-    least = getattr(_arguments(optimizer), "min_8bit_size", _LEAST)
+def _explain_floating(optimizer: Optimizer, size: int) -> str:
+    least = getattr(getattr(optimizer, "args", None), "min_8bit_size", _LEAST)
     if size < least:
         return f"of fewer than {least} elements"
     block_size = _block_size(optimizer)
@@ -98,11 +101,8 @@ def _block_size(optimizer: Optimizer) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _arguments(optimizer: Optimizer) -> Any:
-    return getattr(optimizer, "args", None)
-
-
-def _local(tensor: Any) -> Tensor:
+def local_of(tensor: Any) -> Tensor:
+    """Return the part of a DTensor that this rank holds; another tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
