@@ -35,9 +35,7 @@ def test_the_scale_grows_after_the_interval_and_falls_after_an_overflow(
     tracker: int, found: float, expected: tuple[float, int]
 ) -> None:
     scale, growth_tracker = scalar(8.0), torch.tensor(tracker, dtype=torch.int32)
-    compat.update_scale(
-        scale, growth_tracker, scalar(found), growth_factor=2.0, backoff_factor=0.5, growth_interval=3
-    )
+    compat.update_scale(scale, growth_tracker, scalar(found), 2.0, 0.5, 3)
     assert (scale.item(), growth_tracker.item()) == expected
 
 

@@ -32,22 +32,10 @@ def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
-def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """Write the scale of the next step, and the number of steps since it last changed, without reading the device.
-
-    The tensors have the shape (); `found_inf` is not 0 if the step overflowed.
-    """
-    torch.ops.aten._amp_update_scale_(
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+# Writes the next scale and the number of steps since it last changed, without reading the device. It takes both as
+# tensors of shape () and `found_inf`, which is not 0 if the step overflowed; then the factors of growth and backoff,
+# and the interval of growth in steps.
+update_scale: Any = torch.ops.aten._amp_update_scale_
 
 
 def has_bf16_units() -> bool:
@@ -68,9 +56,8 @@ def num_compiled_graphs() -> int:
 
 def autocast_names(device_type: str) -> list[str]:
     """Return the operations for which torch's autocast has a rule on a device type, such as "aten::softmax.int"."""
-    dispatch: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    key = f"Autocast{dispatch._dispatch_key_for_device(device_type)}"
-    return sorted(set(dispatch._dispatch_get_registrations_for_dispatch_key(key)))
+    key = f"Autocast{_bindings._dispatch_key_for_device(device_type)}"
+    return sorted(set(_bindings._dispatch_get_registrations_for_dispatch_key(key)))
 
 
 def arguments_of(operation: Any) -> list[tuple[str, str, bool, Any]]:

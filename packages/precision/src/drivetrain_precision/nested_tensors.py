@@ -15,7 +15,16 @@ def cast_floating(value: Any, dtype: torch.dtype, *, only: Collection[torch.dtyp
         is_cast = value.is_floating_point() if only is None else value.dtype in only
         return value.to(dtype) if is_cast else value
     if isinstance(value, Mapping):
-        return _cast_mapping(cast("Mapping[Any, Any]", value), dtype, only)
+        mapping = cast("Mapping[Any, Any]", value)
+        values = {key: cast_floating(child, dtype, only=only) for key, child in mapping.items()}
+        if type(mapping) is dict:
+            return values
+        if not isinstance(mapping, MutableMapping):
+            return cast("Any", type(mapping))(values)
+        filled = copy(mapping)  # keeps the attributes that the type holds besides its items
+        for key, child in values.items():  # the `update` of a ModelOutput raises
+            filled[key] = child
+        return filled
     if isinstance(value, (list, tuple)):
         children = [cast_floating(child, dtype, only=only) for child in cast("Sequence[Any]", value)]
         kind = cast("Any", type(value))
@@ -44,17 +53,3 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
         children = [getattr(value, each.name, None) for each in fields(value)]
     for child in children:
         yield from floating_tensors(child)
-
-
-def _cast_mapping(
-    value: Mapping[Any, Any], dtype: torch.dtype, only: Collection[torch.dtype] | None
-) -> Mapping[Any, Any]:
-    values = {key: cast_floating(child, dtype, only=only) for key, child in value.items()}
-    if type(value) is dict:
-        return values
-    if isinstance(value, MutableMapping):
-        filled = copy(value)  # keeps the attributes that the type holds besides its items
-        for key, child in values.items():
-            filled[key] = child
-        return filled
-    return cast("Any", type(value))(values)

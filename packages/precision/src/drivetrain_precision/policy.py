@@ -13,11 +13,7 @@ from drivetrain_precision.settings import PrecisionSettings
 from drivetrain_precision.support import MODES, Support, supported_modes
 
 _BEST_FIRST = ("bf16", "fp16", "no")
-_DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
-}  # fp8: of what no recipe computes
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # fp8: outside of recipes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +69,12 @@ def choose_policy(
         >>> choose_policy("bf16", torch.device("cpu")).mode
         'bf16'
     """
-    support = supported_modes(device)
-    if settings is not None:
-        check_recipe_name(settings.fp8_recipe)
+    support, settings = supported_modes(device), settings or PrecisionSettings()
+    check_recipe_name(settings.fp8_recipe)
     if mode == "fp8":
-        named = _add_recipe_name(settings or PrecisionSettings(), recipe)
-        given = None if recipe is None or isinstance(recipe, str) else as_recipe(recipe)
-        return _fp8_policy(device, named, given, support)
+        if isinstance(recipe, str):
+            settings, recipe = _add_recipe_name(settings, recipe), None
+        return _fp8_policy(device, settings, None if recipe is None else as_recipe(recipe), support)
     if recipe is not None:
         name = recipe if isinstance(recipe, str) else as_recipe(recipe).name
         raise PrecisionError(f"fp8_recipe={name!r} with mixed_precision={mode!r}: say mixed_precision='fp8'")
@@ -101,9 +96,9 @@ def choose_policy(
     return _policy(mode, device, settings, support[mode].reason)
 
 
-def _add_recipe_name(settings: PrecisionSettings, recipe: object) -> PrecisionSettings:
+def _add_recipe_name(settings: PrecisionSettings, recipe: str) -> PrecisionSettings:
     """Return the settings with the recipe that is named in code."""
-    if not isinstance(recipe, str) or recipe == "auto":
+    if recipe == "auto":
         return settings
     check_recipe_name(recipe)
     if settings.fp8_recipe not in ("auto", recipe):
@@ -132,13 +127,8 @@ def _fp8_policy(
 
 
 def _policy(
-    mode: str,
-    device: torch.device,
-    settings: PrecisionSettings | None,
-    reason: str,
-    recipe: Fp8Recipe | None = None,
+    mode: str, device: torch.device, settings: PrecisionSettings, reason: str, recipe: Fp8Recipe | None = None
 ) -> Policy:
-    settings = settings or PrecisionSettings()
     return Policy(
         mode=mode,
         autocast_dtype=_DTYPES.get(mode),

@@ -45,7 +45,7 @@ def autocast_rules(device_type: str) -> dict[str, Rule]:
             space, _, rest = name.partition("::")
             base, _, overload = rest.partition(".")
             operation = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
-            rules.setdefault(base.removeprefix("_"), _rule(operation, device_type))
+            rules.setdefault(base.removeprefix("_"), _find_rule(operation, device_type))
     return rules
 
 
@@ -60,31 +60,31 @@ def fp32_operations(device_type: str) -> tuple[str, ...]:
     return tuple(sorted(name for name, rule in autocast_rules(device_type).items() if rule == "fp32"))
 
 
-def _rule(operation: Any, device_type: str) -> Rule:
-    narrow, refused = _dtypes_seen(operation, torch.float16, device_type)
+def _find_rule(operation: Any, device_type: str) -> Rule:
+    narrow, refused = _find_dtypes(operation, torch.float16, device_type)
     if narrow & {torch.float32, torch.complex64}:  # complex where fp32 is transformed
         return "fp32"
     if refused:
         return "refused"
-    wide, _ = _dtypes_seen(operation, torch.float32, device_type)
+    wide, _ = _find_dtypes(operation, torch.float32, device_type)
     return "half" if torch.float16 in wide else "widest"
 
 
-def _dtypes_seen(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[frozenset[torch.dtype], bool]:
+def _find_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[frozenset[torch.dtype], bool]:
     """Return the dtypes that autocast changes a call on inputs of a dtype to, and whether it refuses the call."""
-    without, _ = _first_dtypes(operation, dtype, device_type)
-    with _autocast(device_type):
-        found, error = _first_dtypes(operation, dtype, device_type)
+    without, _ = _find_first_dtypes(operation, dtype, device_type)
+    with _enable_autocast(device_type):
+        found, error = _find_first_dtypes(operation, dtype, device_type)
     changed = frozenset[torch.dtype]() if found == without else frozenset(found)
     return changed, "unsafe to autocast" in error
 
 
-def _first_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[set[torch.dtype], str]:
+def _find_first_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[set[torch.dtype], str]:
     """Return the dtypes of the first thing that a call does, or the message of its error."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, kind, by_name, default in arguments_of(operation):
-        value = _value(kind, default, dtype, device_type)
+        value = _make_value(kind, default, dtype, device_type)
         if by_name:
             named[name] = value
         else:
@@ -93,17 +93,12 @@ def _first_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple
         operation(*positional, **named)
     except CastSeenError as seen:
         return seen.dtypes, ""
-    except (
-        RuntimeError,
-        ValueError,
-        IndexError,
-        NotImplementedError,
-    ) as error:  # no cast: it checks its shapes
+    except (RuntimeError, ValueError, IndexError) as error:  # no cast: it checks its shapes
         return set(), str(error)
     return set(), ""
 
 
-def _value(kind: str, default: Any, dtype: torch.dtype, device_type: str) -> Any:
+def _make_value(kind: str, default: Any, dtype: torch.dtype, device_type: str) -> Any:
     """Return some value of an argument's type; nothing is computed with it."""
     if kind == "Tensor":
         return valueless_tensor(dtype, device_type)
@@ -117,7 +112,7 @@ def _value(kind: str, default: Any, dtype: torch.dtype, device_type: str) -> Any
 
 
 @contextmanager
-def _autocast(device_type: str) -> Generator[None]:
+def _enable_autocast(device_type: str) -> Generator[None]:
     """Turn autocast on as torch.autocast does, which refuses to where no such device is present."""
     was_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)

@@ -53,7 +53,7 @@ def plan_conversion(
     norms = [name for name, module in modules.items() if _converts_norm(recipe, module)]
     layers.check([*linear, *norms, *known])
     bases = [name for name in linear if not _is_adapter(name, modules)]
-    facts = _Facts(modules, kept, _ties(modules), _ends(bases, modules, layers))
+    facts = _Facts(modules, kept, _explain_ties(modules), _explain_ends(bases, modules, layers))
     decisions = tuple(
         LayerDecision(
             name=name,
@@ -62,7 +62,7 @@ def plan_conversion(
             if isinstance(weight := getattr(module, "weight", None), Tensor)
             else (),
             is_linear=isinstance(module, nn.Linear),
-            reason=_reason(name, recipe, layers, facts),
+            reason=_find_reason(name, recipe, layers, facts),
         )
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
@@ -77,7 +77,7 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> str:
+def _find_reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> str:
     """Return the first reason why a module stays as it is; empty if it is converted."""
     module = facts.modules[name]
     if module in facts.kept:
@@ -119,7 +119,9 @@ def _why_unfit(module: nn.Linear) -> str | None:
     return None
 
 
-def _ends(names: Sequence[str], modules: Mapping[str, nn.Module], layers: LayerFilter) -> dict[str, str]:
+def _explain_ends(
+    names: Sequence[str], modules: Mapping[str, nn.Module], layers: LayerFilter
+) -> dict[str, str]:
     """Return the reasons of the first and the last of a model's linear layers."""
     # A layer and the copy that `peft` trains of it are in one place.
     places = {
@@ -155,7 +157,7 @@ def _lineage(name: str) -> list[str]:
     return ["", *accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
-def _ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
+def _explain_ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
     """Return for each parameter that several modules hold, by its full name, the reason to keep its layer."""
     holders: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -182,7 +184,7 @@ def _plan_fusions(
         norm = modules[decision.name]
         if not decision.converts or type(norm) not in NORMS:
             continue
-        name, reader = _reader(decision.name, modules)
+        name, reader = _find_reader(decision.name, modules)
         if not isinstance(reader, nn.Linear) or name not in linear:
             why = "no linear layer that is converted follows it in an nn.Sequential"
         elif places[norm] > 1 or places[reader] > 1:
@@ -197,7 +199,7 @@ def _plan_fusions(
     )
 
 
-def _reader(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module | None]:
+def _find_reader(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module | None]:
     """Return the module that alone reads another one's output, and its name; None if that is not certain."""
     outer, _, own = name.rpartition(".")
     parent = modules[outer]

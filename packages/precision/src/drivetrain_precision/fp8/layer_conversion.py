@@ -95,7 +95,7 @@ def convert_model(
             f"recipe {recipe.name}: no layer of {type(model).__name__} can be converted: {report.refusals(model)}. "
             + (f"{_ADVICE}, or train in bf16" if helps else "No LayerFilter changes that: train in bf16")
         )
-    change_layers(model, report.converted, _change(model, recipe, decisions), recipe.restore)
+    change_layers(model, report.converted, _make_change(model, recipe, decisions), recipe.restore)
     return report
 
 
@@ -147,7 +147,7 @@ def load_recipe_state(
     return tuple(name for name in live if name not in state)
 
 
-def _change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecision]) -> Change:
+def _make_change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecision]) -> Change:
     """Return the function that converts a layer; one that computes a norm too comes after the norm."""
     norms = {
         model.get_submodule(each.name): each.fused_with

@@ -7,7 +7,6 @@ step computes the same bits as one that is not watched.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,9 +76,7 @@ class GradientWatch:
     def __enter__(self) -> "GradientWatch":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -108,11 +105,11 @@ class GradientWatch:
 
         Called on all ranks; on one rank alone with a `gather` that returns `[value]`. The default is torch's.
         """
-        return first_of_ranks((gather or _gather)(self._own_first()))
+        return first_of_ranks((gather or _gather)(self._find_own_first()))
 
     def report(self, *, gather: Gather | None = None) -> GradientReport:
         """Return the counts so far, summed over the ranks. Called as `first_nonfinite` is. Synchronizes."""
-        found = (gather or _gather)((self._counts.totals(), self._own_first()))
+        found = (gather or _gather)((self._counts.totals(), self._find_own_first()))
         sums = [LayerTotals()] * len(self._layers)
         for totals, _ in found:
             sums = [mine.plus(theirs) for mine, theirs in zip(sums, totals, strict=True)]
@@ -124,7 +121,9 @@ class GradientWatch:
                 totals=total,
             )
             for index, (layer, total) in enumerate(zip(self._layers, sums, strict=True))
-            if total.values and _computes(layer.module)
+            # Modules without parameters of their own, that hold others, only pass values on.
+            if total.values
+            and (any(True for _ in layer.module.parameters(recurse=False)) or not [*layer.module.children()])
         ]
         rows.sort(key=lambda row: -row.zero_share - row.subnormal_share)
         return GradientReport(
@@ -137,7 +136,7 @@ class GradientWatch:
         """Look at a module's inputs, and have their gradients looked at; a forward pre-hook."""
         if self._is_closed:
             return None
-        call = self._open[index] = self._begin(index)
+        call = self._open[index] = self._begin_call(index)
         if call.is_counted:
             for tensor in tensors_in((args, kwargs)):
                 self._counts.add_activation(
@@ -147,7 +146,9 @@ class GradientWatch:
             return None
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked[parameter] = parameter.register_hook(self._make_parameter_hook(index, name))
+                first = _Call(index, 1, is_counted=True)  # a parameter's gradient is the sum over all calls
+                look = partial(self._look, first, "parameter gradient", counts=True, parameter=name)
+                self._hooked[parameter] = parameter.register_hook(unserializable_hook(look))
         return self._alias_inputs(call, args, kwargs)
 
     def leave(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -172,7 +173,7 @@ class GradientWatch:
                 call.is_reached = False
                 tensor.register_hook(reached)
 
-    def _begin(self, index: int) -> _Call:
+    def _begin_call(self, index: int) -> _Call:
         if is_in_backward():  # a checkpointed forward, whose activations were counted when it first ran
             return _Call(index, 1, is_counted=False)
         is_training = torch.is_grad_enabled()
@@ -207,14 +208,6 @@ class GradientWatch:
 
         return alias(args), {name: alias(value) for name, value in kwargs.items()}
 
-    def _make_parameter_hook(self, index: int, name: str) -> Callable[[Tensor], None]:
-        @unserializable_hook
-        def computed(gradient: Tensor) -> None:
-            call = _Call(index, 1, is_counted=True)
-            self._look(call, "parameter gradient", gradient, counts=True, parameter=name)
-
-        return computed
-
     def _look(
         self, call: _Call, where: Where, gradient: Tensor, *, counts: bool, parameter: str | None = None
     ) -> None:
@@ -235,7 +228,7 @@ class GradientWatch:
             self._events.append(event)
         return self._ids[event]
 
-    def _own_first(self) -> NonFiniteValue | None:
+    def _find_own_first(self) -> NonFiniteValue | None:
         found = self._counts.first_event()
         if found is None:
             return None
@@ -292,12 +285,6 @@ class _Hook:
 
 def _do_nothing(*_: object) -> None:
     """Stand for the hook in a copy of a watched module."""
-
-
-def _computes(module: nn.Module) -> bool:
-    """Return whether a module has parameters of its own, or holds no others: the rest only passes values on."""
-    own = next(module.parameters(recurse=False), None)
-    return own is not None or next(module.children(), None) is None
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -39,7 +39,7 @@ class LayerCounts:
         self._num_layers = num_layers
         self._tables: dict[torch.device, _DeviceTable] = {}
         self._num_values = [0] * num_layers
-        self._num_events = 0
+        self.num_events = 0  # the tensors looked at so far
 
     def add_gradient(self, layer: int, gradient: Tensor, event: int, *, smallest: float | None) -> None:
         """Count a gradient, dense or sparse; `event`, below 2**24, is what a value that is not finite would be.
@@ -97,14 +97,9 @@ class LayerCounts:
         rows: list[list[int]] = sums.tolist()
         return [LayerTotals(values, *row) for values, row in zip(self._num_values, rows, strict=True)]
 
-    @property
-    def num_events(self) -> int:
-        """The number of tensors looked at so far."""
-        return self._num_events
-
     def _note(self, table: _DeviceTable, bad: Tensor, event: int) -> None:
-        number = (self._num_events << _ID_BITS) | event
-        self._num_events += 1
+        number = (self.num_events << _ID_BITS) | event
+        self.num_events += 1
         torch.minimum(table.first, torch.where(bad > 0, number, _NEVER), out=table.first)
 
     def _table(self, device: torch.device) -> _DeviceTable:

@@ -110,17 +110,11 @@ class LossScaler:
         if not self._unscaled:
             return
         s = self.settings
-        update_scale(
-            self._scale,
-            self._growth_tracker,
-            self._found_inf,
-            growth_factor=s.growth_factor,
-            backoff_factor=s.backoff_factor,
-            growth_interval=s.growth_interval,
-        )
+        tensors = self._scale, self._growth_tracker, self._found_inf
+        update_scale(*tensors, s.growth_factor, s.backoff_factor, s.growth_interval)
         if self._overflow_known is not False:
             self._scale.clamp_(min=self._floor)
-        self._on_host = self._next_on_host()
+        self._on_host = self._compute_on_host()
         self._found_inf.zero_()
         self._unscaled = self._overflow_known = False
 
@@ -141,7 +135,7 @@ class LossScaler:
         self._found_inf.zero_()
         self._unscaled = self._overflow_known = False
 
-    def _next_on_host(self) -> tuple[float, int] | None:
+    def _compute_on_host(self) -> tuple[float, int] | None:
         """Return what `update` makes of the scale and the steps since it changed; None if the host cannot know."""
         s = self.settings
         if self._on_host is None or self._overflow_known is None:

@@ -68,7 +68,7 @@ class SkippedSteps:
         self.is_active = True
         limit = self._find_reached_limit()
         if limit is not None and self._watch is not None:
-            raise self._error(limit, gather)
+            raise self._make_error(limit, gather)
         if self._watch is not None:
             self._watch.forget_first()
         elif limit is not None or self.num_skipped >= _WATCHED_AFTER or self._find_reached_limit(ahead=1):
@@ -134,7 +134,7 @@ class SkippedSteps:
             return f"no more are allowed, precision.max_skipped_steps={most}"
         return None
 
-    def _error(self, limit: str, gather: Gather | None) -> SkippedStepsError:
+    def _make_error(self, limit: str, gather: Gather | None) -> SkippedStepsError:
         assert self._watch is not None
         found = self._watch.first_nonfinite(gather=gather)
         scale = None if self._scaler is None else self._scaler.value
