@@ -7,6 +7,15 @@ from typing import Any, Literal, TypeAlias, get_args
 
 Staging: TypeAlias = Literal["copy", "overlap"]
 
+_IF_DUE = "a call of save_if_due()"
+
+
+def _setting(default: Any, text: str, *, needs: str | None = "a save", **more: object) -> Any:
+    """Return a field with its help, and with what has to be there for it to count; a secret one is not shown."""
+    known = {"help": text, "needs": needs, **more}
+    metadata = {name: value for name, value in known.items() if value is not None}
+    return field(default=default, repr="secret" not in more, metadata=metadata)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
@@ -17,110 +26,61 @@ class CheckpointSettings:
         3
     """
 
-    directory: str | Path | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of the checkpoints, visible to every host, or a URL such as s3://bucket/run; "
-            "unset: below the project's folder."
-        },
+    directory: str | Path | None = _setting(  # noqa: RUF009 it returns a field
+        None,
+        "Folder of the checkpoints, visible to every host, or a URL such as s3://bucket/run; unset: below the "
+        "project's folder.",
+        needs=None,
     )
-    storage_options: Mapping[str, Any] | None = field(
-        default=None,
-        repr=False,  # may hold credentials
-        metadata={
-            "needs": "a checkpoint at a URL",
-            "help": "Options of the URL's file system, such as endpoint_url; unset: its own defaults.",
-            "secret": True,
-        },
+    storage_options: Mapping[str, Any] | None = _setting(
+        None,
+        "Options of the URL's file system, such as endpoint_url; unset: its own defaults.",
+        needs="a checkpoint at a URL",
+        secret=True,
     )
-    keep_last: int | None = field(
-        default=None,
-        metadata={
-            "needs": "a save",
-            "ask": "drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
-            "help": "Number of newest checkpoints to keep; unset: all.",
-        },
+    keep_last: int | None = _setting(
+        None,
+        "Number of newest checkpoints to keep; unset: all.",
+        ask="drivetrain_checkpoint.checkpoint_advice:ask_keep_last",
     )
-    keep_every: int | None = field(
-        default=None,
-        metadata={
-            "needs": "a save",
-            "help": "Interval in steps of checkpoints to keep in addition, such as 10000.",
-        },
+    keep_every: int | None = _setting(
+        None, "Interval in steps of checkpoints to keep in addition, such as 10000."
     )
-    keep_best: int = field(
-        default=0,
-        metadata={
-            "needs": "a save",
-            "help": "Number of best checkpoints by best_metric to keep in addition.",
-        },
+    keep_best: int = _setting(0, "Number of best checkpoints by best_metric to keep in addition.")
+    best_metric: str | None = _setting(
+        None, "Name of the metric, among those given to a save, that rates checkpoints."
     )
-    best_metric: str | None = field(
-        default=None,
-        metadata={
-            "needs": "a save",
-            "help": "Name of the metric, among those given to a save, that rates checkpoints.",
-        },
+    best_mode: Literal["min", "max"] = _setting(
+        "min", "Whether the smallest or the largest value of best_metric is the best.", needs="best_metric"
     )
-    best_mode: Literal["min", "max"] = field(
-        default="min",
-        metadata={
-            "needs": "best_metric",
-            "help": "Whether the smallest or the largest value of best_metric is the best.",
-        },
+    save_every_steps: int | None = _setting(
+        None, "Number of optimizer steps after which save_if_due() saves.", needs=_IF_DUE
     )
-    save_every_steps: int | None = field(
-        default=None,
-        metadata={
-            "needs": "a call of save_if_due()",
-            "help": "Number of optimizer steps after which save_if_due() saves.",
-        },
+    save_every_minutes: float | None = _setting(
+        None, "Minutes since the last save after which save_if_due() saves.", needs=_IF_DUE
     )
-    save_every_minutes: float | None = field(
-        default=None,
-        metadata={
-            "needs": "a call of save_if_due()",
-            "help": "Minutes since the last save after which save_if_due() saves.",
-        },
+    save_on_signals: tuple[str, ...] = _setting(
+        ("SIGTERM", "SIGUSR1"),
+        "Signals on which save_if_due() saves and ends the program with exit code 75, which requests a restart.",
+        needs=_IF_DUE,
     )
-    save_on_signals: tuple[str, ...] = field(
-        default=("SIGTERM", "SIGUSR1"),
-        metadata={
-            "needs": "a call of save_if_due()",
-            "help": "Signals on which save_if_due() saves and ends the program with exit code 75, which "
-            "requests a restart.",
-        },
+    background: bool = _setting(
+        False, "Whether training continues while a checkpoint is written from a copy in host memory."
     )
-    background: bool = field(
-        default=False,
-        metadata={
-            "needs": "a save",
-            "help": "Whether training continues while a checkpoint is written from a copy in host memory.",
-        },
+    staging: Staging = _setting(  # noqa: RUF009 it returns a field
+        "copy",
+        "When a background save copies weights and optimizer states: copy before training continues, overlap "
+        "while it continues, until the next optimizer step, which alone changes them.",
     )
-    staging: Staging = field(
-        default="copy",
-        metadata={
-            "needs": "a save",
-            "help": "When a background save copies weights and optimizer states: copy before training "
-            "continues, overlap while it continues, until the next optimizer step, which alone "
-            "changes them.",
-        },
+    allow_pickle: bool = _setting(
+        False,
+        "Whether objects of any kind may be saved as pickles, and loaded, which runs code of whoever saved them.",
+        needs="a checkpoint",
     )
-    allow_pickle: bool = field(
-        default=False,
-        metadata={
-            "needs": "a checkpoint",
-            "help": "Whether objects of any kind may be saved as pickles, and loaded, which runs code of "
-            "whoever saved them.",
-        },
-    )
-    stall_seconds: float = field(
-        default=600.0,
-        metadata={
-            "needs": "a save or a call of save_if_due()",
-            "help": "Seconds without a byte written by any rank after which a background save fails.",
-        },
+    stall_seconds: float = _setting(
+        600.0,
+        "Seconds without a byte written by any rank after which a background save fails.",
+        needs=f"a save or {_IF_DUE}",
     )
 
     def __post_init__(self) -> None:
