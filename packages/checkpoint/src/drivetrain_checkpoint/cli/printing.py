@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
-from types import TracebackType
 from typing import Self
 
 from drivetrain_messages import format_size, format_table
@@ -66,9 +65,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._show(time.monotonic())
         if self._redraws and self._shown > self._began:

@@ -8,12 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
-from drivetrain_checkpoint.cli.printing import (
-    age_text,
-    metrics_as_json,
-    table,
-    time_text,
-)
+from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table, time_text
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import xxhash
@@ -31,46 +30,15 @@ class FileRecord:
         return cls(name=name, size_bytes=content["size_bytes"], checksums=tuple(content["checksums"]))
 
 
-class _BlockHash:
-    """The checksums of the blocks of a stream that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self.checksums: list[str] = []
-        self._hash = xxhash.xxh3_64()
-
-    def room(self) -> int:
-        """Return the number of bytes left in the current block."""
-        return BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
-
-    def update(self, piece: memoryview) -> bool:
-        """Hash a piece no longer than `room()`, and return whether it completed a block."""
-        self._hash.update(piece)
-        self.size_bytes += len(piece)
-        if self.size_bytes % BLOCK_BYTES:
-            return False
-        self._end_block()
-        return True
-
-    def finish(self) -> bool:
-        """End the last, shorter block, and return whether there was one."""
-        if self.size_bytes % BLOCK_BYTES == 0:
-            return False
-        self._end_block()
-        return True
-
-    def _end_block(self) -> None:
-        self.checksums.append(self._hash.hexdigest())
-        self._hash.reset()
-
-
 class HashedWriter:
     """A writer that hashes a new file as it writes it; the file is complete and durable once `record` returns."""
 
     def __init__(self, path: Place, *, on_block: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._on_block = on_block
-        self._hash = _BlockHash()
+        self._size_bytes = 0  # written so far
+        self._checksums: list[str] = []
+        self._hash = xxhash.xxh3_64()  # of the block that is being written
         self._gathered = bytearray()
         self._file = storage_of(path).create(path)
 
@@ -89,23 +57,28 @@ class HashedWriter:
 
     def _write(self, view: memoryview) -> None:
         while len(view):
-            piece, view = view[: self._hash.room()], view[self._hash.room() :]
+            room = BLOCK_BYTES - self._size_bytes % BLOCK_BYTES
+            piece, view = view[:room], view[room:]
             with self._named():
                 self._file.write(piece)
-            if self._hash.update(piece):
+            self._hash.update(piece)
+            self._size_bytes += len(piece)
+            if len(piece) == room:
+                self._end_block()
                 self._on_block()
+
+    def _end_block(self) -> None:
+        self._checksums.append(self._hash.hexdigest())
+        self._hash.reset()
 
     def record(self) -> FileRecord:
         """Make the file complete and durable, and return its record."""
         self._write_gathered()
         with self._named():
             self._file.finish()
-        self._hash.finish()
-        return FileRecord(
-            name=self._path.name,
-            size_bytes=self._hash.size_bytes,
-            checksums=tuple(self._hash.checksums),
-        )
+        if self._size_bytes % BLOCK_BYTES:
+            self._end_block()
+        return FileRecord(name=self._path.name, size_bytes=self._size_bytes, checksums=tuple(self._checksums))
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -120,9 +93,7 @@ class HashedWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -143,11 +114,9 @@ class HashedReader:
             check_size(path, size_bytes, record)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill buffers with ranges of the file, in one pass over the blocks that hold them.
+        """Fill buffers of single bytes with verified ranges of the file, in one pass over the blocks that hold them.
 
-        Args:
-            ranges: Pairs of the first byte in the file and a writable buffer of single bytes, ordered by the first
-                byte. The content of the buffers is verified once this returns.
+        A range is its first byte in the file and the buffer to fill; the ranges are ordered by the first byte.
         """
         blocks: dict[int, list[tuple[int, memoryview]]] = {}
         for at, view in ranges:
@@ -211,9 +180,7 @@ class HashedReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

@@ -11,15 +11,9 @@ from drivetrain_checkpoint.storage.protocol import MOST_BYTES
 
 
 class DiskReader:
-    """A reader of a file in large pieces at any offset.
+    """A reader of a file in large pieces at any offset."""
 
-    Attributes:
-        path: The path of the file.
-        size_bytes: The size of the file in bytes.
-        num_readers: The number of threads, two: one hashes and allocates memory while the other waits for the disk.
-    """
-
-    num_readers = 2
+    num_readers = 2  # one thread hashes and allocates memory while the other waits for the disk
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,19 +44,13 @@ class DiskReader:
         self._opened.close()
 
 
+create = DiskWriter
+open_to_read = DiskReader
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder, with its parents."""
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def create(path: Path) -> DiskWriter:
-    """Create a new file and return its writer."""
-    return DiskWriter(path)
-
-
-def open_to_read(path: Path) -> DiskReader:
-    """Open an existing file."""
-    return DiskReader(path)
 
 
 def put(path: Path, content: bytes) -> None:

@@ -35,14 +35,9 @@ def locate(url: str, options: Mapping[str, Any]) -> "UPath":
 
 
 class RemoteReader:
-    """A reader of an object at any offset, with one request per read.
+    """A reader of an object at any offset, with one request per read, and none to open it."""
 
-    Attributes:
-        size_bytes: Always None: the size would take another request, and the listing of the folder has given it.
-        num_readers: The number of concurrent requests beyond which reads do not get faster.
-    """
-
-    size_bytes = None
+    size_bytes = None  # would take another request, and the listing of the folder has given it
     num_readers = 8
 
     def __init__(self, path: "UPath") -> None:
@@ -63,6 +58,9 @@ class RemoteReader:
         """Do nothing: no connection is held open."""
 
 
+open_to_read = RemoteReader
+
+
 def make_folder(folder: "UPath") -> None:
     """Abort the uploads that a killed process left below a prefix; `FileNotFoundError` if there is no such bucket."""
     if is_s3(folder.fs):
@@ -73,11 +71,6 @@ def make_folder(folder: "UPath") -> None:
 def create(path: "UPath") -> S3Upload | StreamedUpload:
     """Create a new object and return its writer."""
     return S3Upload(path) if is_s3(path.fs) else StreamedUpload(path)
-
-
-def open_to_read(path: "UPath") -> RemoteReader:
-    """Return a reader of an object, without a request."""
-    return RemoteReader(path)
 
 
 def put(path: "UPath", content: bytes) -> None:
