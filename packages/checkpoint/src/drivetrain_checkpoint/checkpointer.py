@@ -1,6 +1,6 @@
 """Save and load the checkpoints of one directory.
 
-The modules that read and write are imported at first use, so that a run that saves nothing starts without them.
+A run without saves starts without the modules that read and write: their first use imports them.
 """
 
 from collections.abc import Callable, Mapping
@@ -182,9 +182,9 @@ class Checkpointer:
             path: The folder or URL of a checkpoint, or of a directory of checkpoints; None takes `self.directory`. Of
                 a directory, the newest valid checkpoint is loaded; all ranks skip a damaged one together, with a
                 warning.
-            like: A function that returns, for a name such as `"models/model/fc.weight"` or
-                `"replicated/optimizer/state/0/exp_avg"`, a DTensor or `FlatShard` that has this rank's sharding of
-                the tensor, or None for the whole tensor. One of another shape counts as None.
+            like: A function from the name of a tensor, such as `"models/model/fc.weight"` or
+                `"replicated/optimizer/state/0/exp_avg"`, to a DTensor or `FlatShard` with this rank's sharding of it;
+                None, or an object of another shape, loads the tensor whole.
 
         Raises:
             NoCheckpointError: There is no checkpoint to load.

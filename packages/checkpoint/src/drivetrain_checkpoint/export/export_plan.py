@@ -80,10 +80,7 @@ class ExportPlan:
 
 
 def plan_export(
-    tensors: Mapping[str, Shaped],
-    *,
-    max_shard_size: int | str = "5GB",
-    ties: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Shaped], *, max_shard_size: int | str = "5GB", ties: Mapping[str, str] | None = None
 ) -> ExportPlan:
     """Plan an export; files are filled in the order of `tensors`.
 

@@ -20,13 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain_checkpoint.errors import StateError
-from drivetrain_checkpoint.export.export_plan import (
-    INDEX,
-    SHARD_FILE,
-    SINGLE_FILE,
-    ExportPlan,
-    plan_export,
-)
+from drivetrain_checkpoint.export.export_plan import INDEX, SHARD_FILE, SINGLE_FILE, ExportPlan, plan_export
 from drivetrain_checkpoint.storage.local import sync_folder
 from drivetrain_checkpoint.storage.place import on_disk
 from drivetrain_weights import WeightIndex, find_ties

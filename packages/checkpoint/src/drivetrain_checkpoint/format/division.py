@@ -4,6 +4,7 @@ Tensors of one shape that the ranks hold in the same way share one division. A p
 the number of tensors, and not with that number times the number of ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -66,11 +67,8 @@ def starts_in_file(tensors: Mapping[str, Division], rank: int, size_bytes: int) 
 
 def bytes_by_rank(divisions: Iterable[Division]) -> dict[int, int]:
     """Return the total size of the boxes of some tensors, in bytes, by the rank that writes them. Pure."""
-    counts: dict[Division, int] = {}
-    for division in divisions:
-        counts[division] = counts.get(division, 0) + 1
-    totals: dict[int, int] = {}
-    for division, count in counts.items():
+    totals: Counter[int] = Counter()
+    for division, count in Counter(divisions).items():
         for rank in division.boxes:
-            totals[rank] = totals.get(rank, 0) + count * division.bytes_of(rank)
+            totals[rank] += count * division.bytes_of(rank)
     return totals

@@ -17,11 +17,7 @@ from drivetrain_weights.tensor_box import Box
 def from_format_2(
     content: Mapping[str, Any],
 ) -> tuple[dict[str, dict[str, Division]], dict[str, dict[str, int]]]:
-    """Return the division of each tensor by part and name, and its first byte by file and name. Pure.
-
-    Raises:
-        ValueError: A piece lies outside of its file, or not behind the one before it.
-    """
+    """Return the division of each tensor by part and name, and its first byte by file and name. Pure."""
     shared: dict[object, Division] = {}
     starts: dict[str, dict[str, int]] = {}
     tensors: dict[str, dict[str, Division]] = {}

@@ -84,9 +84,7 @@ def check_model_names(names: Iterable[str]) -> None:
 def tree_file(part: str, attempt: int) -> str:
     """Return the name of the file that holds the names and plain values of a part.
 
-    Args:
-        part: The name of the part.
-        attempt: The attempt number: 0 in a new folder, higher if committed files must stay until the next commit.
+    The attempt is 0 in a new folder, and higher if committed files must stay until the next commit.
     """
     return f"{part}{_suffix(attempt)}.json"
 

@@ -123,11 +123,7 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def check_files(folder: Place, manifest: Manifest) -> None:
-    """Check that every file is there in full size; a load verifies the content as it reads it.
-
-    Raises:
-        CorruptCheckpointError: A file is missing or has another size; the message names it.
-    """
+    """Check that every file is there in full size, else CorruptCheckpointError; a load verifies what it reads."""
     sizes = storage_of(folder).sizes_in(folder)
     for record in manifest.files.values():
         check_size(folder / record.name, sizes.get(record.name), record)

@@ -14,7 +14,7 @@ from drivetrain_weights.tensor_box import Box, box_of_dtensor, boxes_of_range, i
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A tensor that is bitwise identical on all ranks, so that each of them may write a part of it."""
+    """A tensor with the same bits on all ranks, of which each rank may write a part."""
 
     tensor: Tensor
 

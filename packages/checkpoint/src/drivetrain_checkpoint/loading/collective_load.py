@@ -76,7 +76,7 @@ def load_newest(context: Context, directory: Place, how: LoadOptions) -> LoadRes
         NoCheckpointError: No checkpoint is valid; the message says what is wrong with each.
     """
     problems: list[str] = []
-    for folder in _candidates(context, directory, problems):
+    for folder in _find_valid(context, directory, problems):
         answer = _try(context, folder, how)
         if isinstance(answer, LoadResult):
             return answer
@@ -101,13 +101,13 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
         )
     answer = _try(context, folder, how)
     if isinstance(answer, CorruptCheckpointError):
-        if why := on_main(context, lambda: _why_none(folder), doing=doing):
+        if why := on_main(context, lambda: _explain_none(folder), doing=doing):
             raise NoCheckpointError(why)
         raise answer
     return answer
 
 
-def _why_none(folder: Place) -> str | None:
+def _explain_none(folder: Place) -> str | None:
     """Return why a folder is neither a checkpoint nor the remains of one; None if it may be."""
     if has_manifest(folder) or own_files(folder):
         return None
@@ -132,7 +132,7 @@ def newest(context: Context, directory: Place) -> Place | None:
 
     Called on all ranks.
     """
-    return next(iter(_candidates(context, directory, [])), None)
+    return next(iter(_find_valid(context, directory, [])), None)
 
 
 def newest_plan(context: Context, directory: Place) -> Mapping[str, Any] | None:
@@ -143,7 +143,7 @@ def newest_plan(context: Context, directory: Place) -> Mapping[str, Any] | None:
     return on_main(context, lambda: read_manifest(folder).plan, doing=f"the plan of {folder}")
 
 
-def _candidates(context: Context, directory: Place, problems: list[str]) -> list[Place]:
+def _find_valid(context: Context, directory: Place, problems: list[str]) -> list[Place]:
     """Return the valid checkpoints that rank 0 sees, newest first; add the faults of the others to `problems`."""
 
     # Exchanges names rather than places: a place may hold credentials of its host.

@@ -35,12 +35,7 @@ def read_parts(
     allow_pickle: bool,
     on_block: Callable[[], None],
 ) -> dict[str, StateTree]:
-    """Read the states of some parts of a checkpoint, on the CPU.
-
-    Raises:
-        CorruptCheckpointError: A file is missing or differs from its record.
-        PickleNotAllowedError: A state holds a pickle, and `allow_pickle` is false.
-    """
+    """Read the states of some parts of a checkpoint, on the CPU."""
     trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
     rooms = {
         part: _make_rooms(manifest.tensors[part], lambda name, part=part: like(part, name)) for part in parts

@@ -1,1 +1,1 @@
-"""Plan which rank writes which bytes, and which bytes a rank reads."""
+"""Plan the bytes that each rank writes and reads."""

@@ -18,15 +18,7 @@ from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """The states to save. Of `models` and `replicated`, rank 0's plain values and plain tensors are written.
-
-    Attributes:
-        models: The state of each model by name.
-        replicated: The states that are the same on all ranks, by name.
-        per_rank: The states that belong to one rank each, by name.
-        plan: The effective plan of the run: plain values.
-        metrics: The metrics of the checkpoint by name.
-    """
+    """The states to save, as `Checkpointer.save` takes them."""
 
     models: Mapping[str, Mapping[str, StateTree]]
     replicated: Mapping[str, StateTree]

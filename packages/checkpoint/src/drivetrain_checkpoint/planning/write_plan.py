@@ -1,4 +1,4 @@
-"""Plan which rank writes which part of which tensor: each element once, bytes balanced across ranks. Pure.
+"""Plan the parts of tensors that each rank writes: each element once, bytes balanced across ranks. Pure.
 
 torch's DCP has planners for this too, but they do not support flat shards, pickle the metadata and have no checksums.
 This format needs only the greedy choice below, and file headers that are known before anything is written.
@@ -18,7 +18,7 @@ _LEAST_CUT_BYTES = 2**20  # a smaller box is not worth splitting
 
 
 class TensorName(NamedTuple):
-    """The name of a tensor: the part of the checkpoint that it belongs to, and its name in that part."""
+    """The name of a tensor: its part of the checkpoint, and its name in that part."""
 
     part: str
     name: str
@@ -60,14 +60,8 @@ def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions
     """Plan which boxes each rank writes.
 
     A rank writes the boxes that it alone holds. A box that several ranks hold goes to the one of them with the fewest
-    bytes, split into pieces if it is large. The same arguments give the same plan on every rank.
-
-    Args:
-        names: The tensors to write, in order.
-        ranks: The holdings of each rank among them. The first rank that has a tensor describes it.
-
-    Returns:
-        The division of each tensor, by part and name in their order.
+    bytes, split into pieces if it is large. The first rank that has a tensor describes it. The same arguments give
+    the same plan on every rank.
 
     Raises:
         StateError: The ranks disagree about a tensor, or their boxes leave a gap in it or overlap.

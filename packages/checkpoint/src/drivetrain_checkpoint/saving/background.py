@@ -36,21 +36,14 @@ class BackgroundSaves:
     ) -> None:
         """Copy the tensors that this rank writes, and start to write them. Called on all ranks, by the main thread.
 
-        `wait` must have been called for the last save.
-
-        Args:
-            save: The save that all ranks have agreed on.
-            on_commit: A function to call with the checkpoint's folder once it is committed, in the thread.
-            changes_in_step: A function that returns True for a tensor, given by its path in the state, that only an
-                optimizer step changes: the thread copies it later. None copies all tensors now.
+        `wait` must have been called for the last save. The thread calls `on_commit` with the folder of the committed
+        checkpoint. It copies the tensors for whose paths `changes_in_step` returns True; None copies all of them now.
         """
         assert self._thread is None
         staged = stage_save(self._context, save, self._buffer, changes_in_step)
         store = control_store(self._context, "drivetrain_checkpoint")
         thread = Thread(
-            target=self._run,
-            args=(staged, store, on_commit),
-            name=f"drivetrain save of step {save.step}",
+            target=self._run, args=(staged, store, on_commit), name=f"drivetrain save of step {save.step}"
         )
         thread.start()
         # Only now, since start() may raise: nobody could wait for a thread that was not started.

@@ -54,11 +54,7 @@ class SaveCoordinator:
     ) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
 
-        Raises:
-            StateError: Something in `content` cannot be stored; nothing was saved.
-            OtherRankFailedError: Another rank failed; nothing was saved.
-            CheckpointLockedError: Another run writes into the directory.
-            ValueError: The ranks save into different folders.
+        Its errors are those of `Checkpointer.save`.
         """
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
@@ -72,20 +68,27 @@ class SaveCoordinator:
         (own,) = encoded
         tensor_files = self._agree(told, own.holdings)
         manifest, token = on_main(context, lambda: self._start(step, content, continues), doing=doing)
-        folder = step_folder(self._directory, step)
+        folder, rank = step_folder(self._directory, step), topology.rank
+
+        def check() -> None:
+            if token is not None:
+                check_shared(self._directory, token, rank)
+            if not storage_of(folder).sees(folder):
+                raise FolderNotSharedError(
+                    f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
+                )
+
         return Save(
             folder=folder,
             settings=self._settings,
             manifest=manifest,
             tensor_files=tensor_files,
-            files=tuple(
-                (file, tuple(map(own.tensor, file.entries))) for file in tensor_files.files_of(topology.rank)
-            ),
+            files=tuple((file, tuple(map(own.tensor, file.entries))) for file in tensor_files.files_of(rank)),
             trees={tree_file(part, manifest.attempt): tree for part, tree in own.trees.items()},
             is_main=topology.is_main,
             spared=self._spared or frozenset(),
             replicas=replicas,
-            check=lambda: self._check_visible(folder, token),
+            check=check,
         )
 
     def _encode(self, step: int, content: Content) -> OwnContent:
@@ -176,16 +179,6 @@ class SaveCoordinator:
             metrics=content.metrics,
         )
         return manifest, token
-
-    def _check_visible(self, folder: Place, token: str | None) -> None:
-        """Check that this rank sees the folder that rank 0 made."""
-        rank = self._context.topology.rank
-        if token is not None:
-            check_shared(self._directory, token, rank)
-        if not storage_of(folder).sees(folder):
-            raise FolderNotSharedError(
-                f"rank {rank} does not see {folder}, which rank 0 made: save into a folder that every host mounts"
-            )
 
     def close(self) -> None:
         """Release the directory, so that another run may write into it."""

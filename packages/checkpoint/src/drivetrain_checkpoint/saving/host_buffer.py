@@ -1,7 +1,7 @@
 """Copy tensors to host memory, which later saves reuse, so that training continues while a checkpoint is written."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from threading import Event
 from typing import Any
 
@@ -33,15 +33,10 @@ class HostBuffer:
     def stage(
         self, tensors: Sequence[Tensor], later: Collection[int] = (), replicas: Replicas | None = None
     ) -> "tuple[list[Tensor], Overlap | None]":
-        """Copy tensors into the buffer, overwriting the copies of the last call.
+        """Copy tensors into the buffer, overwriting the copies of the last call; return contiguous CPU tensors.
 
-        Args:
-            tensors: The tensors to copy.
-            later: The indices of the tensors that are not copied now, but by the overlap.
-            replicas: The tensors that the overlap sums up; None for none.
-
-        Returns:
-            Contiguous CPU tensors, independent of the originals, and the overlap, None if it has nothing to do.
+        The overlap, None if it has nothing to do, copies the tensors whose indices are in `later`, and sums up the
+        replicas.
         """
         copies = self.make_room(tensors)
         pairs = list(zip(copies, tensors, strict=True))
@@ -75,11 +70,8 @@ class HostBuffer:
 class Overlap:
     """The copies that a thread makes, while training continues, of tensors that only an optimizer step changes.
 
-    Tensors on an accelerator are copied on a side stream.
-
-    Args:
-        parts: Pairs of a host tensor and the tensor to copy into it.
-        replicas: The tensors to sum up beside the copies; None for none.
+    Its `parts` are pairs of a host tensor and the tensor to copy into it; tensors on an accelerator are copied on a
+    side stream. Beside the copies, it sums up the replicas.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], replicas: Replicas | None = None) -> None:
@@ -125,10 +117,7 @@ class Overlap:
         self._is_over.set()
 
     def _on_stream(self, tensor: Tensor, act: Callable[[Tensor], Any]) -> Any:
-        stream = self._streams.get(tensor.device)
-        if stream is None:
-            return act(tensor.detach())
-        with stream:
+        with self._streams.get(tensor.device) or nullcontext():
             return act(tensor.detach())
 
     def _check(self) -> None:

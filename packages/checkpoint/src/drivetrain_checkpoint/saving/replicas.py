@@ -1,4 +1,4 @@
-"""The protocol of tensors that every rank holds in full, of which a save commits only those that are alike."""
+"""The protocol of tensors that every rank must hold alike for a save to be committed."""
 
 from collections.abc import Sequence
 from typing import NoReturn, Protocol

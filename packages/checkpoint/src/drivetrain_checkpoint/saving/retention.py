@@ -16,11 +16,8 @@ def plan_retention(found: Sequence[CheckpointInfo], settings: CheckpointSettings
     """Return the folders to delete.
 
     These are the valid checkpoints that no rule of the settings keeps, and the leftovers of incomplete saves.
-    Committed checkpoints that are damaged are left for inspection. Without a valid checkpoint nothing is deleted.
-
-    Args:
-        found: The checkpoints of the directory, last saved first, as `find_checkpoints` returns them.
-        settings: The `checkpoint` section, whose `keep_last`, `keep_every` and `keep_best` are the rules.
+    Committed checkpoints that are damaged are left for inspection. Without a valid checkpoint nothing is deleted. The
+    checkpoints of the directory are `found`, last saved first.
     """
     valid = [one for one in found if one.is_valid]
     if settings.keep_last is None or not valid:

@@ -22,16 +22,13 @@ class AgreedStep:
 
     Any rank may ask for a step. A thread on every rank then publishes the rank's next step and holds the rank there
     until all ranks have published theirs; the ranks agree on the latest of them. Until a rank asks, a step costs a
-    lock and a comparison. After a rank has closed its end, there are no more agreements.
-
-    Args:
-        store: A connection to the store of all ranks, used by this object's thread alone; None in one process.
-        patience_seconds: The longest time to hold a rank, in seconds.
+    lock and a comparison. After a rank has closed its end, there are no more agreements. The thread alone uses the
+    store, which is None in one process.
     """
 
     def __init__(self, store: Store | None, *, topology: Topology, patience_seconds: float) -> None:
         self._topology = topology
-        self._patience_seconds = patience_seconds
+        self._patience_seconds = patience_seconds  # the longest time to hold a rank
         self._changed = Condition()
         self._step = 0
         self._gate: int | None = None  # this rank's next step, while an agreement is under way

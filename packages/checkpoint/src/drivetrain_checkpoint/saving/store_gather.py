@@ -99,23 +99,16 @@ class StoreGather:
             return ended is None and now - since <= self._stall_seconds
 
         value = wait(read, while_=goes_on)
-        if value is None and ended is not None:
-            told = (
-                ""
-                if self._rounds.rank == 0
-                else "; rank 0 commits: the newest checkpoint tells whether it has"
-            )
-            raise OtherRankFailedError(
-                f"the save was given up: the process of rank {ended} has ended before its part was done{told}"
-            )
-        if value is None:
-            raise OtherRankFailedError(
-                f"the save was given up: rank {rank} has not answered, and no rank has written anything for "
-                f"{self._stall_seconds:g} s; rank {rank} may have died, or its disk hangs (if it is only slow, "
-                "raise checkpoint.stall_seconds)"
-                + ("" if rank else "; rank 0 commits: the newest checkpoint tells whether it has")
-            )
-        return value
+        if value is not None:
+            return value
+        why = (
+            f"rank {rank} has not answered, and no rank has written anything for {self._stall_seconds:g} s; rank "
+            f"{rank} may have died, or its disk hangs (if it is only slow, raise checkpoint.stall_seconds)"
+        )
+        if ended is not None:
+            why = f"the process of rank {ended} has ended before its part was done"
+        hint = "" if rank else "; rank 0 commits: the newest checkpoint tells whether it has"
+        raise OtherRankFailedError(f"the save was given up: {why}{hint}")
 
     def _ended(self) -> int | None:
         """Return a rank whose process has ended before it answered, or before it concluded; None if none has."""

@@ -167,12 +167,7 @@ def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
 def stage_save(
     context: Context, save: Save, buffer: HostBuffer, changes_in_step: Callable[[str], bool] | None
 ) -> Save:
-    """Return the same save with host copies of the tensors; see `Save.staged`. Called on all ranks.
-
-    Raises:
-        OtherRankFailedError: Another rank has no memory for its copies; nothing was saved.
-        RuntimeError: This rank has no memory for its copies; nothing was saved.
-    """
+    """Return the same save with host copies of the tensors; an error if a rank lacks memory. Called on all ranks."""
     with save.discarded_on_error():
         return on_each_rank(
             context, lambda: save.staged(buffer, changes_in_step), doing=f"the save of step {save.step}"
@@ -186,19 +181,10 @@ def run_save(
     on_block: Callable[[], None],
     gather: Callable[[Outcome], list[Outcome]] | None = None,
 ) -> None:
-    """Write a save, commit it, then delete old checkpoints. Called on all ranks.
+    """Write a save, commit it, then delete old checkpoints; after an error nothing was saved. Called on all ranks.
 
-    Args:
-        context: The context of this process.
-        save: The save, as `SaveCoordinator.prepare` or `stage_save` returned it.
-        on_block: A function called after each block, as a sign of progress.
-        gather: A function that gathers the outcomes of all ranks, on ranks other than 0 the value of rank 0 alone;
-            None gathers them with the process group.
-
-    Raises:
-        OtherRankFailedError: Another rank failed; nothing was saved.
-        OSError: The disk is full, or the folder is not writable; nothing was saved.
-        Exception: The error of the replicas, on all ranks, if they differ; nothing was saved.
+    Each block that is written calls `on_block`. The outcomes of all ranks come by `gather`, on ranks other than 0 the
+    value of rank 0 alone; None gathers them with the process group.
     """
 
     def write() -> tuple[list[dict[str, Any]], str]:
