@@ -1,11 +1,11 @@
 """Mixed precision that fits the hardware.
 
 `choose_policy` takes a device and a mode ("bf16", "fp16", "auto" or "no"), and returns the dtype to compute in with
-the reason; if the device does not support the mode, the error lists what it supports. `autocast` applies the policy,
-and `LossScaler` keeps fp16 gradients from underflowing. `SkippedSteps` ends a run that never steps and names the layer
-that overflows first; `watch_gradients` counts underflow by layer. `convert_model` lets linear layers compute in 8 bits
-or fewer by a recipe, and reports on each layer. A `DtypePolicy` holds the dtypes of parameters, reduced gradients and
-outputs; `Bf16Updates` steps weights held in bf16.
+the reason; if the device does not support the mode, the error lists what it supports. `autocast` applies the
+policy, and `LossScaler` keeps fp16 gradients from underflowing. `SkippedSteps` ends a run that never steps and
+names the layer that overflows first; `watch_gradients` counts underflow by layer. `convert_model` lets linear
+layers compute in 8 bits or fewer by a recipe, and reports on each layer. A `DtypePolicy` holds the dtypes of
+parameters, reduced gradients and outputs; `Bf16Updates` steps weights held in bf16.
 """
 
 from typing import TYPE_CHECKING
