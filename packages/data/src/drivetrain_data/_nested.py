@@ -17,7 +17,16 @@ def map_leaves(data: Nested, change: Callable[[Any], Any]) -> Nested:
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
-        return _map_mapping(cast("Mapping[Any, Any]", data), change)
+        mapping = cast("Mapping[Any, Any]", data)
+        values = {key: map_leaves(value, change) for key, value in mapping.items()}
+        if type(mapping) is dict:
+            return values
+        if not isinstance(mapping, MutableMapping):
+            return cast("Any", type(mapping))(values)
+        filled = copy(mapping)  # keeps the attributes that the type holds besides its items
+        for key, value in values.items():  # the `update` of a ModelOutput raises
+            filled[key] = value
+        return filled
     if isinstance(data, PackedSequence):
         return change(data)
     if isinstance(data, (list, tuple)):
@@ -83,15 +92,3 @@ def _has_parts(data: Nested) -> bool:
     if isinstance(data, torch.Tensor | np.ndarray | Mapping | list | tuple):
         return True
     return is_dataclass(data) and not isinstance(data, type)
-
-
-def _map_mapping(data: Mapping[Any, Any], change: Callable[[Any], Any]) -> Mapping[Any, Any]:
-    values = {key: map_leaves(value, change) for key, value in data.items()}
-    if type(data) is dict:
-        return values
-    if isinstance(data, MutableMapping):
-        filled = copy(data)  # keeps the attributes that the type holds besides its items
-        for key, value in values.items():
-            filled[key] = value
-        return filled
-    return cast("Any", type(data))(values)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from drivetrain_data.active_loaders import LoaderTracker
@@ -19,6 +20,28 @@ from drivetrain_data.state.loader_state import STATE_FORMAT, check_state
 Batch = TypeVar("Batch")
 # Each step's plan, batch and origin, handed on in order.
 WatchReads: TypeAlias = Callable[[Iterator[tuple[BatchPlan, Any, Any]]], Iterator[tuple[BatchPlan, Any, Any]]]
+
+
+@dataclass(slots=True, eq=False)
+class _Cursor:
+    """The position of one loop: created when an epoch and a position are chosen, then moved by the loop alone."""
+
+    epoch: int
+    position: int  # received so far
+    stepped: int  # the position of the last mark_stepped; an optimizer has stepped on all before it
+    stepped_extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    repeats: int = 0  # how far the epoch had been received beyond a loaded position, without a step
+    num_moves: int = 0  # calls of `move_to` before it: a running loop does not go on after another one
+    is_begun: bool = False  # by a loop, so that the next loop reads the next epoch
+    is_finished: bool = False
+
+    def begin(self) -> None:
+        """Record that a loop reads from here."""
+        self.is_begun, self.repeats = True, 0
+
+    def next_loop(self) -> tuple[int, int]:
+        """Return the epoch and the position from which the next loop reads."""
+        return (self.epoch + 1, 0) if self.is_begun else (self.epoch, self.position)
 
 
 class ShardedLoader(Generic[Batch]):
@@ -72,21 +95,15 @@ class ShardedLoader(Generic[Batch]):
         self._activity = activity
         self.watch: WatchReads | None = None
         self._on_batch = on_batch
-        self._epoch = self._position = 0
-        self._stepped = 0  # the position of the last mark_stepped; an optimizer has stepped on all before it
-        self._stepped_extra: Mapping[str, Any] = {}
-        self._repeats = 0  # how far the epoch had been received beyond the loaded position, without a step
-        # A loop has entered the current epoch, so that the next loop reads the next one; or has read it to the end.
-        self._begun = self._finished = False
-        self._newest = object()  # identifies the newest loop, the only one that moves the position
+        self._cursor = _Cursor(epoch=0, position=0, stepped=0)
+        self._running: _Cursor | None = None  # that of the newest loop, if it has not ended
         self._opener = ComparingOpener(source)
         self.may_interleave = False
-        self._moves = 0  # calls that moved the position themselves: no running loop goes on after one
 
     @property
     def epoch(self) -> int:
         """The epoch being read, or read last; before the first loop, the next epoch."""
-        return self._epoch
+        return self._cursor.epoch
 
     @property
     def seed(self) -> int:
@@ -107,11 +124,11 @@ class ShardedLoader(Generic[Batch]):
     @property
     def position(self) -> int:
         """The number of samples received of the current epoch; of batches if those are distributed whole."""
-        return self._position
+        return self._cursor.position
 
     def position_after(self, num_batches: int) -> int:
         """Return the position after a number of batches of an epoch, as each shard counts them."""
-        return self.source.position_after(0, num_batches)
+        return num_batches * self.source.stride
 
     @property
     def even(self) -> UnevenPolicy:
@@ -131,22 +148,24 @@ class ShardedLoader(Generic[Batch]):
     @property
     def is_resumed(self) -> bool:
         """True if the next loop goes on where a loaded state left it, and not with an epoch that nobody has read."""
-        return (self._position > 0 or self._repeats > 0) and not self._begun
+        cursor = self._cursor
+        return (cursor.position > 0 or cursor.repeats > 0) and not cursor.is_begun
 
     def __len__(self) -> int:
         """Return the number of steps in a full epoch, the same on all ranks; TypeError if that has no length."""
         self.is_measured = True
-        return self.source.num_steps(self._epoch, 0)
+        return self.source.num_steps(self.epoch, 0)
 
     def num_left(self) -> int:
         """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`."""
         # Ask only about the epoch being read: asking a sampler about another epoch would reseed it.
-        return self.source.num_steps(self._epoch, 0 if self._begun else self._position)
+        _, position = self._cursor.next_loop()
+        return self.source.num_steps(self.epoch, position)
 
     def __repr__(self) -> str:
         return (
             f"ShardedLoader(shard {self.shard.index} of {self.shard.count}, batch_size={self.batch_size}, "
-            f"epoch {self._epoch}, position {self._position}: {self.order_source})"
+            f"epoch {self.epoch}, position {self.position}: {self.order_source})"
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -161,23 +180,23 @@ class ShardedLoader(Generic[Batch]):
         """Raise ResumedLoaderError if batches are skipped in an epoch that a loaded state resumes in the middle."""
         if num_batches and self.is_resumed:
             raise ResumedLoaderError(
-                f"a loaded state has brought this loader to position {self._position} of epoch {self._epoch}, where "
+                f"a loaded state has brought this loader to position {self.position} of epoch {self.epoch}, where "
                 f"its next loop goes on: skip_first_batches({num_batches}) would leave out {num_batches} batches "
                 "more, unread. Delete the call and loop over the loader itself; to begin the epoch anew instead, "
-                f"call loader.set_epoch({self._epoch + 1}) and loader.set_epoch({self._epoch}) first"
+                f"call loader.set_epoch({self.epoch + 1}) and loader.set_epoch({self.epoch}) first"
             )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next loop. If a loaded state resumes the same epoch, its position is kept."""
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
-        if epoch != self._epoch or self._begun:
+        if epoch != self.epoch or self._cursor.is_begun:
             self.move_to(epoch, 0)
 
     def move_to(self, epoch: int, position: int) -> None:
         """Choose the epoch and the position of the next loop. Called on all ranks."""
-        self._moves += 1
-        self._start(epoch, position=position)
+        self._start(epoch, position)
+        self._cursor.num_moves += 1
 
     @contextmanager
     def treating_tails(self, even: UnevenPolicy) -> Generator[None]:
@@ -204,7 +223,7 @@ class ShardedLoader(Generic[Batch]):
 
     def _read_from(self, source: BatchSource) -> None:
         """Read the next loop from another source of the same data, from the same position."""
-        epoch, position = (self._epoch + 1, 0) if self._begun else (self._epoch, self._position)
+        epoch, position = self._cursor.next_loop()
         if source is not self.source:
             source.seed = self.source.seed
             source.load_extra_state(epoch, self.source.extra_state(epoch, position))
@@ -217,8 +236,9 @@ class ShardedLoader(Generic[Batch]):
         overlap reading with computation, let the loader read ahead (`copy_ahead`, `read_ahead`, workers): batches
         read ahead do not count as received.
         """
-        self._stepped, self.is_trained = self._position, True
-        self._stepped_extra = self.source.extra_state(self._epoch, self._position)
+        cursor, self.is_trained = self._cursor, True
+        cursor.stepped = cursor.position
+        cursor.stepped_extra = self.source.extra_state(cursor.epoch, cursor.position)
 
     def state_dict(self, *, stepped: bool = False) -> dict[str, Any]:
         """Return the position after the last received batch, as plain values.
@@ -233,12 +253,13 @@ class ShardedLoader(Generic[Batch]):
             stepped: Whether to return the position of the last `mark_stepped` instead, so that a resume repeats
                 batches that no optimizer has stepped on.
         """
-        epoch, position, repeats = self._epoch, self._position, 0 if self._begun else self._repeats
-        if self._finished:
-            epoch, position = epoch + 1, 0
-        if stepped and not self._finished:
-            position, extra = self._stepped, self._stepped_extra
-            repeats += self._position - self._stepped
+        cursor = self._cursor
+        epoch, position, repeats = cursor.epoch, cursor.position, cursor.repeats
+        if cursor.is_finished:
+            epoch, position = cursor.next_loop()
+        if stepped and not cursor.is_finished:
+            position, extra = cursor.stepped, cursor.stepped_extra
+            repeats += cursor.position - cursor.stepped
         else:
             extra = self.source.extra_state(epoch, position)
         return {
@@ -263,29 +284,26 @@ class ShardedLoader(Generic[Batch]):
         self.source.seed = state["seed"]
         self.seed_source = "the loader state that was loaded"
         self.move_to(state["epoch"], state["position"])
-        self._repeats = state.get("repeats", 0)
+        self._cursor.repeats = state.get("repeats", 0)
 
     def _end_loop(self) -> None:
         """End the running loop; its iterator raises if it is advanced again."""
-        self._newest = object()
+        self._running = None
         if self._activity is not None:
             self._activity.pop(self)
         self.current = None
 
-    def _start(self, epoch: int, *, position: int) -> None:
+    def _start(self, epoch: int, position: int) -> None:
         if self.current is not None:
             self._end_loop()
-        self._epoch = epoch
-        self._position = self._stepped = position
-        self._repeats = 0
         if self.source.states is not None:
             self.source.states.reset()
-        self._stepped_extra = self.source.extra_state(epoch, position)
-        self._begun = self._finished = False
+        extra, num_moves = self.source.extra_state(epoch, position), self._cursor.num_moves
+        self._cursor = _Cursor(epoch, position, position, extra, num_moves=num_moves)
 
-    def _go_back_to(self, loop: object, epoch: int, position: int, moves: int) -> None:
+    def _go_back_to(self, cursor: _Cursor) -> None:
         """Go on with a loop at its own position, after another loop began, where loops may interleave."""
-        if not self.may_interleave or moves != self._moves:
+        if not self.may_interleave or cursor.num_moves != self._cursor.num_moves:
             raise RuntimeError(
                 "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "
                 "while this loop was running, but the loader has only one position: leave the loop first; to "
@@ -293,26 +311,22 @@ class ShardedLoader(Generic[Batch]):
             )
         if self.current is not None:
             self._end_loop()
-        self._newest = loop
-        self._epoch, self._position = epoch, position
-        self._begun, self._finished = True, False
+        self._cursor = self._running = cursor
 
     def _loop(self, num_skipped: int) -> Iterator[Batch]:
-        if self._begun:
-            self._start(self._epoch + 1, position=0)
-        self._begun = True
-        self._newest = this = object()
-        moves = self._moves
+        if self._cursor.is_begun:
+            self._start(*self._cursor.next_loop())
+        cursor = self._running = self._cursor
+        cursor.begin()
         source, activity, on_batch, copies = self.source, self._activity, self._on_batch, self._copies
-        if num_skipped:
-            self._position = source.position_after(self._position, num_skipped)
+        cursor.position += num_skipped * source.stride
         try:
-            source.move_to(self._epoch, self._position)
-            open_source = self._opener.opening(source, self._epoch, self._position)
+            source.move_to(cursor.epoch, cursor.position)
+            open_source = self._opener.opening(source, cursor.epoch, cursor.position)
             readings = open_source() if self._dispatch is None else self._dispatch.dispatched(open_source)
             arriving = readings if copies is None else copies.copied(readings)
             for plan, batch, origin in arriving if self.watch is None else self.watch(arriving):
-                self._position += plan.advance
+                cursor.position += plan.advance
                 if origin is not None:
                     source.note_received(plan, origin)
                 self.current = plan
@@ -321,13 +335,12 @@ class ShardedLoader(Generic[Batch]):
                     activity.push(self)
                 if on_batch is not None:
                     on_batch()
-                epoch, position = self._epoch, self._position
                 yield batch
-                if self._newest is not this:
-                    self._go_back_to(this, epoch, position, moves)
-            self._finished = True
+                if self._running is not cursor:
+                    self._go_back_to(cursor)
+            cursor.is_finished = True
             if activity is not None:
                 activity.finish(self)
         finally:
-            if self._newest is this:
+            if self._running is cursor:
                 self._end_loop()

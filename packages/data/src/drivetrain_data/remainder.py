@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -70,13 +70,13 @@ def trim(
     """
     if readers is not None and rows is None:
         raise ValueError("readers= requires rows=; gather batch_sizes() for it")
-    if readers is None and _is_whole(plan):
+    tail = _tail_of(plan)
+    if readers is None and tail is None:
         return gathered
-
     known = (leaf.tolist() for leaf in leaves_of(rows) if isinstance(leaf, torch.Tensor))
 
     def cut(leaf: Any) -> Any:
-        return _cut(plan, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
+        return _cut(tail, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
 
     return map_leaves(gathered, cut)
 
@@ -94,12 +94,12 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
         TrimError: A rank's batch holds samples that are not real, and its object has no part that can be trimmed.
     """
     lists = all(isinstance(value, list) for value in by_rank)
-    if _is_whole(plan):
-        return [element for value in by_rank for element in value] if lists else list(by_rank)
-    assert plan is not None
-    assert plan.real_counts is not None
-    cut = [_cut_object(plan, rank, value) for rank, value in enumerate(by_rank) if plan.real_counts[rank]]
-    return [element for value in cut for element in value] if lists else cut
+    kept = list(by_rank)
+    if (tail := _tail_of(plan)) is not None:
+        kept = [
+            _cut_object(tail, rank, value) for rank, value in enumerate(by_rank) if tail.real_counts[rank]
+        ]
+    return [element for value in kept for element in value] if lists else kept
 
 
 def arrays_in(data: Nested) -> list[npt.NDArray[Any]]:
@@ -128,6 +128,7 @@ def without_arrays(data: Nested) -> Nested:
 def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[Any]]]) -> list[Any]:
     """Join each array over shards, in shard order, without padding and replays; one of shape () is one row."""
     joined: list[Any] = []
+    tail = _tail_of(plan)
     for parts in zip(*by_shard, strict=True):
         rows = [np.atleast_1d(part) for part in parts]
         if len({part.shape[1:] for part in rows}) > 1:
@@ -135,10 +136,11 @@ def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[
                 f"the ranks gave arrays of shapes {', '.join(str(part.shape) for part in rows)}: only the first size "
                 "may differ. Pad them to one shape, or gather a list with one array per sample"
             )
-        if plan is not None and not _is_whole(plan):
+        if tail is not None:
             same = len({len(part) for part in rows}) == 1
-            kept = [_rows_kept(plan, i, len(part), may_be_number=same) for i, part in enumerate(rows)]
-            rows = [part[:count] for part, count in zip(rows, kept, strict=True)]
+            rows = [
+                part[: _count_rows(tail, i, len(part), may_be_number=same)] for i, part in enumerate(rows)
+            ]
         are_masked = any(isinstance(part, np.ma.MaskedArray) for part in rows)
         joined.append((np.ma.concatenate if are_masked else np.concatenate)(rows))
     return joined
@@ -161,12 +163,11 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
         left: The plan of the last batch of the loop that ended last.
         data: The data to be gathered.
     """
-    if _is_whole(left) or not holds_rows(data):
+    tail = _tail_of(left)
+    if tail is None or not holds_rows(data):
         return
-    assert left is not None
-    assert left.real_counts is not None
     raise TrimError(
-        f"this comes after the loop: in its last step only {'+'.join(map(str, left.real_counts))} samples of the "
+        f"this comes after the loop: in its last step only {'+'.join(map(str, tail.real_counts))} samples of the "
         "ranks counted, and the collected rows can no longer be attributed to them. Gather inside the loop, for each "
         "batch, and collect the results. For sums use reduce(); gather() keeps every row; loader= names the batch of "
         "a loop that is still running"
@@ -181,56 +182,61 @@ def holds_rows(data: Nested) -> bool:
     )
 
 
-def _cut_object(plan: BatchPlan, rank: int, value: Any) -> Any:
+class _Tail(NamedTuple):
+    """The samples of each shard in a step that may have some to trim; see `BatchPlan`."""
+
+    real_counts: tuple[int, ...]
+    sizes: tuple[int, ...] | None
+
+
+def _tail_of(plan: BatchPlan | None) -> _Tail | None:
+    """Return the samples of a step; None if it is known to have nothing to trim."""
+    if plan is None or plan.is_whole or plan.real_counts is None:
+        return None
+    return _Tail(plan.real_counts, plan.sizes)
+
+
+def _cut_object(tail: _Tail, rank: int, value: Any) -> Any:
     """Return the part of a rank's object that belongs to real samples."""
-    assert plan.real_counts is not None
-    if plan.sizes is None or plan.real_counts[rank] == plan.sizes[rank]:
+    if tail.sizes is None or tail.real_counts[rank] == tail.sizes[rank]:
         return value
     if isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim):
         rows = cast("list[Any]", value)
-        return rows[: _rows_kept(plan, rank, len(rows))]
+        return rows[: _count_rows(tail, rank, len(rows))]
     if isinstance(value, dict):
-        return {key: _cut_object(plan, rank, part) for key, part in cast("dict[Any, Any]", value).items()}
+        return {key: _cut_object(tail, rank, part) for key, part in cast("dict[Any, Any]", value).items()}
     if type(value) is tuple:
-        return tuple(_cut_object(plan, rank, part) for part in cast("tuple[Any, ...]", value))
+        return tuple(_cut_object(tail, rank, part) for part in cast("tuple[Any, ...]", value))
     if isinstance(value, torch.Tensor | int | float | complex):
         return value  # one number for the whole batch
     raise TrimError(
-        f"rank {rank} gave a {type(value).__name__} for a batch of {plan.sizes[rank]} samples, of which "
-        f"{plan.real_counts[rank]} count: its parts cannot be attributed to samples. Gather lists of one element "
+        f"rank {rank} gave a {type(value).__name__} for a batch of {tail.sizes[rank]} samples, of which "
+        f"{tail.real_counts[rank]} count: its parts cannot be attributed to samples. Gather lists of one element "
         "per sample"
     )
 
 
-def _is_whole(plan: BatchPlan | None) -> bool:
-    """Return whether a plan is known to have nothing to trim."""
-    return plan is None or plan.is_whole or plan.real_counts is None
-
-
 def _cut(
-    plan: BatchPlan | None, tensor: torch.Tensor, rows: Sequence[int] | None, readers: Sequence[int] | None
+    tail: _Tail | None, tensor: torch.Tensor, rows: Sequence[int] | None, readers: Sequence[int] | None
 ) -> torch.Tensor:
     if rows is None:
-        assert plan is not None
-        rows = _rows_given(plan, tensor.shape[0])
+        assert tail is not None  # `readers` require `rows`
+        rows = _infer_rows(tail, tensor.shape[0])
     starts = [0, *accumulate(rows)]
-    whole = _is_whole(plan)
     # With different numbers of rows, a single row need not be a number for the whole batch.
     same = len(set(rows)) == 1
     pieces: list[torch.Tensor] = []
     for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
-        kept = (
-            rows[rank] if whole or plan is None else _rows_kept(plan, shard, rows[rank], may_be_number=same)
-        )
+        kept = rows[rank]
+        if tail is not None:
+            kept = _count_rows(tail, shard, kept, may_be_number=same)
         pieces.append(tensor[starts[rank] : starts[rank] + kept])
     return torch.cat(pieces)
 
 
-def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
+def _infer_rows(tail: _Tail, total: int) -> Sequence[int]:
     """Infer how many of the `total` rows of a gathered tensor came from each rank."""
-    assert plan.real_counts is not None
-    count = len(plan.real_counts)
-    sizes = plan.sizes
+    count, sizes = len(tail.real_counts), tail.sizes
     if sizes is not None and total == sum(sizes):
         return sizes
     by_rank = [total // count] * count if total % count == 0 else None
@@ -244,16 +250,15 @@ def _rows_given(plan: BatchPlan, total: int) -> Sequence[int]:
     held = "an unknown number of" if sizes is None else f"{'+'.join(map(str, sizes))}"
     raise TrimError(
         f"a gathered tensor has {total} rows, and the {count} shards held {held} samples, of which "
-        f"{'+'.join(map(str, plan.real_counts))} count: the rows cannot be attributed to samples. Gather one "
+        f"{'+'.join(map(str, tail.real_counts))} count: the rows cannot be attributed to samples. Gather one "
         "row per sample, or gather objects"
     )
 
 
-def _rows_kept(plan: BatchPlan, rank: int, num_rows: int, *, may_be_number: bool = True) -> int:
+def _count_rows(tail: _Tail, rank: int, num_rows: int, *, may_be_number: bool = True) -> int:
     """Return how many of a rank's rows belong to real samples."""
-    assert plan.real_counts is not None
-    real = plan.real_counts[rank]
-    held = plan.sizes[rank] if plan.sizes is not None else max(real, 1)
+    real = tail.real_counts[rank]
+    held = tail.sizes[rank] if tail.sizes is not None else max(real, 1)
     if real in (0, held):
         return num_rows if real else 0
     if num_rows == 1 and may_be_number:

@@ -57,10 +57,15 @@ class BlockOrder(ComputedOrder):
         function: IndexFunction | None = None,
         warns: bool = True,
     ) -> None:
-        kind = "blocks" if function is None else f"function:{_name(function)}"
-        super().__init__(
-            f"{kind}, {'shuffled' if shuffled else 'sequential'}/{ORDER_VERSION}", size, seed=seed
-        )
+        kind, held = "blocks", f"{num_blocks} contiguous blocks"
+        if function is not None:
+            kind = f"function:{_name(function)}"
+            held = f"what {_name(function)} gives each of {num_blocks} shards"
+        read = "in sequence"
+        if shuffled:
+            read = f"each shuffled by permutation {ORDER_VERSION} keyed by (seed {{seed}}, epoch, block)"
+        name = f"{kind}, {'shuffled' if shuffled else 'sequential'}/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, phrase=f"{held}, {read}")
         self._num_blocks = num_blocks
         self._shuffled = shuffled
         self._function = function
@@ -69,19 +74,6 @@ class BlockOrder(ComputedOrder):
         self._permutation = lru_cache(maxsize=num_blocks)(Permutation)
         # The number of shards -> the checksum of the function's values.
         self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        if self._function is None:
-            held = f"{self._num_blocks} contiguous blocks"
-        else:
-            held = f"what {_name(self._function)} gives each of {self._num_blocks} shards"
-        if not self._shuffled:
-            return f"{held}, in sequence"
-        return (
-            f"{held}, each shuffled by permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch, block)"
-        )
 
     def num_blocks(self, epoch: int) -> int:
         """Return the number of blocks of an epoch; a resumed epoch keeps the number it was begun with."""
@@ -102,11 +94,12 @@ class BlockOrder(ComputedOrder):
         if not position:
             return {}
         num_blocks = self.num_blocks(epoch)
-        found = {"num_blocks": num_blocks}
-        return {**found, "function": self._checksums[num_blocks]} if self._function is not None else found
+        # Without a function there are no checksums.
+        values = {"function": self._checksums[num_blocks]} if num_blocks in self._checksums else {}
+        return {"num_blocks": num_blocks, **values}
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Resume an epoch with the number of blocks that it was begun with, which another function cannot."""
+        """Resume an epoch with its original number of blocks; DataStateError if the function differs."""
         num_blocks: int = state.get("num_blocks", self._num_blocks)
         if num_blocks != self._num_blocks and not isinstance(self._function, InvertibleIndexFunction | None):
             raise DataStateError(
@@ -146,20 +139,16 @@ class BlockOrder(ComputedOrder):
             numbers = self._permutation(length, self.seed, epoch, block).at(numbers)
         if self._function is None:
             return numbers + (block * size + min(block, larger))
-        return self._by_function(num_blocks, block, numbers)
-
-    def _by_function(self, num_blocks: int, block: int, numbers: Positions) -> Positions:
-        function, shard = self._function, Shard(block, num_blocks)
-        assert function is not None
-        indices = _values(function, numbers, shard, self.size)
+        function = self._function
+        indices = _values(function, numbers, Shard(block, num_blocks), self.size)
         if num_blocks == self._num_blocks or not isinstance(function, InvertibleIndexFunction):
             return indices
         for number, index in zip(numbers.tolist(), indices.tolist(), strict=True):
-            told = tuple(function.inverse(index, num_blocks))
-            if told != (number, block):
+            inverse = tuple(function.inverse(index, num_blocks))
+            if inverse != (number, block):
                 raise IndexRangeError(
                     f"{_name(function)} gave index {index} for position {number} of shard {block} of "
-                    f"{num_blocks}, and its inverse says position {told[0]} of shard {told[1]}: one of them is "
+                    f"{num_blocks}, and its inverse says position {inverse[0]} of shard {inverse[1]}: one of them is "
                     "wrong, and samples would be lost"
                 )
         return indices
@@ -174,7 +163,11 @@ def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
     given = np.empty(0, dtype=np.int64)
     places: list[Positions] = []
     for index in range(num_shards):
-        positions = _looked_at(size // num_shards + (index < size % num_shards), num_shards, size)
+        length = size // num_shards + (index < size % num_shards)
+        positions = np.arange(length)
+        if size > _CHECKED_WHOLE:
+            number = max(2, min(length, _CHECKED_WHOLE // 16 // num_shards))
+            positions = np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
         given = np.append(given, _values(function, positions, Shard(index, num_shards), size))
         places.append(np.stack([positions, np.full_like(positions, index)], axis=1))
     found, first, counts = np.unique(given, return_index=True, return_counts=True)
@@ -188,13 +181,6 @@ def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
             f"{num_shards}: over all shards, each of the {size} samples must come exactly once, so that none is lost"
         )
     return crc32(given.data)
-
-
-def _looked_at(length: int, num_shards: int, size: int) -> Positions:
-    if size <= _CHECKED_WHOLE:
-        return np.arange(length)
-    number = max(2, min(length, _CHECKED_WHOLE // 16 // num_shards))
-    return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
 
 
 def _values(function: IndexFunction, positions: Positions, shard: Shard, size: int) -> Positions:
@@ -223,17 +209,14 @@ class BlockShuffledOrder(ComputedOrder):
     def __init__(self, size: int, block_size: int, *, seed: int) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size!r}: a block holds at least 1 sample")
-        super().__init__(f"shuffled in blocks of {block_size}/{ORDER_VERSION}", size, seed=seed)
+        phrase = (
+            f"blocks of {block_size} neighbours, shuffled and each shuffled within: permutation {ORDER_VERSION} "
+            "keyed by (seed {seed}, epoch)"
+        )
+        name = f"shuffled in blocks of {block_size}/{ORDER_VERSION}"
+        super().__init__(name, size, seed=seed, phrase=phrase)
         self._block_size = block_size
         self._blocks = lru_cache(maxsize=2)(Permutation)
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return (
-            f"blocks of {self._block_size} neighbours, shuffled and each shuffled within: permutation "
-            f"{ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
-        )
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""

@@ -54,7 +54,10 @@ class Order(ABC):
 
 
 class ComputedOrder(Order):
-    """A base class of orders whose sample at a position is computed, also from the value `built_from`."""
+    """A base class of orders whose sample at a position is computed, also from the value `built_from`.
+
+    The phrase for users may hold "{seed}".
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class ComputedOrder(Order):
         size: int,
         *,
         seed: int,
+        phrase: str,
         num_positions: int | None = None,
         built_from: int | None = None,
     ) -> None:
@@ -69,6 +73,12 @@ class ComputedOrder(Order):
         self.size = size
         self.num_positions = size if num_positions is None else num_positions
         self._built_from = built_from
+        self._phrase = phrase
+
+    @property
+    def source(self) -> str:
+        """The origin of the order, as a phrase for users."""
+        return self._phrase.replace("{seed}", str(self.seed))
 
     def length(self, _epoch: int) -> int:
         """Return the number of positions in an epoch."""
@@ -92,12 +102,7 @@ class SequentialOrder(ComputedOrder):
     """The dataset's own order; the seed is that of the workers alone."""
 
     def __init__(self, size: int, *, seed: int) -> None:
-        super().__init__("sequential", size, seed=seed)
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return "the dataset's own order"
+        super().__init__("sequential", size, seed=seed, phrase="the dataset's own order")
 
     def take(self, _epoch: int, positions: Positions) -> list[int]:
         """Return the positions unchanged."""
@@ -109,13 +114,9 @@ class ShuffledOrder(ComputedOrder):
 
     def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
         name = f"shuffled/{ORDER_VERSION}"
-        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
+        phrase = f"shuffled: permutation {ORDER_VERSION} keyed by (seed {{seed}}, epoch)"
+        super().__init__(name, size, seed=seed, phrase=phrase, num_positions=num_positions, built_from=size)
         self._permutation = lru_cache(maxsize=2)(Permutation)
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return f"shuffled: permutation {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
@@ -138,11 +139,7 @@ class SubsetOrder(ShuffledOrder):
         self._indices = np.asarray(indices, dtype=np.int64)
         self._built_from = checksum_of(self._indices)
         self.name = f"subset-{self.name}"
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return f"a subset of {len(self._indices)} samples, {super().source}"
+        self._phrase = f"a subset of {len(self._indices)} samples, {self._phrase}"
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""
@@ -159,12 +156,8 @@ class ReplacementOrder(ComputedOrder):
 
     def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
         name = f"replacement/{ORDER_VERSION}"
-        super().__init__(name, size, seed=seed, num_positions=num_positions, built_from=size)
-
-    @property
-    def source(self) -> str:
-        """The origin of the order, as a phrase for users."""
-        return f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {self.seed}, epoch)"
+        phrase = f"drawn with replacement: hash {ORDER_VERSION} keyed by (seed {{seed}}, epoch)"
+        super().__init__(name, size, seed=seed, phrase=phrase, num_positions=num_positions, built_from=size)
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
         """Return the indices of the samples at the given positions."""

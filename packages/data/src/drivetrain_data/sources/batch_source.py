@@ -100,10 +100,6 @@ class BatchSource(ABC):
         """Return the number of steps of an epoch from a position on; TypeError if it cannot be known in advance."""
         return num_steps(self.length(epoch) - position, self.stride, self.sharding.even)
 
-    def position_after(self, position: int, num_steps: int) -> int:
-        """Return the position `num_steps` steps after `position`."""
-        return position + num_steps * self.stride
-
     @abstractmethod
     def identity(self) -> Mapping[str, Any]:
         """Return the values that must match those of a saved state."""
