@@ -3,29 +3,19 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from drivetrain_data import BatchPlan
+from drivetrain_throughput.meter import Counts
 from drivetrain_tracking import TrackingSettings
 
 logger = logging.getLogger(__name__)
 
 
-class Counts(NamedTuple):
-    """The samples of all ranks and the tokens of this one, of a batch or a step; None where they are unknown."""
-
-    samples: float | None = 0.0
-    tokens: float | None = 0.0
-
-    def plus(self, other: "Counts") -> "Counts":
-        """Return the sums; a count that is unknown in one is unknown in the sum."""
-        return Counts(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
-
-
 class BatchCounts:
-    """The samples and tokens of the open step, and of those before it until they are taken.
+    """The samples of all ranks and the tokens of this one, in the open step and in each ended step not yet taken.
 
     Args:
         is_main: Whether to warn that batches lack the field.
@@ -80,7 +70,3 @@ class BatchCounts:
                 f" among its fields {fields}" if fields else "",
             )
         return None
-
-
-def _sum(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second

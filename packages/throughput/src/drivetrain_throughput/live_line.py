@@ -102,7 +102,7 @@ def live_text(step: int, throughput: Throughput) -> str:
         (throughput.tokens_per_second, "tokens/s"),
     ):
         if rate is not None:
-            parts.append(f"{_short(rate)} {unit}")
+            parts.append(f"{_format_short(rate)} {unit}")
     if throughput.mfu is not None:
         parts.append(f"MFU {100 * throughput.mfu:.1f} %")
     total = sum(throughput.phase_seconds.values())
@@ -112,10 +112,12 @@ def live_text(step: int, throughput: Throughput) -> str:
     return " | ".join(parts)
 
 
-def _short(number: float) -> str:
-    """Return three digits or more, such as 0.123, 12.3, 1234, 12.3k or 4.56M."""
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= factor:
-            divisor = 1e3 if suffix == "k" else factor
-            return f"{number / divisor:.{2 if suffix != 'k' else 1}f}{suffix}"
+def _format_short(number: float) -> str:
+    """Return three digits or more, such as 0.12, 12.3, 1234, 12.3k or 4.56M."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f}G"
+    if number >= 1e6:
+        return f"{number / 1e6:.2f}M"
+    if number >= 1e4:
+        return f"{number / 1e3:.1f}k"
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"

@@ -3,8 +3,20 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from drivetrain_throughput.phase_times import PHASES
+
+
+class Counts(NamedTuple):
+    """The samples and tokens of a batch or of steps; None where they are unknown."""
+
+    samples: float | None = 0.0
+    tokens: float | None = 0.0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return the sums; a count that is unknown in one is unknown in the sum."""
+        return Counts(*(None if a is None or b is None else a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +58,9 @@ class Throughput:
 
     def as_metrics(self) -> dict[str, float]:
         """Return flat names and numbers to log, such as `throughput/steps_per_second`; unknown rates are left out."""
-        rates = {
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "steps_per_second": self.steps_per_second,
-            "mfu": self.mfu,
-        }
-        metrics = {f"throughput/{name}": rate for name, rate in rates.items() if rate is not None}
+        names = ("samples_per_second", "tokens_per_second", "steps_per_second", "mfu")
+        rates = {f"throughput/{name}": getattr(self, name) for name in names}
+        metrics = {name: rate for name, rate in rates.items() if rate is not None}
         return metrics | {f"throughput/seconds/{name}": s for name, s in self.phase_seconds.items()}
 
 
@@ -114,7 +122,7 @@ class ThroughputMeter:
         seconds = sum(sums.phase_seconds.values())
         if not sums.num_steps or not seconds > 0:
             return Throughput(num_steps=sums.num_steps)
-        steps_per_second = sums.num_steps / seconds
+        steps_per_second, (samples, tokens) = sums.num_steps / seconds, sums.counts
         mfu = None
         if self.flops_per_step is not None and self.peak_flops is not None:
             mfu = self.flops_per_step * steps_per_second / self.peak_flops
@@ -122,28 +130,24 @@ class ThroughputMeter:
             num_steps=sums.num_steps,
             seconds=seconds,
             steps_per_second=steps_per_second,
-            samples_per_second=None if sums.samples is None else sums.samples / seconds,
-            tokens_per_second=None if sums.tokens is None else sums.tokens / seconds,
+            samples_per_second=None if samples is None else samples / seconds,
+            tokens_per_second=None if tokens is None else tokens / seconds,
             mfu=mfu,
             phase_seconds={name: s / sums.num_steps for name, s in sums.phase_seconds.items()},
         )
 
 
 class _Sums:
-    """The sums of some steps; a count that is unknown for one step is unknown for all."""
+    """The sums of some steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.samples: float | None = 0.0
-        self.tokens: float | None = 0.0
+        self.counts = Counts()
         self.phase_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
             self.num_steps += 1
-            self.samples = (
-                None if self.samples is None or step.samples is None else self.samples + step.samples
-            )
-            self.tokens = None if self.tokens is None or step.tokens is None else self.tokens + step.tokens
+            self.counts = self.counts.plus(Counts(step.samples, step.tokens))
             for name, seconds in step.phase_seconds.items():
                 self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds

@@ -12,7 +12,7 @@ class Clock(Protocol):
     """A clock whose moments may lie ahead: those of a device are known once it has come so far."""
 
     def moment(self) -> Any:
-        """Return the present moment, or the moment at which a device has done what it was given so far."""
+        """Return the present moment of the host, or the moment at which a device finishes all queued work."""
         ...
 
     def is_past(self, moment: Any) -> bool:

@@ -64,30 +64,6 @@ class RankRows:
         return pending.rows.tolist()
 
 
-class StragglerWarning:
-    """A warning that is repeated only for another rank or phase."""
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-        self._told: tuple[int, str] | None = None  # the rank and phase of the straggler found last
-
-    def tell(self, straggler: Straggler | None) -> None:
-        """Warn of a straggler; None says that there is none now."""
-        told = self._told
-        self._told = None if straggler is None else (straggler.rank, straggler.phase)
-        if straggler is None or told == self._told:
-            return
-        logger.warning(
-            "rank %d (host %s) is slow: %s takes it %.3g s a step longer than the other ranks (%.3g s), which wait "
-            "for it",
-            straggler.rank,
-            self._hosts[straggler.rank],
-            straggler.phase,
-            straggler.slower_by,
-            straggler.usual_seconds,
-        )
-
-
 class RankThroughput:
     """The throughput of all ranks, one gather at a time, and the warning of a rank that is slow.
 
@@ -100,7 +76,8 @@ class RankThroughput:
         self._steady = ThroughputMeter(window_steps=window_steps)
         # Ranks compile, allocate and tell the plan in the first step, each at its own pace.
         self._is_first = True
-        self._warning: StragglerWarning | None = None
+        self._hosts: Sequence[str] = ()  # of the ranks; gathered once
+        self._slow: tuple[int, str] | None = None  # the rank and phase of the newest straggler
         self._measured: Throughput | None = None  # by this rank, when the gather under way began
 
     def add(self, step: StepRecord) -> None:
@@ -115,8 +92,8 @@ class RankThroughput:
         Args:
             measured: The throughput that this rank knows; its tokens are those of one reader times all readers.
         """
-        if self._warning is None:
-            self._warning = StragglerWarning(gather_object(self._context, socket.gethostname()))
+        if not self._hosts:
+            self._hosts = gather_object(self._context, socket.gethostname())
         seconds = self._steady.over_window().phase_seconds
         tokens = _NO_TOKENS  # of this rank in a step, on average
         if measured.tokens_per_second is not None and measured.steps_per_second:
@@ -130,10 +107,9 @@ class RankThroughput:
         Returns:
             The metrics, on rank 0; None elsewhere, and while no gather is over.
         """
-        measured, warning = self._measured, self._warning
-        if measured is None or warning is None or (rows := self._rows.take(wait=wait)) is None:
+        if self._measured is None or (rows := self._rows.take(wait=wait)) is None:
             return None
-        self._measured = None
+        measured, self._measured = self._measured, None
         if not self._context.topology.is_main:
             return None
         metrics = measured.as_metrics()
@@ -142,12 +118,26 @@ class RankThroughput:
             # Tokens are summed, not rates: each rank has a window of its own, but a step is a step for all.
             metrics["throughput/tokens_per_second"] = sum(tokens) * measured.steps_per_second
         straggler = find_straggler([dict(zip(PHASES, row, strict=False)) for row in rows])
+        before, self._slow = self._slow, None
         if straggler is not None:
             metrics["throughput/straggler/rank"] = straggler.rank
             metrics["throughput/straggler/slower_by_seconds"] = straggler.slower_by
-        warning.tell(straggler)
+            self._slow = straggler.rank, straggler.phase
+            if self._slow != before:
+                self._warn_of(straggler)
         return metrics
 
     def drop(self) -> None:
         """Drop what other ranks have not sent."""
         self._measured = None
+
+    def _warn_of(self, straggler: Straggler) -> None:
+        logger.warning(
+            "rank %d (host %s) is slow: %s takes it %.3g s a step longer than the other ranks (%.3g s), which wait "
+            "for it",
+            straggler.rank,
+            self._hosts[straggler.rank],
+            straggler.phase,
+            straggler.slower_by,
+            straggler.usual_seconds,
+        )

@@ -73,7 +73,7 @@ class SupportsModel(Protocol):
 
 
 class TrainedObjects(Protocol):
-    """The objects that a loop trains, which may become more as it goes on."""
+    """The objects that a loop trains; the loop may prepare more of them later."""
 
     @property
     def models(self) -> Sequence[SupportsModel]:

@@ -7,14 +7,13 @@ from statistics import median
 # In these phases a rank computes for itself. In all others it may wait for the rank that is slow elsewhere.
 _OWN_PHASES = ("data", "optimizer", "checkpoint", "other")
 
-_LEAST_RATIO = 1.25  # noise of a few per cent, at its largest over thousands of ranks, stays below
+_LEAST_PART_OF_USUAL = 0.25  # noise of a few per cent, at its largest over thousands of ranks, stays below
 _LEAST_PART_OF_STEP = 0.05
 _LEAST_DEVIATIONS = 5.0  # in robust standard deviations, so that ranks that differ anyway give no alarm
 _SIGMA_OF_DEVIATION = 1.4826  # of a normal distribution's median absolute deviation
 _LEAST_RANKS_TO_SPREAD = 4  # of fewer ranks, a spread says nothing
-_LEAST_EVIDENCE = (
-    0.5  # of the excess must show in the other phases as it does for a rank that others wait for
-)
+# The part of the excess that must show in the other phases, as it does for a rank that others wait for.
+_LEAST_EVIDENCE = 0.5
 
 _Ranks = Sequence[Mapping[str, float]]
 
@@ -26,7 +25,7 @@ class Straggler:
     Attributes:
         rank: The number of the rank.
         phase: The phase in which it is slow.
-        slower_by: The seconds a step by which the rank exceeds that median.
+        slower_by: The seconds by which the rank exceeds `usual_seconds` in a step.
         usual_seconds: The median of the other ranks, in seconds a step.
     """
 
@@ -90,11 +89,10 @@ def _slowest(ranks: _Ranks, phase: str) -> Straggler | None:
     others = seconds[:rank] + seconds[rank + 1 :]
     usual = median(others)
     excess = seconds[rank] - usual
-    spread = 0.0
+    least = max(_LEAST_PART_OF_USUAL * usual, _LEAST_PART_OF_STEP * step_seconds)
     if len(others) >= _LEAST_RANKS_TO_SPREAD:
         spread = _SIGMA_OF_DEVIATION * median(abs(other - usual) for other in others)
-    if seconds[rank] <= _LEAST_RATIO * usual or excess <= _LEAST_PART_OF_STEP * step_seconds:
-        return None
-    if excess <= _LEAST_DEVIATIONS * spread:
-        return None
-    return Straggler(rank=rank, phase=phase, slower_by=excess, usual_seconds=usual)
+        least = max(least, _LEAST_DEVIATIONS * spread)
+    return (
+        None if excess <= least else Straggler(rank=rank, phase=phase, slower_by=excess, usual_seconds=usual)
+    )

@@ -84,9 +84,8 @@ def _find_model_peak(
             precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     found = peak_flops(name, precision)
     if found is None and is_main:
-        level = logging.INFO if device.type == "cpu" else logging.WARNING
         logger.log(
-            level,
+            logging.INFO if device.type == "cpu" else logging.WARNING,
             "throughput/mfu is left out: the peak of %s in %s is in no table; give it as tracking.peak_flops, in "
             "FLOP/s of one device",
             name,

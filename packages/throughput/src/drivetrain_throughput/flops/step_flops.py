@@ -4,11 +4,11 @@ from drivetrain_throughput.flops.compat import ModelFlopCounter
 
 
 class StepFlops:
-    """A counter that is on inside forward and backward alone, so that it never crosses a mode of the user's.
+    """A counter of the operations that the model and its gradients need, as model FLOPs utilisation (MFU) takes them.
 
-    It counts the operations that the model and its gradients need, as model FLOPs utilisation (MFU) takes them.
-    Operations that repeat a forward inside backward, as activation checkpointing does, are left out; hardware FLOPs
-    utilisation (HFU) would contain them.
+    It leaves out operations that repeat a forward inside backward, as activation checkpointing does; hardware FLOPs
+    utilisation (HFU) would contain them. It runs inside forward and backward alone: its torch dispatch mode must not
+    overlap the user's modes.
 
     Attributes:
         total: The floating point operations counted so far, on this rank.
