@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from drivetrain_memory.breakdown.storages import StorageKey, StorageSize, storages_of
+from drivetrain_memory.storages import Storage, storages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,12 @@ class ActivationRecorder:
     """The count of saved tensors; `record_activations` makes it. A storage counts once, until no graph holds it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model_storages = {
-            storage.key
-            for tensor in (*model.parameters(), *model.buffers())
-            for storage in storages_of(tensor)
-        }
+        tensors = (*model.parameters(), *model.buffers())
+        self._model_storages = {storage for tensor in tensors for storage in storages_of(tensor)}
         self._lock = threading.RLock()  # a graph is freed in autograd's threads, and at any allocation
         self._modules: list[str] = []
-        self._holders: dict[StorageKey, int] = defaultdict(int)
-        self._owners: dict[StorageKey, str] = {}
+        self._holders: dict[Storage, int] = defaultdict(int)
+        self._owners: dict[Storage, str] = {}
         self._held = 0
         self._peak = 0
         self._by_device: dict[str, int] = defaultdict(int)
@@ -71,28 +68,28 @@ class ActivationRecorder:
 
     def pack(self, tensor: torch.Tensor) -> "_Saved":
         """Count a tensor that autograd saves."""
-        counted = [storage for storage in storages_of(tensor) if storage.key not in self._model_storages]
+        counted = [storage for storage in storages_of(tensor) if storage not in self._model_storages]
         with self._lock:
             for storage in counted:
-                self._holders[storage.key] += 1
-                if self._holders[storage.key] == 1:
-                    self._owners[storage.key] = self._modules[-1] if self._modules else ""
+                self._holders[storage] += 1
+                if self._holders[storage] == 1:
+                    self._owners[storage] = self._modules[-1] if self._modules else ""
                     self._change(storage, storage.size_bytes)
         return _Saved(self, tensor, counted)
 
-    def release(self, counted: list[StorageSize]) -> None:
+    def release(self, counted: list[Storage]) -> None:
         """Take the storages of a saved tensor off the count."""
         with self._lock:
             for storage in counted:
-                self._holders[storage.key] -= 1
-                if not self._holders[storage.key]:
+                self._holders[storage] -= 1
+                if not self._holders[storage]:
                     self._change(storage, -storage.size_bytes)
-                    del self._holders[storage.key], self._owners[storage.key]
+                    del self._holders[storage], self._owners[storage]
 
-    def _change(self, storage: StorageSize, added_bytes: int) -> None:
-        owner = self._owners[storage.key]
+    def _change(self, storage: Storage, added_bytes: int) -> None:
+        owner = self._owners[storage]
         self._held += added_bytes
-        self._by_device[storage.key.device] += added_bytes
+        self._by_device[storage.device] += added_bytes
         self._by_module[owner] += added_bytes
         self._peak_by_module[owner] = max(self._peak_by_module[owner], self._by_module[owner])
         if self._held > self._peak:
@@ -105,7 +102,7 @@ class _Saved:
     __slots__ = ("_counted", "_recorder", "tensor")
 
     def __init__(
-        self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[StorageSize]
+        self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[Storage]
     ) -> None:
         self._recorder, self.tensor, self._counted = recorder, tensor, counted
 
@@ -117,10 +114,9 @@ class _Saved:
 def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
     """Measure the tensors that forwards save for their backward, by the module that saves them.
 
-    Torch's hooks for saved tensors tell of each; parameters and buffers of the model are not counted. It costs some
-    10 us for each saved tensor, so measure one step, not all. What `torch.compile` saves counts for the module whose
-    forward was compiled; activation checkpointing saves its inputs alone, as it should. Forwards of several threads
-    are counted together, and their modules are mixed up.
+    Parameters and buffers of the model are not counted. A saved tensor costs some 10 us, so measure one step, not
+    all. What `torch.compile` saves counts for the module whose forward was compiled; activation checkpointing saves
+    its inputs alone, as it should. Forwards of several threads are counted together, and their modules are mixed up.
 
     Args:
         model: The model; hooks are put on all of its modules for the block.

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain_memory.breakdown.activations import ActivationMemory
 from drivetrain_memory.breakdown.memory_shares import REST, MemoryBreakdown, ModuleMemory
-from drivetrain_memory.breakdown.storages import StorageKey, storages_of, tensors_in
+from drivetrain_memory.storages import Storage, storages_of, tensors_in
 from drivetrain_memory.usage.sampler import accelerator_names
 
 
@@ -60,7 +60,7 @@ class _Count:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen: dict[StorageKey, str] = {}
+        self._seen: dict[Storage, str] = {}
         self._owners: dict[int, str] = {}  # a parameter's identity -> the name of its module
         self.by_device: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.modules: dict[str, ModuleMemory] = {}
@@ -97,12 +97,12 @@ class _Count:
 
     def _add(self, owner: str, kind: str, name: str, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
-            if storage.key in self._seen:
+            if storage in self._seen:
                 if kind in ("parameters", "buffers"):
-                    self.shared[name] = self._seen[storage.key]
+                    self.shared[name] = self._seen[storage]
                 continue
-            self._seen[storage.key] = name
-            self.by_device[storage.key.device][kind] += storage.size_bytes
+            self._seen[storage] = name
+            self.by_device[storage.device][kind] += storage.size_bytes
             module = self.modules[owner]
             self.modules[owner] = replace(module, **{kind: getattr(module, kind) + storage.size_bytes})
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.leaks.roots import line_that_made
+from drivetrain_memory.storages import storage_of
 from drivetrain_messages import format_size
 
 
@@ -64,9 +64,7 @@ def _describe(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
             turned = min(names[i:] + names[:i] for i in range(len(names)))
             entry = grouped.setdefault(turned, [0, 0, None])
             entry[0] += 1
-            entry[1] += sum(
-                one.untyped_storage().nbytes() for one in tensors if not (one.is_meta or is_lazy(one))
-            )
+            entry[1] += sum(storage.size_bytes for one in tensors if (storage := storage_of(one)))
             entry[2] = entry[2] or next(filter(None, (line_that_made(own[key]) for key in circle)), None)
     return tuple(
         TensorCycle(types=(*names, names[0]), count=count, tensor_bytes=size, line=line)

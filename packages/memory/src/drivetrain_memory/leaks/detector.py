@@ -99,7 +99,7 @@ class LeakDetector:
         self._step += 1
         if self._investigation is not None:
             if self._step >= self._investigation.first.step + self._investigation_steps:
-                self._end_investigation()
+                self._end(self._investigation)
             return
         if self._step <= self._warmup_steps:
             return
@@ -152,18 +152,14 @@ class LeakDetector:
         self._check_every *= 2
         self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
 
-    def _end_investigation(self) -> None:
-        investigation, self._investigation = self._investigation, None
-        if investigation is None:
-            return
-        growth = self.growth
-        self._report = report = investigation.end(self._step, growth, least_rate=self._least_rate)
+    def _end(self, investigation: "_Investigation") -> None:
+        self._investigation = None
+        self._report = report = investigation.end(self._step, self.growth, least_rate=self._least_rate)
         self._dismiss()
-        if report.leaks:
-            if self._on_leak is None:
-                logger.warning("%s", report)
-            else:
-                self._on_leak(report)
+        if report.leaks and self._on_leak is not None:
+            self._on_leak(report)
+        elif report.leaks:
+            logger.warning("%s", report)
 
 
 class _Investigation:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from drivetrain_memory.leaks.cycles import TensorCycle
 from drivetrain_memory.leaks.growth import Growth
 from drivetrain_memory.leaks.measure import MemorySample
-from drivetrain_memory.leaks.named_memory import GRAPH, Census
+from drivetrain_memory.leaks.named_memory import GRAPH, Census, Holding
 
 Kind = Literal["objects", "worker", "pinned", "native", "device"]
 _EACH_STEP = 0.4  # of an object for each step: what a user adds at every second step counts
@@ -64,14 +64,18 @@ def has_grown(before: MemorySample, after: MemorySample, least_rate: float) -> b
 def grown_holders(before: Census, after: Census, steps: int, *, least_rate: float) -> list[Leak]:
     """Return the names whose objects grew between two censuses, largest first; a graph of autograd always counts."""
     grown: dict[str, dict[str, tuple[float, float, Sequence[Any]]]] = {}
-    for (name, kind), now in after.items():
-        was = before.get((name, kind))
-        count = (now.count - (was.count if was else 0)) / steps
-        size = (now.bytes - (was.bytes if was else 0)) / steps
-        if was is None and name.count("[*]") == 0 and now.count < _EACH_STEP * steps:
+    # Growth inside growing elements joins that of the elements, under their container's name.
+    for (name, kind), now in sorted(after.items(), key=lambda item: len(item[0][0])):
+        was = before.get((name, kind), Holding())
+        count, size = (now.count - was.count) / steps, (now.bytes - was.bytes) / steps
+        if (name, kind) not in before and "[*]" not in name and now.count < _EACH_STEP * steps:
             continue  # a local that the first census did not meet
         if count >= _EACH_STEP or size >= least_rate:
-            grown.setdefault(name, {})[kind] = (count, size, tuple(now.samples))
+            inside = (one for one in grown if name == one or name.startswith((f"{one}[", f"{one}.")))
+            holder = next(inside, name.removesuffix(" (key)").removesuffix("[*]"))
+            types = grown.setdefault(holder, {})
+            old_count, old_size, samples = types.get(kind, (0.0, 0.0, ()))
+            types[kind] = (old_count + count, old_size + size, (*samples, *now.samples))
     leaks = [
         Leak(
             kind="objects",
@@ -80,25 +84,10 @@ def grown_holders(before: Census, after: Census, steps: int, *, least_rate: floa
             per_step={kind: count for kind, (count, _, _) in types.items() if count > 0},
             samples=[one for _, _, samples in types.values() for one in reversed(samples)],
         )
-        for holder, types in _join(grown).items()
+        for holder, types in grown.items()
     ]
     leaks = [one for one in leaks if one.bytes_per_step >= least_rate or GRAPH in one.per_step]
     return sorted(leaks, key=lambda one: -one.bytes_per_step)
-
-
-def _join(grown: Mapping[str, dict[str, tuple[float, float, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:
-    """Join growth inside growing elements with the growth of the elements, under their container's name."""
-    joined: dict[str, dict[str, Any]] = {}
-    for name in sorted(grown, key=len):
-        container = name.removesuffix(" (key)").removesuffix("[*]")
-        holder = next(
-            (one for one in joined if name == one or name.startswith((f"{one}[", f"{one}."))), container
-        )
-        types = joined.setdefault(holder, {})
-        for kind, (count, size, samples) in grown[name].items():
-            old = types.get(kind, (0.0, 0.0, ()))
-            types[kind] = (old[0] + count, old[1] + size, (*old[2], *samples))
-    return joined
 
 
 def unexplained(
@@ -144,9 +133,7 @@ def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Lea
     nodes = sum(one.per_step[GRAPH] for one in holders)
     rest = sum(one.bytes_per_step for one in native)
     shared = [
-        replace(one, bytes_per_step=one.bytes_per_step + rest * one.per_step[GRAPH] / nodes)
-        if one in holders
-        else one
+        replace(one, bytes_per_step=one.bytes_per_step + rest * one.per_step.get(GRAPH, 0.0) / nodes)
         for one in named
     ]
     return shared, [one for one in others if one not in native]

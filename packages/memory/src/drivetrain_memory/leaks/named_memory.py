@@ -23,12 +23,11 @@ from types import (
 )
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from drivetrain_memory.compat import MODULE_TABLES
 from drivetrain_memory.leaks.roots import Names, find_names, locals_of
+from drivetrain_memory.storages import Storage, storage_of
 
 GRAPH = "autograd graph"
 _TENSOR_BYTES = 320  # beside its elements, as measured: its Python object, TensorImpl, sizes and strides
@@ -63,7 +62,7 @@ class _Walk:
         self._users_modules = names.users_modules
         self.found: Census = {}
         self.seen: set[int] = set()
-        self._storages: set[tuple[str, int]] = set()
+        self._storages: set[Storage] = set()
         self._kept: list[Any] = []  # objects made by the walk: their ids must not be given again
 
     def run(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -78,7 +77,10 @@ class _Walk:
             holding.count += 1
             holding.samples.append(value)
             if issubclass(kind, Tensor):
-                holding.bytes += self._storage_bytes(value) + _TENSOR_BYTES
+                holding.bytes += _TENSOR_BYTES
+                if (storage := storage_of(value)) is not None and storage not in self._storages:
+                    self._storages.add(storage)
+                    holding.bytes += storage.size_bytes
                 if value.grad_fn is not None:
                     self._count_graph(value, name)
             elif not issubclass(kind, type):
@@ -90,19 +92,6 @@ class _Walk:
                     queue.append((held, name + step, depth + (step != "")))
                 else:
                     queue.append((held, name, depth))
-
-    def _storage_bytes(self, tensor: Tensor) -> int:
-        if tensor.is_meta or tensor.layout is not torch.strided or is_lazy(tensor):
-            return 0
-        try:
-            storage = tensor.untyped_storage()
-            key = (str(tensor.device), storage.data_ptr())
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as a functional one
-            return 0
-        if key in self._storages:
-            return 0
-        self._storages.add(key)
-        return storage.nbytes()
 
     def _count_graph(self, tensor: Tensor, name: str) -> None:
         holding = self.found.setdefault((name, GRAPH), Holding())

@@ -1,7 +1,7 @@
 """The storages behind tensors: what really takes memory, however many tensors look at it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,26 +11,30 @@ from drivetrain_memory.compat import coo_parts
 
 
 @dataclass(frozen=True, slots=True)
-class StorageKey:
-    """The identity of a storage while it lives."""
+class Storage:
+    """A storage while it lives; its size, which may change, is no part of its identity."""
 
     device: str
     address: int
+    size_bytes: int = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StorageSize:
-    """A storage and the bytes that it takes."""
+def storage_of(tensor: torch.Tensor) -> Storage | None:
+    """Return the storage of a tensor; None for a tensor without values of its own, such as a meta or sparse one."""
+    # A lazy parameter has no values before its first forward.
+    if tensor.is_meta or tensor.layout is not torch.strided or is_lazy(tensor):
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        return Storage(str(tensor.device), storage.data_ptr(), storage.nbytes())
+    except RuntimeError:  # a functional or fake tensor
+        return None
 
-    key: StorageKey
-    size_bytes: int
 
-
-def storages_of(tensor: torch.Tensor) -> Iterator[StorageSize]:
+def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
     """Yield the storages of a tensor: one for a plain tensor, several for one that is made of others.
 
-    A DTensor has the storage of its local shard, a quantised tensor those of its parts. A tensor without memory, such
-    as one on the meta device, has none.
+    A DTensor has the storage of its local shard, a quantised tensor those of its parts.
     """
     local = getattr(tensor, "to_local", None)
     if callable(local):  # a DTensor; its wrapper has no storage of its own
@@ -39,32 +43,25 @@ def storages_of(tensor: torch.Tensor) -> Iterator[StorageSize]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if callable(flatten):
         names: Any = flatten()
-        for name in names[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):
-                yield from storages_of(part)
+        parts = [getattr(tensor, name) for name in names[0]]
+    elif tensor.layout is torch.strided:
+        if (storage := storage_of(tensor)) is not None and storage.size_bytes:
+            yield storage
         return
-    if tensor.layout is not torch.strided:
-        for part in _parts_of_sparse(tensor):
+    else:
+        parts = _parts_of_sparse(tensor)
+    for part in parts:
+        if isinstance(part, torch.Tensor):
             yield from storages_of(part)
-        return
-    # A lazy parameter has no values before its first forward.
-    if tensor.device.type == "meta" or is_lazy(tensor):
-        return
-    storage = tensor.untyped_storage()
-    if size_bytes := storage.nbytes():
-        yield StorageSize(StorageKey(str(tensor.device), storage.data_ptr()), size_bytes)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in list(value.values()):  # another thread may be adding to it
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in list(value):
+    elif isinstance(value, Mapping | list | tuple):
+        held = value.values() if isinstance(value, Mapping) else value
+        for each in list(held):  # another thread may be adding to it
             yield from tensors_in(each)
 
 
