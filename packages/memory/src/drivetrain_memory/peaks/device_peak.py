@@ -33,15 +33,9 @@ def begin_device_peaks() -> tuple[DevicePeak, ...]:
     peaks: list[DevicePeak] = []
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.reset_peak_memory_stats(index)
-        held = torch.accelerator.memory_allocated(index)
-        peaks.append(
-            DevicePeak(
-                device=f"{accelerator.type}:{index}",
-                peak_bytes=held,
-                before_bytes=held,
-                reserved_bytes=torch.accelerator.memory_reserved(index),
-            )
-        )
+        held, reserved = torch.accelerator.memory_allocated(index), torch.accelerator.memory_reserved(index)
+        device = f"{accelerator.type}:{index}"
+        peaks.append(DevicePeak(device=device, peak_bytes=held, before_bytes=held, reserved_bytes=reserved))
     return tuple(peaks)
 
 
@@ -53,11 +47,8 @@ def read_device_peaks(begun: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
 
 def including(outer: tuple[DevicePeak, ...], inner: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
     """Return the peaks of a measurement, raised to those of one within it."""
-    found = {peak.device: peak for peak in inner}
-    within = [found.get(peak.device, peak) for peak in outer]
-    return tuple(
-        _raise(peak, one.peak_bytes, one.reserved_bytes) for peak, one in zip(outer, within, strict=True)
-    )
+    pairs = zip(outer, inner, strict=True)
+    return tuple(_raise(peak, within.peak_bytes, within.reserved_bytes) for peak, within in pairs)
 
 
 def _raise(peak: DevicePeak, peak_bytes: int, reserved_bytes: int) -> DevicePeak:

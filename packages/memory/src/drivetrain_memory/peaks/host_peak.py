@@ -4,12 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_memory.peaks.process_peak import (
-    PeakSource,
-    PortablePeak,
-    ProcessPeak,
-    largest_ended_child_bytes,
-)
+from drivetrain_memory.peaks.process_peak import PeakSource, PortablePeak, ProcessPeak, lifetime_peak_bytes
 from drivetrain_memory.usage.processes import PROC, ProcessKey, descendants_of
 
 
@@ -58,43 +53,38 @@ class HostPeakMeter:
         self._counts_children = children
         self._children: dict[ProcessKey, ProcessPeak] = {}
         self._living: set[ProcessKey] = set()
-        self._ended_before = largest_ended_child_bytes() if children else 0
+        self._ended_before = lifetime_peak_bytes(of_ended_children=True) if children else 0
         if children:
             self._living = set(descendants_of(self._pid, proc=proc))
             self._children = {key: ProcessPeak(key.pid, proc=proc) for key in self._living}
         own = ProcessPeak(self._pid, proc=proc)
-        self._own: ProcessPeak | PortablePeak = own if own.is_exact else PortablePeak()
+        self._own: ProcessPeak | PortablePeak = own if own.source == "kernel" else PortablePeak()
 
     def read(self) -> HostPeak:
         """Return the peaks so far."""
-        if isinstance(self._own, ProcessPeak):
-            self._own.update()
-            source: PeakSource = "kernel"
-        else:
-            source = self._own.source
+        self._own.update()
+        ended_child_bytes: int | None = None
         if self._counts_children:
             self._living = set(descendants_of(self._pid, proc=self._proc))
             for key in self._living:
                 if key not in self._children:
                     self._children[key] = ProcessPeak(key.pid, born_within=True, proc=self._proc)
                 self._children[key].update()
-        peak_bytes = self._own.peak_bytes
-        ended_child_bytes: int | None = None
-        if self._counts_children:
             # The system keeps the largest peak of all children ever, and a started program inherits the mark of the
             # process that starts it: a number up to this process's own peak may be that mark.
-            largest = largest_ended_child_bytes()
-            ended_child_bytes = largest if largest > max(self._ended_before, peak_bytes) else None
+            largest = lifetime_peak_bytes(of_ended_children=True)
+            if largest > max(self._ended_before, self._own.peak_bytes):
+                ended_child_bytes = largest
         return HostPeak(
-            peak_bytes=peak_bytes,
+            peak_bytes=self._own.peak_bytes,
             before_bytes=self._own.before_bytes,
-            source=source,
+            source=self._own.source,
             children=tuple(
                 ChildPeak(
                     pid=key.pid,
                     peak_bytes=peak.peak_bytes,
                     before_bytes=peak.before_bytes,
-                    source="kernel" if peak.is_exact else "sampled",
+                    source=peak.source,
                     has_ended=key not in self._living,
                 )
                 for key, peak in sorted(self._children.items())
@@ -110,5 +100,4 @@ class HostPeakMeter:
 
     def stop(self) -> None:
         """End what runs beside the block."""
-        if isinstance(self._own, PortablePeak):
-            self._own.stop()
+        self._own.stop()

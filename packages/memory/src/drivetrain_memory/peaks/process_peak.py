@@ -2,9 +2,8 @@
 
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -18,15 +17,10 @@ _INTERVAL_SECONDS = 0.002
 _RESET_PEAK = "5"  # proc(5): since Linux 4.0, resets the peak to the current resident memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HighWater:
-    """The kernel's numbers of a process.
+class HighWater(NamedTuple):
+    """The kernel's numbers of a process."""
 
-    Attributes:
-        peak_bytes: The peak resident memory since the last reset, or since the process began.
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # since the last reset, or since the process began
     resident_bytes: int
 
 
@@ -59,27 +53,18 @@ def reset_high_water(pid: int, *, proc: Path = PROC) -> bool:
     return True
 
 
-def lifetime_peak_bytes() -> int:
-    """Return the peak resident memory of this process since it began, as the portable interfaces tell it."""
+def lifetime_peak_bytes(*, of_ended_children: bool = False) -> int:
+    """Return the peak resident memory of this process, or the largest of any child that ended and was waited for.
+
+    The peak counts since the process began, as the portable interfaces tell it; 0 for children on Windows.
+    """
     if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
+        return 0 if of_ended_children else int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    return in_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-def largest_ended_child_bytes() -> int:
-    """Return the largest peak of any child that ended and was waited for; 0 where the system keeps none."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return in_bytes(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-
-
-def in_bytes(ru_maxrss: int) -> int:
-    """Return the bytes of a `ru_maxrss`: macOS counts in bytes, other systems in KiB."""
-    return ru_maxrss if sys.platform == "darwin" else ru_maxrss * 1024
+    whose = resource.RUSAGE_CHILDREN if of_ended_children else resource.RUSAGE_SELF
+    peak = resource.getrusage(whose).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, other systems in KiB
 
 
 class ProcessPeak:
@@ -91,31 +76,29 @@ class ProcessPeak:
 
     def __init__(self, pid: int, *, born_within: bool = False, proc: Path = PROC) -> None:
         self._pid, self._proc = pid, proc
-        before = read_high_water(pid, proc=proc)
-        self._mark_before = 0 if before is None or born_within else before.peak_bytes
-        self._is_reset = born_within or (before is not None and reset_high_water(pid, proc=proc))
-        self.before_bytes = 0 if before is None or born_within else before.resident_bytes
+        before = HighWater(0, 0) if born_within else read_high_water(pid, proc=proc)
+        self._is_exact = born_within or (before is not None and reset_high_water(pid, proc=proc))
+        self._mark_before, self.before_bytes = before or HighWater(0, 0)
         self.peak_bytes = self.before_bytes
-        self._has_grown = False
 
     @property
-    def is_exact(self) -> bool:
-        """True if the peak is the kernel's: the mark was reset, or has risen since."""
-        return self._is_reset or self._has_grown
+    def source(self) -> PeakSource:
+        """The source of `peak_bytes`: the kernel's mark if it was reset, or has risen since."""
+        return "kernel" if self._is_exact else "sampled"
 
-    def update(self) -> bool:
-        """Raise the peak to the kernel's mark; return False if the process is gone."""
+    def update(self) -> None:
+        """Raise the peak to the kernel's mark, unless the process is gone."""
         now = read_high_water(self._pid, proc=self._proc)
-        if now is None:
-            return False
-        self._has_grown = self._has_grown or now.peak_bytes > self._mark_before
-        seen = now.peak_bytes if self.is_exact else now.resident_bytes
-        self.peak_bytes = max(self.peak_bytes, seen)
-        return True
+        if now is not None:
+            self._is_exact = self._is_exact or now.peak_bytes > self._mark_before
+            self.include(now.peak_bytes if self._is_exact else now.resident_bytes)
 
     def include(self, peak_bytes: int) -> None:
         """Raise the peak to that of a measurement within this one."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
+
+    def stop(self) -> None:
+        """Do nothing: no thread samples."""
 
 
 class PortablePeak:
@@ -128,27 +111,24 @@ class PortablePeak:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._lifetime_before = lifetime_peak_bytes()
-        self._sampled = self.before_bytes = self._resident()
-        self._included = 0
+        self.peak_bytes = self.before_bytes = self._sampled = self._resident()
+        self.source: PeakSource = "sampled"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="drivetrain-peak", daemon=True)
         self._thread.start()
 
-    @property
-    def source(self) -> Literal["getrusage", "sampled"]:
-        """The counter that `peak_bytes` comes from."""
-        return "getrusage" if lifetime_peak_bytes() > self._lifetime_before else "sampled"
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak resident memory so far, in bytes."""
+    def update(self) -> None:
+        """Raise the peak to that of the process's life if it rose in the block, else to the largest sample."""
         lifetime = lifetime_peak_bytes()
-        own = lifetime if lifetime > self._lifetime_before else max(self._sampled, self._resident())
-        return max(own, self._included)
+        if lifetime > self._lifetime_before:
+            self.source = "getrusage"
+            self.include(lifetime)
+        else:
+            self.include(max(self._sampled, self._resident()))
 
     def include(self, peak_bytes: int) -> None:
         """Raise the peak to that of a measurement within this one."""
-        self._included = max(self._included, peak_bytes)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def stop(self) -> None:
         """End the thread that samples."""
