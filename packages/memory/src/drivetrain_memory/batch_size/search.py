@@ -92,9 +92,8 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     A decorator, with or without arguments. The function takes the batch size as its first argument, or a method after
-    its object; callers omit it.
-    Each try runs the function from the start, so it must create its model, optimizer and loaders itself. Every call
-    starts again at `starting_batch_size`, or at a size that is `remembered`.
+    its object; callers omit it. Each try runs the function from the start, so it must create its model, optimizer and
+    loaders itself. Every call starts again at `starting_batch_size`, or at a size that is `remembered`.
 
     Args:
         function: The function to call; its first argument is the batch size.
@@ -136,10 +135,9 @@ def find_executable_batch_size(
 
 
 class SizedFunction(Generic[Arguments, Result]):
-    """A function that gets a batch size of a search as its first argument; as a method, after its object.
+    """A function that gets the batch size of a search as its first argument; as a method, after its object.
 
-    It takes the place of the function: in a class it binds as that does, above or below `classmethod` and
-    `staticmethod`.
+    It replaces the function, and binds like it in a class, above or below `classmethod` and `staticmethod`.
     """
 
     def __init__(
@@ -154,7 +152,13 @@ class SizedFunction(Generic[Arguments, Result]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Search, with the arguments of the function but for the batch size."""
-        if args and isinstance(args[0], type) and self._is_class_method_of(args[0]):
+        owner: Any = args[0] if args else None
+        # Python 3.13 calls this as the class method of a class without binding it.
+        if isinstance(owner, type) and any(
+            isinstance(one, classmethod) and one.__func__ is self
+            for base in owner.__mro__
+            for one in vars(base).values()
+        ):
             return self._method(*args, **kwargs)
         return self._searching(self._function)(*args, **kwargs)
 
@@ -179,14 +183,6 @@ class SizedFunction(Generic[Arguments, Result]):
 
     def __reduce__(self) -> str:
         return _name_of(self)  # pickled by name, as a function is
-
-    def _is_class_method_of(self, owner: type[Any]) -> bool:
-        """Return whether a class calls this as its class method, which Python 3.13 does without binding it."""
-        return any(
-            isinstance(one, classmethod) and one.__func__ is self
-            for each in owner.__mro__
-            for one in vars(each).values()
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +212,7 @@ def _searching(function: Callable[..., Result], search: _Search) -> Callable[...
         batch_size = min(search.start, remembered.batch_size or search.start)
         while batch_size >= 1:
             remembered.batch_size = batch_size  # before the try: a checkpoint that it saves holds this size
-            result, failure = _try(
-                lambda size=batch_size: function(size, *args, **kwargs), search, tried, batch_size
-            )
+            result, failure = _try(partial(function, batch_size, *args, **kwargs), search, tried, batch_size)
             if failure is not None:
                 raise failure
             if result:
@@ -247,28 +241,23 @@ def _try(
     """Try one batch size: return its result, or the error to raise; neither if it does not fit on all ranks."""
     results: list[Result] = []
     failure: Exception | None = None
-    told = "it ran out of memory on another rank"
-    outcome = TryOutcome.FITS
+    reason, outcome = "it ran out of memory on another rank", TryOutcome.FITS
     try:
         with limit_host_memory(available_host_bytes() if search.limit_host else None):
             results.append(call())
-    except Exception as error:  # noqa: BLE001 - raised by the caller, after all ranks have been told
-        failure, outcome = error, TryOutcome.FAILED
+    except Exception as error:  # noqa: BLE001 - raised by the caller, after all ranks have agreed
         if is_out_of_memory(error):
-            lines = str(error).strip().splitlines()
-            outcome, told = (
-                TryOutcome.OUT_OF_MEMORY,
-                ": ".join([type(error).__name__, *(x[:200] for x in lines[:1])]),
-            )
-    if outcome is TryOutcome.OUT_OF_MEMORY and failure is not None:
-        # The locals of the traceback's frames keep the tensors of the failed try alive.
-        traceback.clear_frames(failure.__traceback__)
-        failure = None
+            first_lines = str(error).strip()[:200].splitlines()[:1]
+            reason, outcome = ": ".join([type(error).__name__, *first_lines]), TryOutcome.OUT_OF_MEMORY
+            # The locals of the traceback's frames keep the tensors of the failed try alive.
+            traceback.clear_frames(error.__traceback__)
+        else:
+            failure, outcome = error, TryOutcome.FAILED
     if search.agree(outcome) is not TryOutcome.OUT_OF_MEMORY:
         return results, failure
     if failure is not None:
         traceback.clear_frames(failure.__traceback__)
-    tried.append(f"{batch_size} ({told})")
+    tried.append(f"{batch_size} ({reason})")
     return [], None
 
 
