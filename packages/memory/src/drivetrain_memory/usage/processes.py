@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class ProcessKey(NamedTuple):
 def descendants_of(pid: int, *, proc: Path = PROC) -> tuple[ProcessKey, ...]:
     """Return all living descendants of a process, parents before children; empty if the process is gone.
 
-    On Linux this reads the kernel's own lists of children, which takes some 10 us for each thread of each process.
+    On Linux this reads the kernel's lists of children, which takes some 10 us for each thread of each process.
     """
     if not (proc / str(pid) / "task" / str(pid) / "children").exists():
         import psutil
@@ -49,24 +50,15 @@ def start_time(pid: int, *, proc: Path = PROC) -> float | None:
 
 
 def _descend(pid: int, proc: Path) -> Iterator[ProcessKey]:
-    for child in _children(pid, proc):
+    children: list[int] = []
+    with suppress(OSError):  # the process ended meanwhile
+        for thread in (proc / str(pid) / "task").iterdir():
+            with suppress(OSError):  # the thread ended meanwhile
+                children += map(int, (thread / "children").read_bytes().split())
+    for child in children:
         if (started := start_time(child, proc=proc)) is not None:
             yield ProcessKey(child, started)
             yield from _descend(child, proc)
-
-
-def _children(pid: int, proc: Path) -> list[int]:
-    found: list[int] = []
-    try:
-        threads = list((proc / str(pid) / "task").iterdir())
-    except OSError:
-        return found
-    for thread in threads:
-        try:
-            found += map(int, (thread / "children").read_bytes().split())
-        except OSError:  # the thread ended meanwhile
-            continue
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +121,7 @@ class ProcessReader:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:")), None)
 
     def close(self) -> None:
-        """Close the file that is kept open."""
+        """Close the open file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
