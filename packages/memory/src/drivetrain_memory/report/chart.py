@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from drivetrain_memory.report.quantities import bytes_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, highest, seconds_text
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _STRIP = 920, 190, 76, 10, 24, 18
@@ -37,9 +37,9 @@ def line_chart(
 
     `phases` is the share of each phase in each bucket, 0 to 1, for the strip below.
     """
-    drawn = [line for line in lines if any(not math.isnan(value) for value in line.values)]
+    drawn = [line for line in lines if not all(map(math.isnan, line.values))]
     num_buckets = max((len(line.values) for line in drawn), default=1)
-    most = max([1.0, *(v for line in drawn for v in line.values if not math.isnan(v))])
+    most = max([1.0, *(highest(line.values) for line in drawn)])
     unit = 10 ** math.floor(math.log10(most))
     top = next(step * unit for step in (1, 2, 2.5, 4, 5, 8, 10) if step * unit >= most * 0.9999999)
     strip = _STRIP if any(phases) else 0
@@ -49,30 +49,25 @@ def line_chart(
         'font-family="sans-serif" font-size="11">'
     ]
     parts += _axes(top, bucket_seconds * num_buckets, strip)
+    legend: list[tuple[str, str]] = []
     for index, line in enumerate(drawn):
         colour = _LIMIT_COLOUR if line.is_limit else colour_of(index)
         dash = ' stroke-dasharray="6 4"' if line.is_limit else ""
-        title = f"<title>{escape(line.label)}: at most {bytes_text(_most(line.values))}</title>"
+        at_most = f"at most {bytes_text(highest(line.values))}"
+        title = f"<title>{escape(line.label)}: {at_most}</title>"
         parts += [
             f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}>{title}</path>'
             for path in _paths(line.values, num_buckets, top)
         ]
+        legend.append((colour, f"{line.label} ({at_most})"))
     if strip:
         parts += _phase_strip(phases, phase_names, num_buckets)
-    items = [
-        (
-            _LIMIT_COLOUR if line.is_limit else colour_of(index),
-            f"{line.label} (at most {bytes_text(_most(line.values))})",
-        )
-        for index, line in enumerate(drawn)
-    ]
-    return "\n".join([*parts, "</svg>", _legend_of(items)])
+    return "\n".join([*parts, "</svg>", _legend_of(legend)])
 
 
 def phase_legend(phase_names: Sequence[str]) -> str:
     """Return the HTML legend of the strips of phases."""
-    items = [(colour_of(index), name) for index, name in enumerate(phase_names)]
-    return _legend_of(items) if items else ""
+    return _legend_of([(colour_of(index), name) for index, name in enumerate(phase_names)])
 
 
 def _axes(top: float, seconds: float, strip: int) -> list[str]:
@@ -130,8 +125,4 @@ def _phase_strip(
 
 def _legend_of(items: Sequence[tuple[str, str]]) -> str:
     spans = [f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items]
-    return f'<div class="legend">{"".join(spans)}</div>'
-
-
-def _most(values: Sequence[float]) -> float:
-    return max(value for value in values if not math.isnan(value))
+    return f'<div class="legend">{"".join(spans)}</div>' if items else ""

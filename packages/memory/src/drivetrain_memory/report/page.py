@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drivetrain_memory.breakdown.memory_shares import KINDS, REST, MemoryBreakdown
 from drivetrain_memory.report.chart import Line, colour_of, line_chart, phase_legend
-from drivetrain_memory.report.quantities import bytes_text, number_text, seconds_text
+from drivetrain_memory.report.quantities import bytes_text, highest, number_text, seconds_text
 from drivetrain_memory.tracker.rank_summary import RankSummary, RunMemory
 
 _MOST_CHARTS = 16  # ranks whose time line is drawn; tables hold all
@@ -101,13 +101,12 @@ def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
         for device in dict.fromkeys(name.rpartition("/")[0] for name in columns):
             model = f" ({escape(rank.models[device])})" if device in rank.models else ""
             yield f"<h3>Rank {rank.rank}: {escape(device)}{model}</h3>"
-            values = {label: rank.timeline.values.get(f"{device}/{name}") for name, label in labels.items()}
-            lines = [
-                Line(label=label, values=of_label)
-                for label, of_label in values.items()
-                if of_label is not None
-            ]
-            yield _chart(rank, lines, phases)
+            values = {
+                label: rank.timeline.values.get(f"{device}/{name}", ()) for name, label in labels.items()
+            }
+            yield _chart(
+                rank, [Line(label=label, values=of_label) for label, of_label in values.items()], phases
+            )
     if len(run.ranks) > _MOST_CHARTS:
         yield f'<p class="note">The {_MOST_CHARTS} ranks with the highest peaks are drawn; the tables hold all.</p>'
 
@@ -127,9 +126,8 @@ def _host_lines(rank: RankSummary) -> list[Line]:
         if any(value > 0 for value in values.get(name, ()))
     ]
     # A limit far above all else would press the lines to the ground.
-    most = max((v for line in lines for v in line.values if not math.isnan(v)), default=0)
-    limit = max((v for v in values.get(_LIMIT, ()) if not math.isnan(v)), default=math.inf)
-    if limit < 4 * most:
+    most = max((highest(line.values) for line in lines), default=0.0)
+    if highest(values.get(_LIMIT, ()), default=math.inf) < 4 * most:
         lines.append(Line(label="limit of the control group", values=values[_LIMIT], is_limit=True))
     return lines
 

@@ -38,8 +38,7 @@ def plot_memory(run: RunMemory) -> "Figure":
     )
     figure = Figure(figsize=(9, 3.2 * (1 + len(devices))), layout="constrained")
     axes = figure.subplots(1 + len(devices), 1, squeeze=False)[:, 0]
-    titles = ["host", *devices]
-    for place, title in enumerate(titles):
+    for place, title in enumerate(["host", *devices]):
         columns = _HOST if title == "host" else {f"{title}/allocated_bytes": "tensors"}
         for rank in run.ranks:
             offset = rank.started_at - run.started_at

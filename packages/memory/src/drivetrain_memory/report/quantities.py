@@ -1,8 +1,14 @@
 """Numbers as people read them."""
 
 import math
+from collections.abc import Iterable
 
 from drivetrain_messages import format_size
+
+
+def highest(values: Iterable[float], *, default: float = 0.0) -> float:
+    """Return the highest of the numbers, NaN left out; the default if there is none."""
+    return max((value for value in values if not math.isnan(value)), default=default)
 
 
 def bytes_text(size_bytes: float) -> str:
