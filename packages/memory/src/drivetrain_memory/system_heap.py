@@ -12,14 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeapUse:
-    """The state of the heap of this process.
-
-    Attributes:
-        free_bytes: The bytes that were freed and stay with the process, as holes between those in use.
-    """
+    """The state of the heap of this process."""
 
     used_bytes: int
-    free_bytes: int
+    free_bytes: int  # freed, and still the process's, as holes between the bytes in use
 
 
 class _Mallinfo2(ctypes.Structure):

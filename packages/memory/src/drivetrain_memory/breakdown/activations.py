@@ -101,9 +101,7 @@ class _Saved:
 
     __slots__ = ("_counted", "_recorder", "tensor")
 
-    def __init__(
-        self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[Storage]
-    ) -> None:
+    def __init__(self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[Storage]) -> None:
         self._recorder, self.tensor, self._counted = recorder, tensor, counted
 
     def __del__(self) -> None:

@@ -33,24 +33,17 @@ _NAMES = ("step", *_LEAST_TOTALS, "heap_free", "device_reserved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """The memory of this process at one step, in bytes.
-
-    Attributes:
-        resident: The resident memory that is the process's own, without pages of files where the system tells.
-        heap_used: The allocated bytes of the system's heap, CPU tensors among them; None where it does not tell.
-        heap_free: The bytes of that heap between those in use; None where it does not tell.
-        children: The own resident memory of each child process, by its id.
-    """
+    """The memory of this process at one step, in bytes; None where the system does not tell."""
 
     step: int
-    resident: int
-    heap_used: int | None
-    heap_free: int | None
+    resident: int  # without pages of files, where the system tells them apart
+    heap_used: int | None  # allocated in the system's heap, CPU tensors included
+    heap_free: int | None  # in that heap, between the bytes in use
     python_blocks: int
     device_allocated: int = 0
     device_reserved: int = 0
     pinned: int = 0
-    children: Mapping[int, int] = field(default_factory=dict[int, int])
+    children: Mapping[int, int] = field(default_factory=dict[int, int])  # resident, by process id
 
 
 def measure(step: int) -> MemorySample:
@@ -100,16 +93,11 @@ def children_bytes() -> dict[int, int]:
 
 
 class Measurements:
-    """The measurements of a run: of every step, and once there are many, of every second, fourth and so on.
-
-    They are in arrays: an object for each would itself be memory that grows with the steps.
-
-    Attributes:
-        stride: The number of steps from one measurement to the next.
-    """
+    """The measurements of a run: of every step, and once there are many, of every second, fourth and so on."""
 
     def __init__(self) -> None:
-        self.stride = 1
+        self.stride = 1  # steps from one measurement to the next
+        # Arrays: an object for each measurement would itself be memory that grows with the steps.
         self._values = {name: array("q") for name in _NAMES}
 
     def __len__(self) -> int:

@@ -40,16 +40,11 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 @dataclass(slots=True)
 class Holding:
-    """The objects of one type under one name.
-
-    Attributes:
-        bytes: The bytes of the objects; those of tensors with their storage, each counted once.
-        samples: The last objects that were found, the newest of a container.
-    """
+    """The objects of one type under one name."""
 
     count: int = 0
-    bytes: int = 0
-    samples: deque[Any] = field(default_factory=lambda: deque[Any](maxlen=4))
+    bytes: int = 0  # with the storages of tensors, each counted once
+    samples: deque[Any] = field(default_factory=lambda: deque[Any](maxlen=4))  # the newest of a container
 
 
 Census = dict[tuple[str, str], Holding]  # by name and type
@@ -88,10 +83,8 @@ class _Walk:
             if issubclass(kind, _LEAVES):
                 continue
             for step, held in self._iter_referents(value):
-                if depth < _MOST_PARTS:
-                    queue.append((held, name + step, depth + (step != "")))
-                else:
-                    queue.append((held, name, depth))
+                added = step if depth < _MOST_PARTS else ""
+                queue.append((held, name + added, depth + (added != "")))
 
     def _count_graph(self, tensor: Tensor, name: str) -> None:
         holding = self.found.setdefault((name, GRAPH), Holding())
@@ -168,10 +161,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 
 def take_census() -> Census:
-    """Count all objects that a user's name reaches, and their bytes; takes some microseconds for each.
-
-    Of libraries only containers are counted that stand in their modules, by length.
-    """
+    """Count all objects that a user's name reaches, and the entries of containers in modules of libraries."""
     names = find_names()
     walk = _Walk(names)
     walk.run(names.users)

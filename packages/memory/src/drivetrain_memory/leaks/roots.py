@@ -44,10 +44,7 @@ def is_users(file: str | None, libraries: tuple[str, ...]) -> bool:
 
 
 def line_that_made(value: object) -> str | None:
-    """Return the user's file, line and source where an object was made; None if its making was not traced.
-
-    Needs `tracemalloc` to trace when the object is made. A tensor counts as made where its Python object was.
-    """
+    """Return the user's file, line and source where an object was made; None if `tracemalloc` did not trace then."""
     libraries = library_folders()
     for file, line in allocation_frames(value):
         if is_users(file, libraries):
@@ -57,16 +54,12 @@ def line_that_made(value: object) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names by which objects are reached.
+    """The names by which objects are reached."""
 
-    Attributes:
-        users: The objects that locals and globals of the user's code name, with names such as
-            `losses (local of train)` and `__main__.losses`.
-        of_libraries: The containers and caches that stand in modules of libraries.
-    """
-
-    users: list[tuple[str, Any]]
-    of_libraries: list[tuple[str, Any]]
+    users: list[
+        tuple[str, Any]
+    ]  # of the user's code, such as `losses (local of train)` and `__main__.losses`
+    of_libraries: list[tuple[str, Any]]  # of containers and caches in modules of libraries
     users_modules: frozenset[str]
 
 

@@ -30,13 +30,7 @@ class ChildPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPeak:
-    """The peak of host memory during a block.
-
-    Attributes:
-        source: The counter that `peak_bytes` comes from.
-        ended_child_bytes: The largest peak of a child that ended and was waited for, if `getrusage` tells it; else
-            None.
-    """
+    """The peak of host memory during a block; see `PeakRecord` for its numbers."""
 
     peak_bytes: int = 0
     before_bytes: int = 0

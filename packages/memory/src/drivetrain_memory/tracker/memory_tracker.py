@@ -68,9 +68,8 @@ class MemoryTracker:
         self._rank, self._interval_seconds, self._settings = rank, interval_seconds, settings
         self._phases = PhaseStack()
         self._step: int | None = None
-        self._recorder: SampleRecorder | None = None
-        self._peak: PeakRecord | None = None
-        self._thread: threading.Thread | None = None
+        self._started: tuple[SampleRecorder, PeakRecord] | None = None
+        self._thread = threading.Thread(target=self._sample, name="drivetrain-memory", daemon=True)
         self._ended = threading.Event()
         self._cpu_seconds = 0.0
         self._breakdown: MemoryBreakdown | None = None
@@ -83,17 +82,16 @@ class MemoryTracker:
             RuntimeError: The tracker was started before.
             OSError: The file of samples cannot be made.
         """
-        if self._recorder is not None:
-            raise RuntimeError("this tracker was started before: make another for another stretch")
-        self._recorder = SampleRecorder(
+        if self._started is not None:
+            raise RuntimeError("this tracker was started before: create a new one for each measurement")
+        recorder = SampleRecorder(
             UsageSampler(settings=self._settings),
             rank=self._rank,
             interval_seconds=self._interval_seconds,
             file=None if self._folder is None else samples_file(self._folder, self._rank),
         )
-        self._peak = record_peak(children=False).__enter__()
-        self._recorder.take()
-        self._thread = threading.Thread(target=self._run, name="drivetrain-memory", daemon=True)
+        self._started = recorder, record_peak(children=False).__enter__()
+        recorder.take()
         self._thread.start()
 
     def stop(self) -> RankSummary:
@@ -107,15 +105,15 @@ class MemoryTracker:
         """
         if self._summary is not None:
             return self._summary
-        recorder, thread, peak = self._require_started()
+        recorder, peak = self._require_started()
         self._ended.set()
-        thread.join()
+        self._thread.join()
         try:
             recorder.take(phase=self._phases.path, step=self._step)
             peak.__exit__(None, None, None)
         finally:
             recorder.close()
-        self._summary = self._build(recorder, peak)
+        self._summary = self.summary()
         if self._folder is not None:
             write_summary(self._folder, self._summary)
         return self._summary
@@ -158,8 +156,7 @@ class MemoryTracker:
 
         Numbers that are not known are left out.
         """
-        recorder, _, _ = self._require_started()
-        newest = recorder.newest
+        newest = self._require_started()[0].newest
         return {
             f"memory/{name}": value
             for name, value in newest.items()
@@ -168,15 +165,22 @@ class MemoryTracker:
 
     def samples(self) -> list[dict[str, float]]:
         """Return the newest samples, oldest first: up to 6000, the others are on disk alone."""
-        recorder, _, _ = self._require_started()
+        recorder, _ = self._require_started()
         return [dict(zip(recorder.columns, row, strict=True)) for row in recorder.ring]
 
     def summary(self) -> RankSummary:
         """Return the summary so far; after `stop`, the last one."""
         if self._summary is not None:
             return self._summary
-        recorder, _, peak = self._require_started()
-        return self._build(recorder, peak)
+        recorder, peak = self._require_started()
+        return recorder.summary(
+            host_peak_bytes=peak.host_bytes,
+            host_source=peak.host_source,
+            device_peaks={device.device: device.peak_bytes for device in peak.devices},
+            phases=self._phases.uses,
+            sampling_cpu_seconds=self._cpu_seconds,
+            breakdown=self._breakdown,
+        )
 
     def __enter__(self) -> Self:
         self.start()
@@ -187,24 +191,13 @@ class MemoryTracker:
     ) -> None:
         self.stop()
 
-    def _build(self, recorder: SampleRecorder, peak: PeakRecord) -> RankSummary:
-        return recorder.summary(
-            host_peak_bytes=peak.host_bytes,
-            host_source=peak.host_source,
-            device_peaks={device.device: device.peak_bytes for device in peak.devices},
-            phases=self._phases.uses,
-            sampling_cpu_seconds=self._cpu_seconds,
-            breakdown=self._breakdown,
-        )
-
-    def _require_started(self) -> tuple[SampleRecorder, threading.Thread, PeakRecord]:
-        if self._recorder is None or self._thread is None or self._peak is None:
+    def _require_started(self) -> tuple[SampleRecorder, PeakRecord]:
+        if self._started is None:
             raise RuntimeError("this tracker is not started: use it as `with tracker:`, or call start()")
-        return self._recorder, self._thread, self._peak
+        return self._started
 
-    def _run(self) -> None:
-        recorder = self._recorder
-        assert recorder is not None
+    def _sample(self) -> None:
+        recorder, _ = self._require_started()
         due = time.monotonic()
         while True:
             due = max(due + self._interval_seconds, time.monotonic())  # what was missed is not made up for
@@ -220,13 +213,10 @@ class MemoryTracker:
 
 
 class PhaseStack:
-    """The current phases, and the peaks of past ones.
-
-    The thread that trains enters and leaves; another may read `path` at any time.
-    """
+    """The current phases, and the peaks of past ones."""
 
     def __init__(self) -> None:
-        self.path = ""
+        self.path = ""  # the thread that trains changes it; another may read it at any time
         self.uses: dict[str, PhaseUse] = {}
 
     def enter(self, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,18 +17,13 @@ _PREFIX = "memory-rank-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseUse:
-    """All runs of one phase.
-
-    Attributes:
-        host_added_bytes: The most that a run had above its beginning.
-        device_peak_bytes: The largest peak of tensors on all accelerators together; 0 without one.
-    """
+    """All runs of one phase."""
 
     count: int = 0
     seconds: float = 0.0
     host_peak_bytes: int = 0
-    host_added_bytes: int = 0
-    device_peak_bytes: int = 0
+    host_added_bytes: int = 0  # the most that a run had above its beginning
+    device_peak_bytes: int = 0  # of tensors on all accelerators together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +92,21 @@ class RankSummary:
         }
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> "RankSummary":
+    def from_json(cls, described: Mapping[str, Any]) -> "RankSummary":
         """Return the summary that `to_json` described.
 
         Raises:
             ValueError: It was written by another version.
         """
-        if said.get("version") != _VERSION:
-            raise ValueError(
-                f"a summary of version {said.get('version')!r}: this drivetrain-memory reads {_VERSION}"
-            )
-        plain: dict[str, Any] = {name: said[name] for name in cls.__slots__}
-        breakdown = said["breakdown"]
-        plain["peaks"] = {name: SampledPeak(**peak) for name, peak in said["peaks"].items()}
-        plain["phases"] = {path: PhaseUse(**use) for path, use in said["phases"].items()}
-        plain["timeline"] = Timeline.from_json(said["timeline"])
-        if breakdown is not None:
+        if (found := described.get("version")) != _VERSION:
+            raise ValueError(f"a summary of version {found!r}: this drivetrain-memory reads {_VERSION}")
+        plain: dict[str, Any] = {name: described[name] for name in cls.__slots__}
+        plain["peaks"] = {name: SampledPeak(**peak) for name, peak in plain["peaks"].items()}
+        plain["phases"] = {path: PhaseUse(**use) for path, use in plain["phases"].items()}
+        plain["timeline"] = Timeline.from_json(plain["timeline"])
+        if (breakdown := plain["breakdown"]) is not None:
             modules = tuple(ModuleMemory(**module) for module in breakdown["modules"])
-            plain["breakdown"] = MemoryBreakdown(
-                by_device=breakdown["by_device"], modules=modules, shared=breakdown["shared"]
-            )
+            plain["breakdown"] = MemoryBreakdown(**(breakdown | {"modules": modules}))
         return cls(**plain)
 
 
@@ -169,28 +160,21 @@ def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
     ordered = tuple(sorted(summaries, key=lambda summary: summary.rank))
     if not ordered:
         raise ValueError("no summary to merge: give that of one rank at least")
-    ranks = [summary.rank for summary in ordered]
-    if len(set(ranks)) < len(ranks):
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    counts = Counter(summary.rank for summary in ordered)
+    if twice := [rank for rank, count in counts.items() if count > 1]:
         raise ValueError(
             f"several summaries of rank {twice}: give each rank once, and each run its own folder"
         )
     return RunMemory(ranks=ordered)
 
 
-def summary_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's summary."""
-    return folder / f"{_PREFIX}{rank:05}.json"
-
-
-def write_summary(folder: Path, summary: RankSummary) -> Path:
+def write_summary(folder: Path, summary: RankSummary) -> None:
     """Write a rank's summary into a folder that all ranks share; a reader never sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = summary_file(folder, summary.rank)
+    file = folder / f"{_PREFIX}{summary.rank:05}.json"
     partial = file.with_suffix(f".{summary.pid}.part")
     partial.write_text(json.dumps(summary.to_json(), allow_nan=False), encoding="utf-8")
     os.replace(partial, file)
-    return file
 
 
 def read_summaries(folder: str | Path) -> RunMemory:

@@ -104,8 +104,6 @@ class SampleRing:
     """A ring of rows of numbers; a new row takes the place of the oldest."""
 
     def __init__(self, num_columns: int, num_rows: int) -> None:
-        if num_columns < 1 or num_rows < 1:
-            raise ValueError(f"a ring of {num_rows} rows of {num_columns} numbers: both must be at least 1")
         self._num_columns, self._num_rows = num_columns, num_rows
         self._values = array("d", bytes(8 * num_columns * num_rows))
         self._count = 0  # of all rows that were ever added

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Bucket:
-    """The samples of a stretch of time."""
+    """The samples of an interval of time."""
 
     most: list[float]
     phases: Counter[str] = field(default_factory=Counter[str])
@@ -17,17 +17,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The course of a run.
-
-    Attributes:
-        values: The maxima of each column, one for each bucket; NaN where there is no number.
-        phases: The share of samples in each phase, 0 to 1, for each bucket.
-    """
+    """The course of a run, by bucket."""
 
     bucket_seconds: float
     columns: tuple[str, ...]
-    values: Mapping[str, tuple[float, ...]]
-    phases: tuple[Mapping[str, float], ...]
+    values: Mapping[str, tuple[float, ...]]  # the maxima of each column; NaN where there is no number
+    phases: tuple[Mapping[str, float], ...]  # the share of samples in each phase, 0 to 1
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a missing number is None."""
@@ -41,32 +36,27 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> "Timeline":
+    def from_json(cls, described: Mapping[str, Any]) -> "Timeline":
         """Return the timeline that `to_json` described."""
         values = {
             name: tuple(math.nan if value is None else float(value) for value in column)
-            for name, column in said["values"].items()
+            for name, column in described["values"].items()
         }
         return cls(
-            bucket_seconds=float(said["bucket_seconds"]),
+            bucket_seconds=float(described["bucket_seconds"]),
             columns=tuple(values),
             values=values,
-            phases=tuple(dict(shares) for shares in said["phases"]),
+            phases=tuple(dict(shares) for shares in described["phases"]),
         )
 
 
 class TimelineBuilder:
-    """A timeline that grows by samples and never takes more than its buckets.
+    """A timeline that grows by samples up to a number of buckets.
 
     When all buckets are in use, each two become one of twice the time: no maximum is ever lost.
-
-    Args:
-        num_buckets: The most buckets, an even number.
     """
 
     def __init__(self, columns: Sequence[str], *, bucket_seconds: float, num_buckets: int = 512) -> None:
-        if num_buckets < 2 or num_buckets % 2:
-            raise ValueError(f"num_buckets={num_buckets}: must be even, and at least 2")
         self._columns = tuple(columns)
         self._bucket_seconds = bucket_seconds
         self._num_buckets = num_buckets

@@ -21,14 +21,10 @@ _OPENERS: Mapping[str, Callable[[], DeviceDriver]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriversFound:
-    """The drivers of this machine.
-
-    Attributes:
-        absent: The reason for each vendor whose devices cannot be read.
-    """
+    """The drivers of this machine."""
 
     drivers: tuple[DeviceDriver, ...]
-    absent: Mapping[str, str]
+    absent: Mapping[str, str]  # the reason for each vendor whose devices cannot be read
 
 
 def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None) -> DriversFound:

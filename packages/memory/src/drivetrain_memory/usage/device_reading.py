@@ -6,21 +6,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """The numbers of one device as its driver tells them; None where it tells nothing.
+    """The numbers of one device as its driver tells them; None where it tells nothing."""
 
-    Attributes:
-        device: The name of the driver and the index of the device in it, such as "nvidia:0".
-        used_bytes: The memory that all processes use.
-        utilization_percent: The part of the time in which it computed, 0 to 100.
-    """
-
-    device: str
+    device: str  # the name of the driver and the index of the device in it, such as "nvidia:0"
     model: str
-    used_bytes: int | None = None
+    used_bytes: int | None = None  # by all processes
     total_bytes: int | None = None
     power_watts: float | None = None
     temperature_celsius: float | None = None
-    utilization_percent: float | None = None
+    utilization_percent: float | None = None  # the part of the time in which it computed, 0 to 100
 
 
 class DeviceDriver(Protocol):

@@ -12,8 +12,7 @@ class IntelDriver:
 
     def __init__(self, xpu: Any) -> None:
         self._xpu = xpu
-        count = range(xpu.device_count())
-        self._models = [str(xpu.get_device_name(index)) for index in count]
+        self._models = [str(xpu.get_device_name(index)) for index in range(xpu.device_count())]
         # What fails once, such as a system without the management library, is not asked again.
         self._missing: set[str] = set()
 

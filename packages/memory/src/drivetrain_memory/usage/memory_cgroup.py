@@ -6,9 +6,9 @@ memory is needed. What matters before its limit strikes is the rest:
     held = current - droppable
     droppable = active_file + inactive_file - dirty - writeback + slab_reclaimable
 
-`active_file` and `inactive_file` are the page cache without shared memory (tmpfs counts as anonymous memory), `dirty`
-and `writeback` the part of it that must be written before it can be dropped. Version 1 does not tell the reclaimable
-slab: there it counts as held.
+`active_file` and `inactive_file` are the page cache without shared memory: tmpfs counts as anonymous memory. `dirty`
+and `writeback` are the pages of that cache to be written before the kernel can drop them. Version 1 does not tell the
+reclaimable slab, which counts as held there.
 """
 
 from collections.abc import Iterator
@@ -38,16 +38,11 @@ class CgroupFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupUsage:
-    """The memory of a control group now.
-
-    Attributes:
-        cache_bytes: The page cache in it: files that were read or written, without shared memory.
-        droppable_bytes: The part that the kernel drops when memory is needed.
-    """
+    """The memory of a control group now."""
 
     current_bytes: int
-    cache_bytes: int
-    droppable_bytes: int
+    cache_bytes: int  # the page cache: files that were read or written, without shared memory
+    droppable_bytes: int  # dropped by the kernel when memory is needed
     limit_bytes: int | None
 
     @property
@@ -119,13 +114,11 @@ def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
 def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsage:
     """Return the memory of a group from the text of its files."""
     counts = {name: int(count) for name, count in map(str.split, stat.splitlines())}
-    if group.version == 2:
-        unwritten = counts.get("file_dirty", 0) + counts.get("file_writeback", 0)
-        prefix, slab = "", counts.get("slab_reclaimable", 0)
-    else:  # the names with "total_" count the groups within too, as the limit does
-        unwritten, slab = counts.get("total_dirty", 0) + counts.get("total_writeback", 0), 0
-        prefix = "total_"
-    cache = counts.get(f"{prefix}active_file", 0) + counts.get(f"{prefix}inactive_file", 0)
+    # Of version 1, the names with "total_" count the groups within too, as the limit does.
+    of_cache, of_unwritten = ("", "file_") if group.version == 2 else ("total_", "total_")
+    cache = counts.get(f"{of_cache}active_file", 0) + counts.get(f"{of_cache}inactive_file", 0)
+    unwritten = counts.get(f"{of_unwritten}dirty", 0) + counts.get(f"{of_unwritten}writeback", 0)
+    slab = counts.get("slab_reclaimable", 0)  # of version 2 alone
     return CgroupUsage(
         current_bytes=current_bytes,
         cache_bytes=cache,

@@ -11,16 +11,12 @@ _SENSOR_ON_CHIP = 0  # NVML_TEMPERATURE_GPU, HLML_TEMPERATURE_ON_AIP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlLibrary:
-    """A library of NVML's form, whose names all begin with its prefix.
-
-    Attributes:
-        absent: The text for a package that does not import.
-    """
+    """A library of NVML's form."""
 
     vendor: str
     package: str
-    prefix: str
-    absent: str
+    prefix: str  # of all its names
+    absent: str  # the message for a package that does not import
 
     def open(self) -> "NvmlDriver":
         """Open the library, or raise `DriverAbsentError` without its package, driver or a device."""

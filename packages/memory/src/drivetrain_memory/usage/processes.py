@@ -14,14 +14,10 @@ _START_TIME = 19  # field 22 of proc_pid_stat(5), counted behind the name: ticks
 
 
 class ProcessKey(NamedTuple):
-    """A process that no later one is taken for: the system uses process ids again.
-
-    Attributes:
-        started: The start time, in the system's own unit.
-    """
+    """The identity of a process: the system uses process ids again, and no start time."""
 
     pid: int
-    started: float
+    started: float  # in the system's own unit
 
 
 def descendants_of(pid: int, *, proc: Path = PROC) -> tuple[ProcessKey, ...]:
@@ -63,15 +59,10 @@ def _descend(pid: int, proc: Path) -> Iterator[ProcessKey]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
-    """The memory of one process.
+    """The memory of one process."""
 
-    Attributes:
-        resident_bytes: The pages in memory, those of files and those shared with other processes included.
-        shared_bytes: The part of them that belongs to files or to shared memory; 0 where the system does not tell.
-    """
-
-    resident_bytes: int
-    shared_bytes: int
+    resident_bytes: int  # of all pages, also those of files and those shared with other processes
+    shared_bytes: int  # of files and shared memory among them; 0 where the system does not tell
 
 
 class ProcessReader:
