@@ -11,7 +11,7 @@ from drivetrain_memory.compat import coo_parts
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStorage:
+class LiveStorage:
     """A storage while it lives; its size, which may change, is no part of its identity."""
 
     device: str
@@ -19,19 +19,19 @@ class TensorStorage:
     size_bytes: int = field(compare=False)
 
 
-def storage_of(tensor: torch.Tensor) -> TensorStorage | None:
+def storage_of(tensor: torch.Tensor) -> LiveStorage | None:
     """Return the storage of a tensor; None for a tensor without values of its own, such as a meta or sparse one."""
     # A lazy parameter has no values before its first forward.
     if tensor.is_meta or tensor.layout is not torch.strided or is_lazy(tensor):
         return None
     try:
         storage = tensor.untyped_storage()
-        return TensorStorage(str(tensor.device), storage.data_ptr(), storage.nbytes())
+        return LiveStorage(str(tensor.device), storage.data_ptr(), storage.nbytes())
     except RuntimeError:  # a functional or fake tensor
         return None
 
 
-def storages_of(tensor: torch.Tensor) -> Iterator[TensorStorage]:
+def storages_of(tensor: torch.Tensor) -> Iterator[LiveStorage]:
     """Yield the storages of a tensor: one for a plain tensor, several for one that is made of others.
 
     A DTensor has the storage of its local shard, a quantised tensor those of its parts.

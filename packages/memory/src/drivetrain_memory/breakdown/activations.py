@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from drivetrain_memory.storages import TensorStorage, storages_of
+from drivetrain_memory.storages import LiveStorage, storages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class ActivationRecorder:
         self._model_storages = {storage for tensor in tensors for storage in storages_of(tensor)}
         self._lock = threading.RLock()  # a graph is freed in autograd's threads, and at any allocation
         self._modules: list[str] = []
-        self._holders: dict[TensorStorage, int] = defaultdict(int)
-        self._owners: dict[TensorStorage, str] = {}
+        self._holders: dict[LiveStorage, int] = defaultdict(int)
+        self._owners: dict[LiveStorage, str] = {}
         self._held = 0
         self._peak = 0
         self._by_device: dict[str, int] = defaultdict(int)
@@ -77,7 +77,7 @@ class ActivationRecorder:
                     self._change(storage, storage.size_bytes)
         return _Saved(self, tensor, counted)
 
-    def release(self, counted: list[TensorStorage]) -> None:
+    def release(self, counted: list[LiveStorage]) -> None:
         """Take the storages of a saved tensor off the count."""
         with self._lock:
             for storage in counted:
@@ -86,7 +86,7 @@ class ActivationRecorder:
                     self._change(storage, -storage.size_bytes)
                     del self._holders[storage], self._owners[storage]
 
-    def _change(self, storage: TensorStorage, added_bytes: int) -> None:
+    def _change(self, storage: LiveStorage, added_bytes: int) -> None:
         owner = self._owners[storage]
         self._held += added_bytes
         self._by_device[storage.device] += added_bytes
@@ -96,18 +96,16 @@ class ActivationRecorder:
             self._peak, self._peak_by_device = self._held, dict(self._by_device)
 
 
+@dataclass(slots=True, eq=False)
 class _Saved:
     """A saved tensor in a graph; it is counted as long as the graph holds this."""
 
-    __slots__ = ("_counted", "_recorder", "tensor")
-
-    def __init__(
-        self, recorder: ActivationRecorder, tensor: torch.Tensor, counted: list[TensorStorage]
-    ) -> None:
-        self._recorder, self.tensor, self._counted = recorder, tensor, counted
+    recorder: ActivationRecorder
+    tensor: torch.Tensor
+    counted: list[LiveStorage]
 
     def __del__(self) -> None:
-        self._recorder.release(self._counted)
+        self.recorder.release(self.counted)
 
 
 @contextmanager

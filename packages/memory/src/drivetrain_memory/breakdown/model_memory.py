@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain_memory.breakdown.activations import ActivationMemory
 from drivetrain_memory.breakdown.memory_shares import REST, MemoryBreakdown, ModuleMemory
-from drivetrain_memory.storages import TensorStorage, storages_of, tensors_in
+from drivetrain_memory.storages import LiveStorage, storages_of, tensors_in
 from drivetrain_memory.usage.sampler import accelerator_names
 
 
@@ -60,7 +60,7 @@ class _Count:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen: dict[TensorStorage, str] = {}
+        self._seen: dict[LiveStorage, str] = {}
         self._owners: dict[int, str] = {}  # a parameter's identity -> the name of its module
         self.by_device: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.modules: dict[str, ModuleMemory] = {}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from drivetrain_memory.compat import MODULE_TABLES
 from drivetrain_memory.leaks.roots import Names, find_names, locals_of
-from drivetrain_memory.storages import TensorStorage, storage_of
+from drivetrain_memory.storages import LiveStorage, storage_of
 
 GRAPH = "autograd graph"
 _TENSOR_BYTES = 320  # beside its elements, as measured: its Python object, TensorImpl, sizes and strides
@@ -57,7 +57,7 @@ class _Walk:
         self._users_modules = names.users_modules
         self.found: Census = {}
         self.seen: set[int] = set()
-        self._storages: set[TensorStorage] = set()
+        self._storages: set[LiveStorage] = set()
         self._kept: list[Any] = []  # objects made by the walk: their ids must not be given again
 
     def run(self, roots: Iterable[tuple[str, Any]]) -> None:
