@@ -93,8 +93,8 @@ def initialise(
     """
     ways = [way for module in around if callable(way := getattr(module, "_init_weights", None))]
     filled: set[Tensor] = set()
-    # Inner modules first: a module may initialise its children's tensors differently than they do.
-    for module, missing in sorted(empty.items(), key=lambda item: -_depth(names[item[0]])):
+    # Inner modules first, whose names are longer: a module may initialise its children's tensors anew.
+    for module, missing in sorted(empty.items(), key=lambda item: -len(names[item[0]])):
         tensors = tensors_of(module)
         attributes = [name for name in missing if tensors[name] not in filled]
         if not attributes:  # tied to those of an earlier module
@@ -119,10 +119,6 @@ def initialise(
         for name in attributes:
             if _is_marked(tensors_of(module)[name]):
                 raise ValueError(_describe_unfillable(f"{names[module]}.{name}".lstrip("."), module))
-
-
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
 
 
 @torch.no_grad()

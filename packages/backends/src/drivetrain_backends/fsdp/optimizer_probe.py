@@ -71,7 +71,10 @@ def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
     except Exception as error:  # noqa: BLE001 whatever DTensor or the optimizer answers with; raised on all ranks below
         raised, first = error, (str(error).splitlines() or [""])[0]
         what = f"{what} ({type(error).__name__}: {first[:120]})"
-    if _all_agree(not what, mesh):
+    flag = torch.tensor([float(not what)], device=mesh.device_type)
+    for axis in range(mesh.ndim):  # all ranks agree on the outcome
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    if flag.item():
         return
     raise ValueError(
         f"{type(optimizer).__name__} cannot step shards: each rank would hold a part of each parameter, and it "
@@ -107,14 +110,6 @@ def _step(
     here = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices=here, device_type=kind):
         return step_copy(optimizer, tiny, lay_out, num_steps=_NUM_STEPS, step=step)
-
-
-def _all_agree(alike: bool, mesh: DeviceMesh) -> bool:
-    """Return whether `alike` is true on all ranks. Called on all ranks."""
-    flag = torch.tensor([float(alike)], device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    return bool(flag.item())
 
 
 def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[SmallTensor]]:

@@ -76,7 +76,10 @@ class ScheduleGuard:
         own = [optimizer() for optimizer in self._optimizers]
         # Objects refer to their class. gc.get_objects() would hold tuples that other threads are making from
         # generators, which CPython then fails to finish (SystemError).
-        candidates = gc.get_referrers(*_list_subclasses(LRScheduler))
+        kinds: list[type[Any]] = [LRScheduler]
+        for kind in kinds:  # grows by the subclasses
+            kinds += kind.__subclasses__()
+        candidates = gc.get_referrers(*kinds)
         schedulers = [one for one in candidates if issubclass(type(one), LRScheduler)]
         return [
             ref(one) for one in schedulers if any(getattr(one, "optimizer", None) is each for each in own)
@@ -85,13 +88,6 @@ class ScheduleGuard:
     def _progress_now(self) -> list[object]:
         schedulers = [known() for known in self._schedulers]
         return [None if one is None else one.last_epoch for one in schedulers]
-
-
-def _list_subclasses(kind: type[Any]) -> list[type[Any]]:
-    found = [kind]
-    for each in found:  # grows by those of each
-        found += each.__subclasses__()
-    return found
 
 
 def _rates_of(groups: Sequence[dict[str, Any]]) -> list[object]:
