@@ -68,7 +68,10 @@ class Fp8Gather:
 
     def _begin_backward(self, scales: Sequence[Tensor | None], _: Tensor) -> None:
         self._exchange(scales)
-        call_after_backward(self._exchange)
+        call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._exchange()
 
     def _exchange(self, scales: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         scales = scales or [None] * len(self._layers)

@@ -38,7 +38,7 @@ def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
     }
 
 
-def call_after_backward(callback: Callable[[], object]) -> None:
+def call_after_backward(callback: Callable[[], None]) -> None:
     """Have torch call a function at the end of the backward that this thread is in.
 
     Such functions run in the order in which they were queued, once every gradient is computed. DDP's reducer queues
