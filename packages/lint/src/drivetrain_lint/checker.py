@@ -28,13 +28,7 @@ UNREADABLE: Rule[Any] = Rule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a run of the linter.
-
-    Attributes:
-        findings: The faults, by file and line.
-        num_files: The number of files that were looked at.
-        rules: The rules that were checked.
-    """
+    """The result of a run of the linter: the findings by file and line, and the rules that were checked."""
 
     findings: tuple[Finding, ...]
     num_files: int

@@ -12,9 +12,9 @@ class Severity(StrEnum):
     WARNING = "warning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hit:
-    """A place that breaks a rule; without a mend and a severity of its own, it has the rule's."""
+    """A place that breaks a rule; its mend and severity are by default the rule's."""
 
     node: ast.AST
     what: str
@@ -27,18 +27,16 @@ class Finding:
     """A fault in a file.
 
     Attributes:
-        path: The file, as it was named on the command line or found in a folder.
+        path: The file, as named on the command line or found in a folder.
         line: The line, from 1; in a notebook the line in its cell.
         column: The column, from 1, in characters.
-        end_column: The column after the place; on another line, the end of the first one.
-        cell: The code cell of a notebook, from 1; None in a script.
+        end_column: The column after the place; on another line, the end of the first line.
         code: The rule's stable code, such as "DT101".
         name: The rule's name in words, such as "collective-on-some-ranks".
-        severity: The weight of the fault.
         what: The fault, in a sentence.
         why: The consequence of the fault.
         mend: The change that removes it.
-        source_line: The text of the line.
+        cell: The code cell of a notebook, from 1; None in a script.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """The values that names are bound to, by scope."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain_lint.reading.imports import written
@@ -31,9 +31,9 @@ class Bindings:
     """The bindings of a script by scope, in order; attributes of objects are those of the module."""
 
     script: Script
-    by_scope: Mapping[ast.AST, Mapping[str, tuple[Binding, ...]]]
+    by_scope: Mapping[ast.AST, Mapping[str, Sequence[Binding]]]
 
-    def of(self, node: ast.AST) -> tuple[Binding, ...]:
+    def of(self, node: ast.AST) -> Sequence[Binding]:
         """Return the bindings of a name or attribute in its scope, or the scopes around it.
 
         A parameter hides names of outer scopes, and has no bindings of its own.
@@ -49,7 +49,7 @@ class Bindings:
                 return ()
         return ()
 
-    def in_scope(self, scope: ast.AST, name: str) -> tuple[Binding, ...]:
+    def in_scope(self, scope: ast.AST, name: str) -> Sequence[Binding]:
         """Return the bindings of a name in one scope."""
         return self.by_scope.get(scope, {}).get(name, ())
 
@@ -69,11 +69,7 @@ def read_bindings(script: Script) -> Bindings:
         for binding in _bound(node):
             scope = script.document.tree if "." in binding.name else script.scope_of(node)
             found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)
-    by_scope = {
-        scope: {name: tuple(sorted(bindings, key=lambda each: each.line)) for name, bindings in names.items()}
-        for scope, names in found.items()
-    }
-    return Bindings(script=script, by_scope=by_scope)
+    return Bindings(script=script, by_scope=found)
 
 
 def _bound(node: ast.AST) -> Iterator[Binding]:

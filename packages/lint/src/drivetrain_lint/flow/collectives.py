@@ -1,7 +1,7 @@
 """The calls that every rank must make."""
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.reading.script import Script
@@ -65,26 +65,18 @@ class Collective:
 class CollectiveNames:
     """The judge of which calls of a script are collectives.
 
-    Attributes:
-        wraps_models: Whether the script wraps models so that a plain `backward` communicates.
-        known: The calls that were judged already; tests of the rank ask about the same ones again and again.
+    `wraps_models` tells whether the script wraps models so that a plain `backward` communicates.
     """
 
     script: Script
     wraps_models: bool
-    known: dict[ast.Call, Collective | None] = field(default_factory=dict)
-
-    def of(self, call: ast.Call) -> Collective | None:
-        """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
-        if call not in self.known:
-            self.known[call] = self._judge(call)
-        return self.known[call]
 
     def within(self, node: ast.AST) -> bool:
         """Return whether a node contains a collective."""
         return any(self.of(call) is not None for call in self.script.calls(node))
 
-    def _judge(self, call: ast.Call) -> Collective | None:
+    def of(self, call: ast.Call) -> Collective | None:
+        """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
         function = call.func
         name = self.script.name_of(function)
         module, _, last = name.rpartition(".")

@@ -24,15 +24,10 @@ class Preparation:
     results: list[str]
     is_unpacked: bool
 
-    @property
-    def line(self) -> int:
-        """The line of the call."""
-        return self.node.lineno
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedNames:
-    """The names around `prepare` in a whole script, of which others may prepare those that are handed on."""
+    """The names around `prepare` in a script; what is handed on may be prepared elsewhere."""
 
     arguments: frozenset[str]
     results: frozenset[str]
@@ -40,7 +35,7 @@ class PreparedNames:
 
 
 def read_preparations(script: Script) -> list[Preparation]:
-    """Return the calls of an Accelerator's `prepare`, in order."""
+    """Return the calls of an Accelerator's `prepare`, in the order of the source."""
     found: list[Preparation] = []
     for call in script.method_calls("prepare"):
         match script.parents.get(call):
@@ -61,7 +56,7 @@ def read_preparations(script: Script) -> list[Preparation]:
                 is_unpacked=is_unpacked,
             )
         )
-    return sorted(found, key=lambda each: each.line)
+    return found
 
 
 def read_prepared_names(script: Script, preparations: Iterable[Preparation]) -> PreparedNames:

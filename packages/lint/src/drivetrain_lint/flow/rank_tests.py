@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -180,19 +181,38 @@ class RankTests:
         return function is not None and any(self.is_number(each, depth - 1) for each in _returned(function))
 
     def _compare(self, test: ast.Compare, depth: int) -> RankSubset | None:
+        """Return the ranks on which a comparison is true; None for tests of whether ranks exist at all."""
         sides = [test.left, *test.comparators]
         if len(sides) == 2 and self.is_number(sides[1], depth) and not self.is_number(sides[0], depth):
             sides.reverse()
-        flags = [
+        is_flag = [
             isinstance(each, ast.Name | ast.Attribute | ast.Call)
             and self.ranks(each, depth - 1) is RankSubset.MAIN
             for each in sides
         ]
-        if not any(flags) and not any(self.is_number(each, depth) for each in sides):
+        if not any(is_flag) and not any(self.is_number(each, depth) for each in sides):
             return None
         if len(sides) != 2:
             return RankSubset.SOME
-        return _ranks_of_comparison(test.ops[0], sides[1], is_flag=flags[0])
+        operation = test.ops[0]
+        value: object = sides[1]  # no number, unless the source tells
+        with suppress(ValueError):
+            value = ast.literal_eval(sides[1])
+        values: list[object] = list(value) if isinstance(value, tuple | list | set) else [value]
+        if is_flag[0]:
+            is_main = values == [True] or not isinstance(operation, ast.Eq | ast.Is)
+            return RankSubset.MAIN if is_main else RankSubset.SOME
+        if all(value in (-1, None, "-1", "") for value in values):
+            return None
+        if not all(str(value) in ("0", "-1") for value in values):
+            return RankSubset.SOME
+        match operation:
+            case ast.Eq() | ast.Is() | ast.In() | ast.LtE():
+                return RankSubset.MAIN
+            case ast.NotEq() | ast.IsNot() | ast.NotIn() | ast.Gt():
+                return RankSubset.OTHERS
+            case _:  # `local_rank >= 0` asks whether there are several processes
+                return None
 
     def _is_agreed(self, node: ast.expr) -> bool:
         """Return whether the ranks have agreed on a name's value by a collective."""
@@ -209,31 +229,6 @@ def _returned(function: Function) -> Iterator[ast.expr]:
     for node in own_nodes(function.body):
         if isinstance(node, ast.Return) and node.value is not None:
             yield node.value
-
-
-def _ranks_of_comparison(operation: ast.cmpop, other: ast.expr, *, is_flag: bool) -> RankSubset | None:
-    """Return the ranks on which a comparison of a rank is true; None for tests of whether ranks exist at all."""
-    try:
-        value = ast.literal_eval(other)
-        values: list[object] | None = list(value) if isinstance(value, tuple | list | set) else [value]
-    except ValueError:
-        values = None
-    if is_flag:
-        is_main = values == [True] or not isinstance(operation, ast.Eq | ast.Is)
-        return RankSubset.MAIN if is_main else RankSubset.SOME
-    if values is None:
-        return RankSubset.SOME
-    if all(value in (-1, None, "-1", "") for value in values):
-        return None
-    if not all(str(value) in ("0", "-1") for value in values):
-        return RankSubset.SOME
-    match operation:
-        case ast.Eq() | ast.Is() | ast.In() | ast.LtE():
-            return RankSubset.MAIN
-        case ast.NotEq() | ast.IsNot() | ast.NotIn() | ast.Gt():
-            return RankSubset.OTHERS
-        case _:  # `local_rank >= 0` asks whether there are several processes
-            return None
 
 
 def _is_environ(node: ast.AST) -> bool:

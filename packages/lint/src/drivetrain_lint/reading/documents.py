@@ -6,6 +6,7 @@ import json
 import re
 import tokenize
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +17,8 @@ _ASSIGNED = re.compile(r"^(?P<head>\s*[\w, ]+=\s*)[!%].*$")
 _OTHER_LANGUAGE = re.compile(r"^%%(?!time\b|timeit\b|capture\b|prun\b)\w+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellLine:
-    """The cell and the line in it, both from 1, of a line of the joined source."""
-
-    cell: int
-    line: int
+# The cell and the line in it, both from 1, of each line of a notebook's joined cells.
+CellLines = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +35,17 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A parsed file; of a notebook, `text` is its code cells joined, and `cells` the cell and line of each line."""
+    """A parsed file; the text of a notebook is its code cells joined."""
 
     path: str
     text: str
     tree: ast.Module
     lines: tuple[str, ...]
-    cells: tuple[CellLine, ...] | None = None
+    cells: CellLines = ()
 
     def place(self, line: int) -> tuple[int | None, int]:
         """Return the cell, if any, and the line that the user sees, for a line of the text."""
-        if self.cells is None or not 1 <= line <= len(self.cells):
-            return None, line
-        found = self.cells[line - 1]
-        return found.cell, found.line
+        return self.cells[line - 1] if 1 <= line <= len(self.cells) else (None, line)
 
 
 def read_document(path: Path, *, shown: str) -> Document | Unreadable:
@@ -70,9 +64,7 @@ def read_document(path: Path, *, shown: str) -> Document | Unreadable:
     return parse_document(text, shown=shown)
 
 
-def parse_document(
-    text: str, *, shown: str, cells: tuple[CellLine, ...] | None = None
-) -> Document | Unreadable:
+def parse_document(text: str, *, shown: str, cells: CellLines = ()) -> Document | Unreadable:
     """Parse Python source, or the joined cells of a notebook."""
     lines = tuple(text.splitlines())
     try:
@@ -82,7 +74,7 @@ def parse_document(
             tree = ast.parse(text)
     except SyntaxError as error:
         line = min(max(error.lineno or 1, 1), max(len(lines), 1))
-        cell, number = (cells[line - 1].cell, cells[line - 1].line) if cells else (None, line)
+        cell, number = cells[line - 1] if cells else (None, line)
         return Unreadable(
             path=shown,
             line=number,
@@ -111,7 +103,7 @@ def _read_notebook(raw: bytes, *, shown: str) -> Document | Unreadable:
     if not isinstance(cells, list):
         return refuse(" of format 4: it has no list of cells")
     texts: list[str] = []
-    places: list[CellLine] = []
+    places: list[tuple[int, int]] = []
     number = 0
     for cell in cast("list[Any]", cells):
         if not isinstance(cell, dict) or cast("dict[str, Any]", cell).get("cell_type") != "code":
@@ -126,5 +118,5 @@ def _read_notebook(raw: bytes, *, shown: str) -> Document | Unreadable:
             elif assigned := _ASSIGNED.match(line):
                 line = f"{assigned['head']}None"
             texts.append(line if is_python else "pass")
-            places.append(CellLine(cell=number, line=index))
-    return parse_document("\n".join([*texts, ""]), shown=shown, cells=tuple(places))
+            places.append((number, index))
+    return parse_document("\n".join([*texts, ""]), shown=shown, cells=places)

@@ -22,12 +22,10 @@ class Script:
     """A parsed script.
 
     Attributes:
-        imports: The dotted name that each imported name stands for.
         scopes: The innermost function or module of each node that has one.
         nodes: All nodes, in the order of the source.
         functions: The functions of the file by name, methods under `Class.name`; the last definition counts.
-        accelerators: The names, such as `accelerator` and `self.accelerator`, that hold an Accelerator.
-        uses_accelerator: Whether the script trains through an Accelerator, drivetrain's or Accelerate's.
+        accelerators: The names, such as `self.accelerator`, that hold an Accelerator, drivetrain's or Accelerate's.
         is_distributed: Whether the script works with several processes at all, as far as its imports tell.
     """
 

@@ -1,5 +1,6 @@
 """The files that a command line names: scripts, notebooks, folders and modules."""
 
+import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -60,12 +61,9 @@ def _scripts_in(folder: Path) -> list[Path]:
 
 def _module_files(name: str, base: Path) -> list[Path]:
     """Return the files of a module, or of all modules of a package, without importing a parent of it."""
-    folders: list[str] | None = None
-    spec = None
+    folders, spec = [*sys.path, str(base)], None
     for part in name.split(".") if all(map(str.isidentifier, name.split("."))) else ():
         spec = PathFinder.find_spec(part, folders)
-        if spec is None and folders is None:
-            spec = PathFinder.find_spec(part, [str(base)])
         if spec is None:
             break
         folders = list(spec.submodule_search_locations or [])

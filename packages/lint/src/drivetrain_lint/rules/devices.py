@@ -3,9 +3,10 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
-from drivetrain_lint.rules.rule import rule
+from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import VisitedCall, Visitor
 
 _DEVICE = re.compile(r"^(?:cuda|xpu|npu|mps|hpu|mlu)(:\d+)?$")
@@ -26,7 +27,8 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
     return visitor.calls if program.script.is_distributed and trains and len(indexed) < 2 else ()
 
 
-@rule(
+@partial(
+    Rule,
     code="DT401",
     name="hard-coded-device",
     severity=Severity.WARNING,
@@ -49,8 +51,8 @@ def check_device(call: VisitedCall) -> Iterator[Hit]:
     if is_numbered or script.uses_accelerator:
         text = ast.unparse(call.node)
         yield Hit(
-            node=call.node,
-            what=f"`{text if len(text) < 50 else f'{call.written}(...)'}`: {_NUMBERED if is_numbered else _NAMED}",
+            call.node,
+            f"`{text if len(text) < 50 else f'{call.written}(...)'}`: {_NUMBERED if is_numbered else _NAMED}",
             severity=Severity.ERROR if is_numbered else None,
         )
 

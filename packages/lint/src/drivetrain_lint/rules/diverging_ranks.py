@@ -38,13 +38,13 @@ def _describe(divergence: Divergence) -> Iterator[Hit]:
             f"`{word}` on the ranks where `{cause.test}` (line {cause.line}) holds: they skip "
             f"{missed.described()} at {where}"
         )
-        yield Hit(node=cause.departure, what=what)
+        yield Hit(cause.departure, what)
     elif cause.kind is Parting.HANDLER and first.line < cause.line:
         what = (
             f"`{cause.test}` lets a rank go on after an error in the block that calls {first.described()} "
             f"(line {first.line}): a rank that fails before it skips it"
         )
-        yield Hit(node=cause.node, what=what)
+        yield Hit(cause.node, what)
     else:
         place = {
             Parting.CONDITION: "only on the ranks that `{}` (line {}) lets in",
@@ -62,7 +62,7 @@ def _describe(divergence: Divergence) -> Iterator[Hit]:
             what += f"; and {format_count(len(others), 'more call')} ({where} {lines})"
         if first.collective.trains and cause.kind in (Parting.CONDITION, Parting.DECORATOR):
             what += "; the weights of these ranks change, those of the others do not"
-        yield Hit(node=first.call, what=what)
+        yield Hit(first.call, what)
 
 
 RULES = (

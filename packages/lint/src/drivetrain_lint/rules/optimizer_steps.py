@@ -2,17 +2,16 @@
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, word_set, written
-from drivetrain_lint.rules.rule import rule
+from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
     calls_in,
     is_optimizer,
-    visit_calls,
-    visit_scopes,
 )
 
 # Objects other than a loss that have a `backward` of their own.
@@ -21,14 +20,15 @@ _DEPTH = 3
 _GRADIENT_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-@rule(
+@partial(
+    Rule,
     code="DT301",
     name="backward-past-accelerator",
     severity=Severity.ERROR,
     why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next "
     "step.",
     mend="Write accelerator.backward(loss).",
-    visits=visit_calls,
+    visits=lambda visitor: visitor.calls,
 )
 def check_backward(call: VisitedCall) -> Iterator[Hit]:
     """loss.backward() in a script whose model is prepared."""
@@ -48,7 +48,7 @@ def check_backward(call: VisitedCall) -> Iterator[Hit]:
     if isinstance(owner, ast.Call) and last_name(owner.func) in ("scale", "scale_loss") and owner.args:
         loss = owner.args[0]
     what = f"`{ast.unparse(call.node.func)}()` goes past the Accelerator"
-    yield Hit(node=call.node, what=what, mend=f"Write accelerator.backward({ast.unparse(loss)}).")
+    yield Hit(call.node, what, mend=f"Write accelerator.backward({ast.unparse(loss)}).")
 
 
 def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
@@ -58,7 +58,7 @@ def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
     results = {
         name
         for each in program.preparations
-        if each.scope is not scope or each.line < call.node.lineno
+        if each.scope is not scope or each.node.lineno < call.node.lineno
         for name in each.results
     }
     for node in ast.walk(value):
@@ -70,14 +70,15 @@ def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
     return False
 
 
-@rule(
+@partial(
+    Rule,
     code="DT302",
     name="step-outside-window",
     severity=Severity.WARNING,
     why="Only in the window is it known whether this micro-batch closes it: steps are made too often or too "
     "small.",
     mend="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
-    visits=visit_calls,
+    visits=lambda visitor: visitor.calls,
 )
 def check_step(call: VisitedCall) -> Iterator[Hit]:
     """An optimizer steps outside accumulate(), or accumulation is asked for and accumulate() never entered."""
@@ -92,7 +93,7 @@ def check_step(call: VisitedCall) -> Iterator[Hit]:
         if inside and not _is_in_window(call) and not asks_for_sync:
             line = inside[0].node.lineno
             what = f"`{call.written}()` stands outside the `accumulate` block of the backward at line {line}"
-            yield Hit(node=call.node, what=what)
+            yield Hit(call.node, what)
         return
     asked = [
         ast.unparse(keyword.value)
@@ -106,7 +107,7 @@ def check_step(call: VisitedCall) -> Iterator[Hit]:
             f"`{call.written}()` runs for every batch, though the Accelerator is told "
             f"gradient_accumulation_steps={asked[0]}: no `accumulate` is ever entered"
         )
-        yield Hit(node=call.node, what=what)
+        yield Hit(call.node, what)
 
 
 def _is_in_window(call: VisitedCall) -> bool:
@@ -119,13 +120,14 @@ def _is_in_window(call: VisitedCall) -> bool:
     )
 
 
-@rule(
+@partial(
+    Rule,
     code="DT303",
     name="gradients-cleared-before-step",
     severity=Severity.ERROR,
     why="The step sees no gradient: the model does not learn, and nothing says so.",
     mend="Move it after the step, or before the forward.",
-    visits=visit_scopes,
+    visits=lambda visitor: visitor.scopes,
 )
 def check_clearing(scope: VisitedScope) -> Iterator[Hit]:
     """zero_grad() stands between backward and step."""
@@ -147,20 +149,21 @@ def check_clearing(scope: VisitedScope) -> Iterator[Hit]:
                     cleared[owner] = call
                 elif method == "step" and owner in cleared:
                     yield Hit(
-                        node=cleared[owner],
-                        what=f"`{owner}.zero_grad()` stands between the backward (line {backward_line}) and "
+                        cleared[owner],
+                        f"`{owner}.zero_grad()` stands between the backward (line {backward_line}) and "
                         f"`{owner}.step()` (line {call.lineno})",
                     )
 
 
-@rule(
+@partial(
+    Rule,
     code="DT304",
     name="clipping-past-accelerator",
     severity=Severity.WARNING,
     why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by "
     "another norm.",
     mend="Write accelerator.clip_grad_norm_(...).",
-    visits=visit_calls,
+    visits=lambda visitor: visitor.calls,
 )
 def check_clipping(call: VisitedCall) -> Iterator[Hit]:
     """torch.nn.utils.clip_grad_norm_ in a script whose model is prepared."""
@@ -172,8 +175,8 @@ def check_clipping(call: VisitedCall) -> Iterator[Hit]:
         and not call.is_chosen_against(call.last)
     ):
         yield Hit(
-            node=call.node,
-            what=f"`{call.written}` clips gradients past the Accelerator",
+            call.node,
+            f"`{call.written}` clips gradients past the Accelerator",
             mend=f"Write accelerator.{call.last}(...), where `accelerator.sync_gradients` is true.",
         )
 

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.bindings import Binding
@@ -10,13 +11,11 @@ from drivetrain_lint.flow.preparations import Preparation
 from drivetrain_lint.flow.program import Program
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Loop, own_nodes
-from drivetrain_lint.rules.rule import rule
+from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
     calls_in,
-    visit_calls,
-    visit_scopes,
 )
 
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
@@ -33,14 +32,15 @@ class _Use:
     how: str
 
 
-@rule(
+@partial(
+    Rule,
     code="DT201",
     name="unprepared-object",
     severity=Severity.ERROR,
     why="Each rank reads all of an unprepared loader; an unprepared model's gradients are not averaged; an "
     "unprepared optimizer steps inside open accumulation windows.",
     mend="Pass it to accelerator.prepare with the others, and use what prepare returns.",
-    visits=visit_scopes,
+    visits=lambda visitor: visitor.scopes,
 )
 def check_uses(scope: VisitedScope) -> Iterator[Hit]:
     """A training loop uses a model, an optimizer or a loader that did not go through prepare()."""
@@ -49,21 +49,23 @@ def check_uses(scope: VisitedScope) -> Iterator[Hit]:
     known = program.prepared.arguments | program.prepared.results
     for use in _uses(scope) if program.preparations else ():
         bound = program.bindings.in_scope(scope.node, use.name)
-        renamed = _renaming(mine, use)
-        if renamed is not None and not any(renamed.line < each.line <= use.node.lineno for each in bound):
+        renamed = _find_renaming(mine, use)
+        if renamed is not None and not any(
+            renamed.node.lineno < each.line <= use.node.lineno for each in bound
+        ):
             prepared = renamed.results[renamed.arguments.index(use.name)] or "another name"
             yield Hit(
-                node=use.node,
-                what=f"`{use.name}` is {use.how}, but `prepare` (line {renamed.line}) put the "
+                use.node,
+                f"`{use.name}` is {use.how}, but `prepare` (line {renamed.node.lineno}) put the "
                 f"prepared one into `{prepared}`",
                 mend=f"Use `{prepared}`, or assign the prepared object to `{use.name}`.",
             )
         elif mine and use.name not in known and _is_own(scope, use, bound):
             others = ", ".join(f"`{name}`" for name in mine[0].arguments[:2] if name)
             yield Hit(
-                node=use.node,
-                what=f"`{use.name}` is {use.how}, but only {others or 'others'} went through "
-                f"`prepare` (line {mine[0].line})",
+                use.node,
+                f"`{use.name}` is {use.how}, but only {others or 'others'} went through "
+                f"`prepare` (line {mine[0].node.lineno})",
             )
 
 
@@ -94,9 +96,9 @@ def _uses(scope: VisitedScope) -> Iterator[_Use]:
             yield _Use(name=name, node=call.node, how="called")
 
 
-def _renaming(preparations: list[Preparation], use: _Use) -> Preparation | None:
+def _find_renaming(preparations: list[Preparation], use: _Use) -> Preparation | None:
     """Return the preparation before a use that took its object and gave the result another name."""
-    for each in reversed([each for each in preparations if each.line < use.node.lineno]):
+    for each in reversed([each for each in preparations if each.node.lineno < use.node.lineno]):
         if use.name in each.results:
             return None
         if use.name in each.arguments and len(each.results) == len(each.arguments):
@@ -134,13 +136,14 @@ def _is_own(scope: VisitedScope, use: _Use, bound: Sequence[Binding]) -> bool:
     )
 
 
-@rule(
+@partial(
+    Rule,
     code="DT202",
     name="prepared-result-dropped",
     severity=Severity.ERROR,
     why="prepare returns new objects: the ones in use are not sharded, wrapped or placed on the device.",
     mend="Assign the result to the same names.",
-    visits=visit_calls,
+    visits=lambda visitor: visitor.calls,
 )
 def check_result(call: VisitedCall) -> Iterator[Hit]:
     """The result of prepare() is not assigned."""
@@ -155,13 +158,14 @@ def check_result(call: VisitedCall) -> Iterator[Hit]:
     if goes_on and isinstance(script.parents.get(node), ast.Expr):
         shown = ", ".join(ast.unparse(each) for each in node.args)
         yield Hit(
-            node=node,
-            what=f"the result of `{call.written}` is dropped; the loop goes on with the objects as they were",
+            node,
+            f"the result of `{call.written}` is dropped; the loop goes on with the objects as they were",
             mend=f"Assign it: {shown} = {call.written}({shown})",
         )
 
 
-@rule(
+@partial(
+    Rule,
     code="DT203",
     name="prepared-in-another-order",
     severity=Severity.ERROR,
@@ -176,14 +180,15 @@ def check_order(preparation: Preparation) -> Iterator[Hit]:
         return
     if len(results) != len(arguments):
         what = f"{len(arguments)} objects go into `prepare`, and {len(results)} names take them"
-        yield Hit(node=preparation.node, what=what)
+        yield Hit(preparation.node, what)
     elif results != arguments and sorted(results) == sorted(arguments):
         given, taken = ", ".join(arguments), ", ".join(results)
         what = f"`prepare({given})` is assigned to `{taken}`, in another order"
-        yield Hit(node=preparation.node, what=what)
+        yield Hit(preparation.node, what)
 
 
-@rule(
+@partial(
+    Rule,
     code="DT204",
     name="wrapper-attribute",
     severity=Severity.WARNING,
@@ -212,8 +217,8 @@ def check_wrapper(program: Program) -> Iterator[Hit]:
         ):
             name = written(node.value)
             yield Hit(
-                node=node,
-                what=f"`{name}.module` exists only while DDP wraps the model",
+                node,
+                f"`{name}.module` exists only while DDP wraps the model",
                 mend=f"Write accelerator.unwrap_model({name}), which is right on one process and "
                 "under every backend.",
             )

@@ -3,43 +3,40 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, written
-from drivetrain_lint.rules.rule import rule
+from drivetrain_lint.rules.rule import Rule
 from drivetrain_lint.rules.visitor import (
     VisitedCall,
     VisitedScope,
-    makers_of,
-    visit_calls,
-    visit_scopes,
 )
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
 _RANK_COUNTS = frozenset({"num_processes", "world_size"})
-# Schedules of other things than the learning rate.
-_OTHERS = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
 
 
-@rule(
+@partial(
+    Rule,
     code="DT305",
     name="schedule-stepped-twice",
     severity=Severity.ERROR,
     why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
     mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
     "itself.",
-    visits=visit_scopes,
+    visits=lambda visitor: visitor.scopes,
 )
 def check_steps(scope: VisitedScope) -> Iterator[Hit]:
     """A learning rate schedule steps several times for one optimizer step."""
-    steps = {call.node: call for call in scope.calls if _is_schedule_step(call)}
+    steps = {call.node: call for call in scope.calls if call.is_schedule_step}
     repeated = {
         second: first for statements in scope.sequences() for first, second in _repeated(statements, steps)
     }
     for second, first in repeated.items():
         name = written(steps[second].owner)
         what = f"`{name}.step()` is called a second time in a round of the loop, after line {first.lineno}"
-        yield Hit(node=second, what=what)
+        yield Hit(second, what)
     others = [call for node, call in steps.items() if node not in repeated and not node.args and call.loops]
     for outer in others:
         around, name = outer.loops, ast.unparse(outer.node.func)
@@ -60,7 +57,7 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
                 f"`{ast.unparse(outer.node.func)}()` steps once an epoch, and at line "
                 f"{inner.node.lineno} once a batch too"
             )
-            yield Hit(node=outer.node, what=what)
+            yield Hit(outer.node, what)
     for call in steps.values():
         loop = call.loops[0] if call.loops else None
         if not isinstance(loop, ast.For) or len(loop.body) != 1:
@@ -69,7 +66,7 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
         is_prepared = written(call.owner) in call.program.prepared.results
         if is_prepared and re.search(r"^range\(.*(num_processes|world_size|accum)", count):
             what = f"`{call.written}()` is repeated over `{count}`, though the schedule is prepared"
-            yield Hit(node=call.node, what=what)
+            yield Hit(call.node, what)
 
 
 def _repeated(
@@ -93,22 +90,14 @@ def _repeated(
             first[name] = call
 
 
-def _is_schedule_step(call: VisitedCall) -> bool:
-    if call.method != "step" or len(call.node.args) > 1:
-        return False
-    if any(each.startswith("torch.optim.lr_scheduler.") for each in makers_of(call.program, call.owner)):
-        return True
-    last = last_name(call.owner).lower()
-    return "sched" in last and not any(word in last for word in _OTHERS)
-
-
-@rule(
+@partial(
+    Rule,
     code="DT306",
     name="schedule-length-by-ranks",
     severity=Severity.WARNING,
     why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
     mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
-    visits=visit_calls,
+    visits=lambda visitor: visitor.calls,
 )
 def check_length(call: VisitedCall) -> Iterator[Hit]:
     """The length of a schedule is multiplied or divided by the number of processes (drivetrain only)."""
@@ -122,7 +111,7 @@ def check_length(call: VisitedCall) -> Iterator[Hit]:
         )
         if scales and any(name.partition(".")[0] == "drivetrain" for name in script.imports.values()):
             what = f"`{keyword.arg}={ast.unparse(keyword.value)}` scales the length of a schedule by ranks"
-            yield Hit(node=keyword.value, what=what)
+            yield Hit(keyword.value, what)
 
 
 RULES = (check_steps, check_length)

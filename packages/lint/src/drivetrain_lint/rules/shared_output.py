@@ -2,14 +2,15 @@
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.flow.program import ONE_RANK, Program
 from drivetrain_lint.flow.rank_tests import rank_words
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Function, own_nodes
-from drivetrain_lint.rules.rule import rule
-from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor, visit_scopes
+from drivetrain_lint.rules.rule import Rule
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, Visitor
 
 _DEPTH = 3
 
@@ -27,7 +28,8 @@ def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[Visited
     return visit
 
 
-@rule(
+@partial(
+    Rule,
     code="DT501",
     name="one-file-of-all-ranks",
     severity=Severity.WARNING,
@@ -40,10 +42,11 @@ def check_file(save: VisitedCall) -> Iterator[Hit]:
     """torch.save writes to one path on all ranks."""
     path = save.node.args[1] if len(save.node.args) > 1 else None
     if path is not None and not _differs(save.program, path, _DEPTH) and _is_path(save.program, path, _DEPTH):
-        yield Hit(node=save.node, what=f"all ranks write `{ast.unparse(path)}` at the same time")
+        yield Hit(save.node, f"all ranks write `{ast.unparse(path)}` at the same time")
 
 
-@rule(
+@partial(
+    Rule,
     code="DT503",
     name="question-on-all-ranks",
     severity=Severity.WARNING,
@@ -57,17 +60,18 @@ def check_question(call: VisitedCall) -> Iterator[Hit]:
     is_builtin = "input" not in script.functions and not call.program.bindings.of(call.node.func)
     if is_builtin and script.is_distributed:
         what = "`input()` waits for a line on every rank, and ranks have no keyboard"
-        yield Hit(node=call.node, what=what)
+        yield Hit(call.node, what)
 
 
-@rule(
+@partial(
+    Rule,
     code="DT504",
     name="order-never-changes",
     severity=Severity.WARNING,
     why="Every epoch reads the samples in the order of the first one.",
     mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
     "itself.",
-    visits=visit_scopes,
+    visits=lambda visitor: visitor.scopes,
 )
 def check_sampler(scope: VisitedScope) -> Iterator[Hit]:
     """A DistributedSampler without set_epoch in a loop over epochs."""
@@ -87,7 +91,7 @@ def check_sampler(scope: VisitedScope) -> Iterator[Hit]:
     if samplers and epochs and not _reads_attribute("set_epoch", scope.program.script.nodes):
         line = epochs[0].lineno
         what = f"the loop over epochs (line {line}) never calls `set_epoch` of this DistributedSampler"
-        yield Hit(node=samplers[0], what=what)
+        yield Hit(samplers[0], what)
 
 
 def _reads_attribute(name: str, nodes: Iterable[ast.AST]) -> bool:

@@ -9,6 +9,9 @@ from drivetrain_lint.flow.program import Program
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Function, Loop, own_nodes
 
+# Schedules of other things than the learning rate.
+_OTHER_SCHEDULES = ("noise", "ema", "diff", "weight", "temp", "wd_", "beta", "timestep", "momentum")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitedCall:
@@ -45,6 +48,16 @@ class VisitedCall:
     def is_optimizer_step(self) -> bool:
         """True for the step of an optimizer."""
         return self.method == "step" and is_optimizer(self.program, self.owner)
+
+    @property
+    def is_schedule_step(self) -> bool:
+        """True for the step of a learning rate schedule."""
+        if self.method != "step" or len(self.node.args) > 1:
+            return False
+        makers = _find_makers(self.program, self.owner)
+        last = last_name(self.owner).lower()
+        is_named = "sched" in last and not any(word in last for word in _OTHER_SCHEDULES)
+        return is_named or any(each.startswith("torch.optim.lr_scheduler.") for each in makers)
 
     @property
     def loops(self) -> list[Loop]:
@@ -111,16 +124,6 @@ def visit(program: Program) -> Visitor:
     return Visitor(program=program, calls=tuple(visited.values()), scopes=tuple(scopes))
 
 
-def visit_calls(visitor: Visitor) -> Sequence[VisitedCall]:
-    """Visit all calls."""
-    return visitor.calls
-
-
-def visit_scopes(visitor: Visitor) -> Sequence[VisitedScope]:
-    """Visit the module and its functions."""
-    return visitor.scopes
-
-
 def is_optimizer(program: Program, node: ast.expr) -> bool:
     """Return whether an expression holds an optimizer, by its name or by what it was made of."""
     last = last_name(node)
@@ -128,11 +131,11 @@ def is_optimizer(program: Program, node: ast.expr) -> bool:
         return False
     return names_optimizer(last) or any(
         maker.startswith("torch.optim.") and ".lr_scheduler." not in maker
-        for maker in makers_of(program, node)
+        for maker in _find_makers(program, node)
     )
 
 
-def makers_of(program: Program, node: ast.expr) -> list[str]:
+def _find_makers(program: Program, node: ast.expr) -> list[str]:
     """Return the names of the functions whose results a name is bound to."""
     values = program.bindings.values(node)
     return [program.script.name_of(each.func) for each in values if isinstance(each, ast.Call)]
