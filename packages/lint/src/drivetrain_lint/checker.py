@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from drivetrain_lint.finding import Finding, Hit, Severity
@@ -35,11 +35,6 @@ class Report:
     rules: tuple[Rule[Any], ...]
 
     @property
-    def is_clean(self) -> bool:
-        """True if nothing was found."""
-        return not self.findings
-
-    @property
     def counts(self) -> dict[Severity, int]:
         """The number of findings of each severity that occurs, the heaviest first."""
         found = [finding.severity for finding in self.findings]
@@ -64,8 +59,7 @@ def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]
             visitor = visit(read_program(document))
             hits = [(rule, hit) for rule in rules for hit in rule.find(visitor)]
         except RecursionError:  # parsed, and nested deeper than the walk may follow
-            reason = "is nested too deeply to be checked"
-            document = Unreadable(path=document.path, line=1, column=1, reason=reason)
+            document = Unreadable(path=document.path, what="The file is nested too deeply to be checked")
         else:
             suppressed = read_suppressions(document)
             found = {
@@ -77,18 +71,13 @@ def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]
                 found, key=lambda each: (each.cell or 0, each.line, each.column, each.code, each.what)
             )
     unreadable = Finding(
-        path=document.path,
-        line=document.line,
-        column=document.column,
+        **asdict(document),
         end_column=document.column + 1,
         code=UNREADABLE.code,
         name=UNREADABLE.name,
         severity=UNREADABLE.severity,
-        what=f"The file {document.reason}",
         why=UNREADABLE.why,
         mend=UNREADABLE.mend,
-        source_line=document.source_line,
-        cell=document.cell,
     )
     return [unreadable]
 

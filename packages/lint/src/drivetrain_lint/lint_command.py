@@ -30,11 +30,13 @@ class LintArguments:
     format: Literal["text", "json", "sarif", "github"] = field(
         default="text", metadata={"help": "Output: text for people, json, sarif, or GitHub's annotations."}
     )
-    select: str = field(
-        default="",
+    select: tuple[str, ...] = field(
+        default=(),
         metadata={"help": "Check these rules alone, by codes or their beginnings: DT1,DT303; or all."},
     )
-    ignore: str = field(default="", metadata={"help": "Leave out these rules, by codes or their beginnings."})
+    ignore: tuple[str, ...] = field(
+        default=(), metadata={"help": "Leave out these rules, by codes or their beginnings."}
+    )
     output: Path | None = field(
         default=None, metadata={"help": "Write to this file, and only a count to stderr."}
     )
@@ -42,7 +44,7 @@ class LintArguments:
 
 def run(arguments: LintArguments) -> int:
     """Find what hangs or trains wrong on several ranks in training scripts, without running them."""
-    rules = choose_rules(select=_words(arguments.select), ignore=_words(arguments.ignore))
+    rules = choose_rules(select=arguments.select, ignore=arguments.ignore)
     targets = find_targets(arguments.script, base=Path())
     report = check_targets(targets, rules=rules)
     output = arguments.output
@@ -54,7 +56,7 @@ def run(arguments: LintArguments) -> int:
         except OSError as error:
             raise LintArgumentError(f"--output {output}: cannot be written: {error.strerror}") from error
         sys.stderr.write(f"drivetrain: {summary(report)}, written to {output}\n")
-    return 0 if report.is_clean else _FOUND
+    return _FOUND if report.findings else 0
 
 
 def _render(report: Report, format: str, *, is_terminal: bool) -> str:
@@ -64,7 +66,3 @@ def _render(report: Report, format: str, *, is_terminal: bool) -> str:
     colours = environ.read("NO_COLOR") in (None, "") and (is_terminal or bool(environ.read("FORCE_COLOR")))
     width = min(shutil.get_terminal_size().columns, _WIDEST) if is_terminal else _WIDEST
     return as_text(report, is_coloured=colours, width=width)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for part in text.split(",") for word in part.split())

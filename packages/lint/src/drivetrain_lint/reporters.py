@@ -34,12 +34,8 @@ def as_text(report: Report, *, is_coloured: bool = False, width: int = 100) -> s
             end = len(finding.source_line[: finding.end_column - 1].expandtabs(4))
             number, mark = str(finding.line), paint("^" * max(end - start, 1), colour)
             margin = paint(f"{' ' * len(number)} |", _DIM)
-            text = finding.source_line.rstrip().expandtabs(4)
-            lines += [
-                f"  {margin}",
-                f"  {paint(f'{number} |', _DIM)} {text}",
-                f"  {margin} {' ' * start}{mark}",
-            ]
+            source = f"{paint(f'{number} |', _DIM)} {finding.source_line.rstrip().expandtabs(4)}"
+            lines += [f"  {margin}", f"  {source}", f"  {margin} {' ' * start}{mark}"]
         for label, text, label_colour in (("why", finding.why, _DIM), ("mend", finding.mend, _GREEN)):
             lines.append(_wrap(text, f"  {label:<6}", width).replace(label, paint(label, label_colour), 1))
         lines.append("")
@@ -112,12 +108,9 @@ def as_sarif(report: Report) -> str:
                 "locations": [{"physicalLocation": location}],
             }
         )
-    driver = {
-        "name": "drivetrain lint",
-        "semanticVersion": version("drivetrain-lint"),
-        "rules": shown_rules,
-    }
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    about = {"name": "drivetrain lint", "semanticVersion": version("drivetrain-lint")}
+    tool = {"driver": {**about, "rules": shown_rules}}
+    run = {"tool": tool, "columnKind": "unicodeCodePoints", "results": results}
     return f"{json.dumps({'$schema': _SCHEMA, 'version': '2.1.0', 'runs': [run]}, indent=2)}\n"
 
 
@@ -125,15 +118,13 @@ def as_github(report: Report) -> str:
     """Return a workflow command for each finding, which GitHub shows at the lines of a pull request."""
     commands: list[str] = []
     for finding in report.findings:
-        properties = {"file": finding.path}
-        title = f"{finding.code} {finding.name}"
-        if finding.cell is None:
-            properties |= {"line": str(finding.line), "col": str(finding.column)}
-            properties |= {"endColumn": str(finding.end_column), "title": title}
-        else:  # lines of a notebook's file are not those of its cells
-            properties["title"] = f"{title} (cell {finding.cell})"
+        properties: dict[str, object] = {"file": finding.path}
+        cell = "" if finding.cell is None else f" (cell {finding.cell})"
+        if not cell:  # lines of a notebook's file are not those of its cells
+            properties |= {"line": finding.line, "col": finding.column, "endColumn": finding.end_column}
+        properties["title"] = f"{finding.code} {finding.name}{cell}"
         listed = ",".join(
-            f"{name}={_escape(value).replace(':', '%3A').replace(',', '%2C')}"
+            f"{name}={_escape(str(value)).replace(':', '%3A').replace(',', '%2C')}"
             for name, value in properties.items()
         )
         message = f"{finding.what}. {finding.why} {finding.mend}".replace("..", ".")

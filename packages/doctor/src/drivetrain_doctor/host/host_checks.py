@@ -9,13 +9,7 @@ from drivetrain_doctor.checked_run import CheckedRun
 from drivetrain_doctor.doctor_finding import Check, CheckReport
 from drivetrain_doctor.host.addresses import judge_addresses, measure_addresses
 from drivetrain_doctor.host.checkpoint_disk import judge_disk, measure_disk
-from drivetrain_doctor.host.gpus import (
-    GpuMeasurement,
-    find_gpus,
-    judge_driver,
-    judge_peers,
-    measure_gpus,
-)
+from drivetrain_doctor.host.gpus import GpuMeasurement, find_gpus, judge_driver, judge_peers, measure_gpus
 from drivetrain_doctor.host.limits import judge_limits, measure_limits
 from drivetrain_doctor.host.ports import judge_port, measure_port
 from drivetrain_doctor.host.processors import judge_processors, measure_processors

@@ -18,12 +18,7 @@ class Binding:
     name: str
     value: ast.expr | None
     position: int | None
-    node: ast.AST
-
-    @property
-    def line(self) -> int:
-        """The line of the statement."""
-        return getattr(self.node, "lineno", 0)
+    line: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,37 +61,33 @@ def read_bindings(script: Script) -> Bindings:
     """Collect the bindings of a script."""
     found: dict[ast.AST, dict[str, list[Binding]]] = {}
     for node in script.nodes:
-        for binding in _bound(node):
-            scope = script.document.tree if "." in binding.name else script.scope_of(node)
-            found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)
+        bound: list[tuple[ast.expr | None, ast.expr | None]]
+        match node:
+            case ast.Assign():
+                bound = [(target, node.value) for target in node.targets]
+            case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
+                bound = [(node.target, node.value)]
+            case ast.For() | ast.AsyncFor() | ast.comprehension():
+                bound = [(node.target, None)]
+            case ast.With() | ast.AsyncWith():
+                bound = [(item.optional_vars, item.context_expr) for item in node.items]
+            case _:
+                continue
+        for target, value in bound:
+            for binding in _targets(target, value) if target is not None else ():
+                scope = script.document.tree if "." in binding.name else script.scope_of(node)
+                found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)
     return Bindings(script=script, by_scope=found)
 
 
-def _bound(node: ast.AST) -> Iterator[Binding]:
-    match node:
-        case ast.Assign():
-            for target in node.targets:
-                yield from _targets(target, node.value, node)
-        case ast.AnnAssign() | ast.AugAssign() | ast.NamedExpr():
-            yield from _targets(node.target, node.value, node)
-        case ast.For() | ast.AsyncFor() | ast.comprehension():
-            yield from _targets(node.target, None, node.target)
-        case ast.With() | ast.AsyncWith():
-            for item in node.items:
-                if item.optional_vars is not None:
-                    yield from _targets(item.optional_vars, item.context_expr, node)
-        case _:
-            pass
-
-
-def _targets(target: ast.expr, value: ast.expr | None, node: ast.AST) -> Iterator[Binding]:
+def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[Binding]:
     if isinstance(target, ast.Tuple | ast.List):
         pairs = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else None
         for position, element in enumerate(target.elts):
             inner = element.value if isinstance(element, ast.Starred) else element
             if pairs is not None:
-                yield from _targets(inner, pairs[position], node)
+                yield from _targets(inner, pairs[position])
             elif name := written(inner):
-                yield Binding(name=name, value=value, position=position, node=node)
+                yield Binding(name=name, value=value, position=position, line=target.lineno)
     elif name := written(target):
-        yield Binding(name=name, value=value, position=None, node=node)
+        yield Binding(name=name, value=value, position=None, line=target.lineno)

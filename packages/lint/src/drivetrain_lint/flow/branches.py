@@ -13,8 +13,8 @@ def branches_agree(
 ) -> bool:
     """Return whether both sides of a test run the same collectives, up to the end of the function or loop body.
 
-    A branch that always returns, or in a loop continues, is compared with what the other one goes on with: the rest.
-    Any other departure makes them differ: the walk asks whether it skips a collective.
+    A branch that always returns, or in a loop continues, is compared with the other branch and the rest. Any other
+    departure makes them differ: the walk asks whether it skips a collective.
     """
     then, other = list(statement.body), list(statement.orelse)
     first, second = always_leaves(then), always_leaves(other)
@@ -25,14 +25,13 @@ def branches_agree(
         then += rest
     elif type(first) is not type(second) or (first is None and may_leave([*then, *other])):
         return False
-    return signatures.of(then) == signatures.of(other) or _lead_and_follow(then, other, signatures)
+    return signatures.of(then) == signatures.of(other) or _may_lead_and_follow(then, other, signatures)
 
 
-def _lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
-    """Return whether two branches may meet in calls whose number the source does not tell.
+def _may_lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
+    """Return whether two branches run the same operations, how often the source does not tell.
 
-    Where one of them loops, or hands a function with collectives to someone, the operations that occur are compared:
-    one rank then leads, and the others follow in a loop.
+    One rank may lead by calls, and the others follow in a loop, or in a function that is handed on.
     """
     free = (ast.For, ast.While, ast.AsyncFor, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     if not any(isinstance(node, free) for statement in [*then, *other] for node in ast.walk(statement)):
@@ -57,7 +56,7 @@ def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: Ra
     """
     open_tests: list[tuple[ast.If, RankSubset]] = []
     paired: set[ast.stmt] = set()
-    for statement in _in_order(statements):
+    for statement in _flatten(statements):
         if not isinstance(statement, ast.If) or statement.orelse:
             continue
         ranks = tests.ranks(statement.test)
@@ -74,11 +73,11 @@ def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: Ra
     return paired
 
 
-def _in_order(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _flatten(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.With | ast.AsyncWith):
-            yield from _in_order(statement.body)
+            yield from _flatten(statement.body)
         elif isinstance(statement, ast.Try):
-            yield from _in_order([*statement.body, *statement.orelse, *statement.finalbody])
+            yield from _flatten([*statement.body, *statement.orelse, *statement.finalbody])

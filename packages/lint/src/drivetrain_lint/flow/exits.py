@@ -1,4 +1,4 @@
-"""The statements by which control leaves a block, and those that keep other ranks waiting."""
+"""The statements by which a rank leaves a block, and leaves other ranks waiting."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.reading.script import own_nodes
 
 _PROCESS_EXITS = frozenset({"sys.exit", "exit", "quit", "os._exit"})
-# What every rank meets alike: a missing package or feature, a key press that the launcher sends to all, drivetrain's
-# own count of skipped steps.
+# Raised on every rank alike: for a missing package or feature, a key press that the launcher sends to all,
+# drivetrain's own count of skipped steps.
 _SHARED = word_set(
     "ImportError ModuleNotFoundError AttributeError NameError NotImplementedError TypeError KeyboardInterrupt "
     "StopIteration GeneratorExit SystemExit SkippedStepsError"
@@ -29,7 +29,7 @@ def is_departure(node: ast.AST) -> bool:
 
 
 def always_leaves(statements: Sequence[ast.stmt]) -> ast.stmt | None:
-    """Return the statement with which a block always ends before what follows it; None if it may run through."""
+    """Return the statement by which a block always leaves; None if it may run to its end."""
     for statement in statements:
         if is_departure(statement) or _fails(statement):
             return statement
@@ -47,7 +47,7 @@ def may_leave(statements: Iterable[ast.stmt]) -> bool:
     return any(map(is_departure, own_nodes(statements)))
 
 
-def swallowed(handler: ast.ExceptHandler) -> bool:
+def may_swallow(handler: ast.ExceptHandler) -> bool:
     """Return whether one rank may catch an exception in this handler and go on, while the others raise none."""
     kinds = handler.type
     listed = [] if kinds is None else kinds.elts if isinstance(kinds, ast.Tuple) else [kinds]

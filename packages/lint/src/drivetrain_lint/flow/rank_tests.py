@@ -1,4 +1,4 @@
-"""The expressions whose value differs between ranks: tests of the rank, and loops whose length depends on it."""
+"""The expressions whose value differs between ranks: tests of the rank or of its own data, and uneven loops."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,11 @@ _CONVERSIONS = frozenset({"bool", "int", "str"})
 _SAME_LENGTH = frozenset(
     {"enumerate", "tqdm", "list", "tuple", "sorted", "reversed", "iter", "track", "trange"}
 )
+_TESTS_OF_FINITENESS = frozenset({"isnan", "isinf", "isfinite"})
+# Names by which scripts say that a value was agreed on elsewhere.
+_AGREED_WORDS = ("reduce", "gather", "sync", "broadcast", "global", "avg", "average", "norm")
 _DEPTH = 6
+_DATA_DEPTH = 4
 
 
 class RankSubset(Enum):
@@ -147,6 +151,46 @@ class RankTests:
                 return bool(values) and all(self.is_share(each, depth - 1) for each in values)
             case _:
                 return False
+
+    def is_data_test(self, test: ast.expr) -> bool:
+        """Return whether a test asks if a value of this rank alone is finite."""
+        return self._asks_finite(test, _DATA_DEPTH) and not self._is_shared(test, _DATA_DEPTH)
+
+    def _asks_finite(self, test: ast.expr, depth: int) -> bool:
+        if depth == 0:
+            return False
+        if any(
+            isinstance(each, ast.Call) and _last(each.func) in _TESTS_OF_FINITENESS for each in ast.walk(test)
+        ):
+            return True
+        plain = test.operand if isinstance(test, ast.UnaryOp) else test
+        values = self.bindings.values(plain) if isinstance(plain, ast.Name) else []
+        return any(self._asks_finite(value, depth - 1) for value in values)
+
+    def _is_shared(self, node: ast.AST, depth: int) -> bool:
+        """Return whether all ranks have one value: a collective's result, or perhaps written by a collective."""
+        if depth == 0:
+            return False
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and self._spreads(each):
+                return True
+            name = written(each)
+            if not name:
+                continue
+            if any(word in last_name(each).lower() for word in _AGREED_WORDS):
+                return True
+            calls = self.bindings.script.calls(self.bindings.script.scope_of(each))
+            if any(name in map(written, call.args) and self._spreads(call) for call in calls):
+                return True
+            values = self.bindings.values(each, with_members=True)
+            if any(self._is_shared(value, depth - 1) for value in values):
+                return True
+        return False
+
+    def _spreads(self, call: ast.Call) -> bool:
+        """Return whether a call gives all ranks one value."""
+        found = self.collectives.of(call)
+        return found is not None and found.key not in ("backward", "prepare") and not found.trains
 
     def _join(self, parts: Iterable[ast.expr], depth: int) -> RankSubset | None:
         found = {self.ranks(each, depth) for each in parts} - {None}

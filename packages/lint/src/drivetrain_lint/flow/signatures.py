@@ -43,10 +43,7 @@ class Signatures:
         return [] if function is None else self.through(function, call, within)
 
     def through(self, function: Function, call: ast.Call, within: tuple[Function, ...] = ()) -> list[Reached]:
-        """Return the collectives that a call of a function runs, but for those under a test of the rank.
-
-        Those are told of at their own place.
-        """
+        """Return the collectives that a call of a function runs, except those under a test of the rank."""
         if function not in self.known:
             if function in within or _is_generator(function):
                 return []

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from drivetrain_lint.flow.bindings import Bindings
 from drivetrain_lint.flow.branches import branches_agree, find_pairs
-from drivetrain_lint.flow.data_tests import is_data_test
 from drivetrain_lint.flow.divergences import Cause, Divergence, Parting, Reached, text_of
-from drivetrain_lint.flow.exits import is_departure, swallowed
+from drivetrain_lint.flow.exits import is_departure, may_swallow
 from drivetrain_lint.flow.rank_tests import RankTests
 from drivetrain_lint.flow.signatures import Signatures
 from drivetrain_lint.reading.imports import last_name
-from drivetrain_lint.reading.script import Function, Loop
+from drivetrain_lint.reading.script import Loop
 
 _TURNS = frozenset({"main_process_first", "local_main_process_first"})
 # Blocks that let ranks end at different rounds of a loop.
@@ -23,8 +22,8 @@ _JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
 class Walk:
     """A walk through one function or module body, in the order of the source.
 
-    It fills `found` with the collectives that were reached after the ranks parted, by cause, and `paired` with the
-    tests of the rank that pair up with another one.
+    It fills `found` with the collectives reached after the ranks parted, by cause, and `paired` with the tests of the
+    rank that pair up.
     """
 
     signatures: Signatures
@@ -76,7 +75,7 @@ class Walk:
                     if branches_agree(statement, rest, self.signatures, in_loop=self._in_loop(statement)):
                         return []
                     cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
-                elif cause is None and is_data_test(test, self.bindings, self.signatures.names):
+                elif cause is None and self.tests.is_data_test(test):
                     cause = Cause(kind=Parting.DATA, node=test, test=text_of(test))
                 return [*self.block(statement.body, cause, rest), *self.block(statement.orelse, cause, rest)]
             case ast.For() | ast.AsyncFor() | ast.While():
@@ -93,7 +92,7 @@ class Walk:
                 departures = self.block(statement.body, cause, after)
                 for handler in statement.handlers:
                     reason = cause
-                    if cause is None and swallowed(handler):
+                    if cause is None and may_swallow(handler):
                         caught = "except:" if handler.type is None else f"except {text_of(handler.type)}:"
                         reason = Cause(kind=Parting.HANDLER, node=handler, test=caught)
                         reached = self.signatures.reached(statement.body)
@@ -151,26 +150,26 @@ class Walk:
             self._record(self.signatures.reached(nodes), cause)
             return
         for node in nodes:
-            self._conditional_parts(node)
-
-    def _conditional_parts(self, node: ast.AST) -> None:
-        if isinstance(node, Function | ast.Lambda | ast.ClassDef):
-            return
-        if isinstance(node, ast.BoolOp):
-            for index, value in enumerate(node.values[:-1]):
-                if self.tests.ranks(value):
-                    self._part(value, node.values[index + 1 :])
-                    return
-        elif isinstance(node, ast.IfExp) and self.tests.ranks(node.test):
-            if self.signatures.of([node.body]) != self.signatures.of([node.orelse]):
-                self._part(node.test, [node.body, node.orelse])
-            return
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            tests = [each for part in node.generators for each in part.ifs if self.tests.ranks(each)]
-            if tests:
-                elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-                self._part(tests[0], elements)
-        self._expressions(ast.iter_child_nodes(node), None)
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef():
+                    continue
+                case ast.BoolOp(values=[*values, _]):
+                    first = next((index for index, each in enumerate(values) if self.tests.ranks(each)), None)
+                    if first is not None:
+                        self._part(values[first], node.values[first + 1 :])
+                        continue
+                case ast.IfExp(test=test) if self.tests.ranks(test):
+                    if self.signatures.of([node.body]) != self.signatures.of([node.orelse]):
+                        self._part(test, [node.body, node.orelse])
+                    continue
+                case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                    tests = [each for part in node.generators for each in part.ifs if self.tests.ranks(each)]
+                    if tests:
+                        elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                        self._part(tests[0], elements)
+                case _:
+                    pass
+            self._expressions(ast.iter_child_nodes(node), None)
 
     def _part(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
         cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))

@@ -23,12 +23,12 @@ CellLines = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A file that cannot be checked, and the place of its fault; the reason ends a sentence about the file."""
+    """A file that cannot be checked, and its fault with the place."""
 
     path: str
-    line: int
-    column: int
-    reason: str
+    what: str
+    line: int = 1
+    column: int = 1
     source_line: str = ""
     cell: int | None = None
 
@@ -53,14 +53,14 @@ def read_document(path: Path, *, shown: str) -> Document | Unreadable:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        return Unreadable(path=shown, line=1, column=1, reason=f"cannot be read: {error.strerror or error}")
+        return Unreadable(path=shown, what=f"The file cannot be read: {error.strerror or error}")
     if path.suffix == ".ipynb":
         return _read_notebook(raw, shown=shown)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = io.TextIOWrapper(io.BytesIO(raw), encoding).read()
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        return Unreadable(path=shown, line=1, column=1, reason=f"is no text in a known encoding: {error}")
+        return Unreadable(path=shown, what=f"The file is no text in a known encoding: {error}")
     return parse_document(text, shown=shown)
 
 
@@ -79,29 +79,26 @@ def parse_document(text: str, *, shown: str, cells: CellLines = ()) -> Document 
             path=shown,
             line=number,
             column=max(error.offset or 1, 1),
-            reason=f"does not parse: {error.msg}",
+            what=f"The file does not parse: {error.msg}",
             source_line=lines[line - 1] if lines else "",
             cell=cell,
         )
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; code nested too deeply
         reason = str(error) or "it is nested too deeply"
-        return Unreadable(path=shown, line=1, column=1, reason=f"does not parse: {reason}")
+        return Unreadable(path=shown, what=f"The file does not parse: {reason}")
     return Document(path=shown, text=text, tree=tree, lines=lines, cells=cells)
 
 
 def _read_notebook(raw: bytes, *, shown: str) -> Document | Unreadable:
     """Parse the code cells of a Jupyter notebook, joined; IPython's magics become `pass`."""
-
-    def refuse(reason: str) -> Unreadable:
-        return Unreadable(path=shown, line=1, column=1, reason=f"is no notebook{reason}")
-
     try:
         content = json.loads(raw)
     except ValueError as error:
-        return refuse(f": {error}")
+        return Unreadable(path=shown, what=f"The file is no notebook: {error}")
     cells = cast("dict[str, Any]", content).get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list):
-        return refuse(" of format 4: it has no list of cells")
+        what = "The file is no notebook of format 4: it has no list of cells"
+        return Unreadable(path=shown, what=what)
     texts: list[str] = []
     places: list[tuple[int, int]] = []
     number = 0

@@ -7,12 +7,7 @@ from functools import partial
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, word_set, written
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import (
-    VisitedCall,
-    VisitedScope,
-    calls_in,
-    is_optimizer,
-)
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, calls_in, is_optimizer
 
 # Objects other than a loss that have a `backward` of their own.
 _ENGINES = tuple(word_set("accelerator engine fabric manager optimizer opt strategy self ctx booster"))

@@ -12,11 +12,7 @@ from drivetrain_lint.flow.program import Program
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.reading.script import Loop, own_nodes
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import (
-    VisitedCall,
-    VisitedScope,
-    calls_in,
-)
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope, calls_in
 
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
 _READERS = frozenset({"enumerate", "tqdm", "iter", "track", "islice"})

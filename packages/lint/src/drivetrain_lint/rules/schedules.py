@@ -8,10 +8,7 @@ from functools import partial
 from drivetrain_lint.finding import Hit, Severity
 from drivetrain_lint.reading.imports import last_name, written
 from drivetrain_lint.rules.rule import Rule
-from drivetrain_lint.rules.visitor import (
-    VisitedCall,
-    VisitedScope,
-)
+from drivetrain_lint.rules.visitor import VisitedCall, VisitedScope
 
 _LENGTHS = frozenset({"num_training_steps", "total_steps", "total_iters", "T_max", "t_total"})
 _RANK_COUNTS = frozenset({"num_processes", "world_size"})
