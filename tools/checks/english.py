@@ -92,7 +92,7 @@ def _of_summary(node: ast.AST, summary: str) -> Iterator[str]:
 def _is_value(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether decorators make a value of a function: a property, or a rule of the linter."""
     written = [ast.unparse(decorator) for decorator in node.decorator_list]
-    return any("property" in each or each.startswith("rule(") for each in written)
+    return any("property" in each or each.startswith("partial(Rule") for each in written)
 
 
 def _of_items(text: str) -> Iterator[str]:

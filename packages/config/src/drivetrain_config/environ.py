@@ -148,10 +148,10 @@ def exported(**variables: str | None) -> Generator[None]:
     """
     before = {name: os.environ.get(name) for name in variables}
     try:
-        _apply(variables)
+        put(**variables)
         yield
     finally:
-        _apply(before)
+        put(**before)
 
 
 def put(**variables: str | None) -> None:
@@ -159,20 +159,16 @@ def put(**variables: str | None) -> None:
 
     Other threads of the process see the change; `exported` ends with a block, and is better wherever it suffices.
     """
-    _apply(variables)
-
-
-def replace(environment: Mapping[str, str]) -> None:
-    """Replace all variables, in a process that has just been forked to become another."""
-    _apply({name: environment.get(name) for name in {*os.environ, *environment}})
-
-
-def _apply(variables: Mapping[str, str | None]) -> None:
     for name, text in variables.items():
         if text is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+
+
+def replace(environment: Mapping[str, str]) -> None:
+    """Replace all variables, in a process that has just been forked to become another."""
+    put(**{name: environment.get(name) for name in {*os.environ, *environment}})
 
 
 def _launch() -> str:

@@ -45,11 +45,6 @@ class Entry:
     file: Path | None = None
 
     @property
-    def is_text(self) -> bool:
-        """True if a string must be parsed, as on a command line."""
-        return self.source.kind in ("command line", "environment")
-
-    @property
     def shown(self) -> str:
         """The value for a message; a secret is masked."""
         return "***" if self.secret else repr(self.value)

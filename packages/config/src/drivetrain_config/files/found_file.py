@@ -12,10 +12,10 @@ from drivetrain_config.errors import ConfigError
 
 # The endings of settings files, in the order in which messages list them.
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-# What `--config` takes for no file at all.
+# The value of `--config` for no file.
 NO_FILE = "none"
 
-# What marks the top folder of a project; no folder above it is looked at.
+# A file or folder that marks the top of a project, above which no file is looked for.
 _TOP = (".git", "pyproject.toml")
 
 
@@ -83,7 +83,7 @@ def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | No
 
 
 def choose_file(named: str | None, environment: Mapping[str, str]) -> SettingsFile | None:
-    """Return the file that `--config` names, none for `none`, or without the flag the one that is found."""
+    """Return the file named by `--config`, None for `none`; without the flag, the result of `find_file`."""
     if named is None:
         return find_file(Path.cwd(), environment)
     return None if named == NO_FILE else SettingsFile(path=Path(named).expanduser())

@@ -34,8 +34,7 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
         root: Any = loader.get_single_node()
         if root is None:
             return None, {}
-        _check_scalars(path, root, loader)
-        lines = _lines_of(path, root)  # before constructing, which resolves merges in place
+        lines = _read_lines(path, root, loader)  # before constructing, which resolves merges in place
         return loader.construct_document(root), lines
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
@@ -47,7 +46,7 @@ def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
 
 
 def check_levels(path: Path, text: str) -> None:
-    """Refuse a document that is nested too deeply, in a time that does not grow with what follows."""
+    """Refuse a document that is nested too deeply, without reading the rest."""
     import yaml
 
     level = 0
@@ -55,30 +54,6 @@ def check_levels(path: Path, text: str) -> None:
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if level > MOST_LEVELS:
             raise too_deep(path)
-
-
-def _check_scalars(path: Path, root: Any, loader: Any) -> None:
-    """Refuse numbers that other versions of YAML read differently, keys included, and turn dates into text."""
-    seen: set[int] = set()  # an alias repeats a node, and may even refer to its own parent
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        kind = node.tag.removeprefix(_TAG)
-        if node.id == "sequence":
-            waiting += node.value
-        elif node.id == "mapping":
-            waiting += [each for pair in node.value for each in pair]
-        elif kind == "timestamp":
-            node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates
-        elif kind == "int" and not _is_python(int, node.value):
-            _refuse(path, node, str(loader.construct_yaml_int(node)))
-        elif kind == "float" and not (_is_python(float, node.value) or _SPECIAL_FLOAT.fullmatch(node.value)):
-            _refuse(path, node, str(loader.construct_yaml_float(node)))
-        elif kind == "str" and node.style is None and _NEW_OCTAL.fullmatch(node.value):
-            _refuse(path, node, "text")
 
 
 def _is_python(kind: type[int] | type[float], text: str) -> bool:
@@ -96,25 +71,38 @@ def _refuse(path: Path, node: Any, meaning: str) -> None:
     )
 
 
-def _lines_of(path: Path, root: Any) -> Lines:
-    """Return the line of each key; refuse a repeated key, of which PyYAML silently keeps the last."""
+def _read_lines(path: Path, root: Any, loader: Any) -> Lines:
+    """Return the line of each key, and turn dates into text.
+
+    Refuse a repeated key, of which PyYAML silently keeps the last, and numbers, also as keys, that other versions of
+    YAML read differently.
+    """
     lines: dict[tuple[str, ...], int] = {}
-    seen: set[int] = set()
+    seen: set[int] = set()  # an alias repeats a node, and may even refer to its own parent
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while waiting:
         keys, node = waiting.pop()
-        if id(node) in seen or node.id == "scalar":
+        if id(node) in seen:
             continue
         seen.add(id(node))
+        kind = node.tag.removeprefix(_TAG)
         if node.id == "sequence":
             waiting += [((*keys, str(index)), item) for index, item in enumerate(node.value)]
-            continue
-        for key, value in node.value:
-            at, line = (*keys, str(key.value)), key.start_mark.line + 1
-            if at in lines and key.value != "<<":
-                raise ConfigError(
-                    f"{path}:{line}: says {key.value!r} again, after line {lines[at]}; keep one"
-                )
-            lines[at] = line
-            waiting.append((at, value))
+        elif node.id == "mapping":
+            for key, value in node.value:
+                at, line = (*keys, str(key.value)), key.start_mark.line + 1
+                if at in lines and key.value != "<<":
+                    raise ConfigError(
+                        f"{path}:{line}: says {key.value!r} again, after line {lines[at]}; keep one"
+                    )
+                lines[at] = line
+                waiting += [(at, value), (at, key)]
+        elif kind == "timestamp":
+            node.tag = f"{_TAG}str"  # no setting is a date, and newer YAML has no dates
+        elif kind == "int" and not _is_python(int, node.value):
+            _refuse(path, node, str(loader.construct_yaml_int(node)))
+        elif kind == "float" and not (_is_python(float, node.value) or _SPECIAL_FLOAT.fullmatch(node.value)):
+            _refuse(path, node, str(loader.construct_yaml_float(node)))
+        elif kind == "str" and node.style is None and _NEW_OCTAL.fullmatch(node.value):
+            _refuse(path, node, "text")
     return lines

@@ -1,15 +1,17 @@
 """The advice of a field to a wizard: when to ask for it, with which recommended answer, and why.
 
-A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`:
-then a launch does not import what the wizard alone needs. The function takes what is known, a mapping of values,
-and returns an `Advice`, or None where nothing is to be asked. It needs no import from drivetrain.
+A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`,
+which a launch does not import. The function takes a mapping of known values, and returns an `Advice`, or None for
+no question. It needs no import from drivetrain.
 
-Known are the facts of the machine (`machine.accelerator`, `machine.accelerator_count`, `machine.accelerator_name`,
-`machine.accelerator_memory_bytes`, `machine.can_bf16`, `machine.can_fp16`, `machine.num_cpus`,
-`machine.memory_bytes`, `machine.host`, `machine.folder`), what a cluster has decided (`cluster.name`,
-`cluster.num_nodes`), what is installed (`installed.backends` and `installed.trackers`, each a mapping of names to
-summaries), the number of processes that the answers amount to (`plan.num_processes`), and the value of every setting
-so far (`run.backend`).
+Known are:
+
+- The facts of the machine: `machine.` with `accelerator`, `accelerator_count`, `accelerator_name`,
+  `accelerator_memory_bytes`, `can_bf16`, `can_fp16`, `num_cpus`, `memory_bytes`, `host` or `folder`.
+- The decisions of a cluster: `cluster.name` and `cluster.num_nodes`.
+- The installed plug-ins: `installed.backends` and `installed.trackers`, each a mapping of names to summaries.
+- The number of processes that the answers amount to: `plan.num_processes`.
+- The value of every setting so far, such as `run.backend`.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,8 +15,8 @@ from drivetrain_config import environ
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.files.found_file import SettingsFile
 from drivetrain_config.files.settings_file import Contents, read_file
-from drivetrain_config.settings.schema import flag_name
-from drivetrain_config.settings.vocabulary import Vocabulary, check_field, converted, is_secret
+from drivetrain_config.settings.schema import FieldSpec, flag_name, specs
+from drivetrain_config.settings.vocabulary import Vocabulary, check_field, converted
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_config.values.kinds import field_types, plain
 
@@ -126,18 +126,20 @@ def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]
 def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
     """Check every value against its field, so that a mistake is reported once, before any worker starts."""
     checked: list[_Found] = []
-    types: dict[str, dict[str, Any]] = {}
+    known: dict[str, dict[str, FieldSpec]] = {}
     for section, field, entry in given:
-        section_type = vocabulary.section(section, entry.source)
-        known = types.setdefault(section, field_types(section_type))
-        check_field(section, field, known, entry.source)
-        marked = replace(entry, secret=is_secret(section_type, field))
-        if marked.secret and entry.source.kind == "command line":
+        if section not in known:
+            listed = specs(vocabulary.section(section, entry.source), section)
+            known[section] = {spec.name: spec for spec in listed}
+        check_field(section, field, known[section], entry.source)
+        spec = known[section][field]
+        if spec.secret and entry.source.kind == "command line":
             raise ConfigError(
                 f"{section}.{field}=***: is secret, but every user of the machine can see command lines; set it in "
                 f"{environ.override_name(section, field)} or in a file"
             )
-        converted(section, field, known[field], marked)
+        marked = replace(entry, secret=spec.secret)
+        converted(section, field, spec.kind, marked)
         checked.append((section, field, marked))
     return checked
 
@@ -222,27 +224,27 @@ def _of_json(text: str | None) -> list[_Found]:
         rows = json.loads(text)["settings"]
         if not isinstance(rows, list):
             raise TypeError("the settings are no list")
-        return [(row["section"], row["field"], _handed_down(row)) for row in rows]
+        found: list[_Found] = []
+        for row in rows:
+            section, field, source = row["section"], row["field"], Source(row["kind"], row["where"])
+            if source.kind not in PRECEDENCE:
+                raise KeyError(source.kind)
+            if "file" not in row:
+                found.append((section, field, Entry(row["value"], source)))
+                continue
+            path = Path(row["file"])
+            values = read_file(path).data.get(section) or {}
+            if field not in values:
+                raise ConfigError(
+                    f"{path}: {section}.{field} was set when the run was launched, and is no longer set; secrets are "
+                    "read by each process: put it back, or launch again"
+                )
+            found.append((section, field, Entry(values[field], source, secret=True, file=path)))
+        return found
     except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-        found = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
         raise ConfigError(
-            f"{environ.CONFIG_VARIABLE}={found} in the environment cannot be read: the launcher writes it, as a "
+            f"{environ.CONFIG_VARIABLE}={shown} in the environment cannot be read: the launcher writes it, as a "
             "mapping with 'settings', a list of settings with their sources; unset it, and say single settings as "
             "DRIVETRAIN_<SECTION>__<FIELD>"
         ) from error
-
-
-def _handed_down(row: Mapping[str, Any]) -> Entry:
-    source = Source(row["kind"], row["where"])
-    if source.kind not in PRECEDENCE:
-        raise KeyError(source.kind)
-    if "file" not in row:
-        return Entry(row["value"], source)
-    path = Path(row["file"])
-    values = read_file(path).data.get(row["section"]) or {}
-    if row["field"] not in values:
-        raise ConfigError(
-            f"{path}: {row['section']}.{row['field']} was set when the run was launched, and is no longer set; "
-            "secrets are read by each process: put it back, or launch again"
-        )
-    return Entry(values[row["field"]], source, secret=True, file=path)

@@ -1,7 +1,7 @@
 """Names of installed plug-ins as values of settings: which names there are, and which value is a mistake.
 
-A script may register a plug-in of its own, so that a name that no installed package provides need not be wrong. It is
-right if the script contains it; where the script is not at hand, it is wrong if it resembles an installed one.
+A script may register its own plug-ins. A name that no installed package provides is right if the script contains it;
+where the script is not at hand, it is wrong if it resembles an installed name.
 """
 
 import re
@@ -24,8 +24,8 @@ def plugin_names(group: str, other_words: Collection[str] = ()) -> tuple[str, ..
 def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str | None = None) -> list[str]:
     """Check the names in a field's value, and return a note for each unknown name that may be right.
 
-    A ConfigError refuses an unknown name that the script, if its source is available, does not contain, or that
-    without a script resembles an installed one.
+    A ConfigError refuses an unknown name that the script does not contain; without a script, a name that resembles an
+    installed one.
     """
     if spec.plugins is None:
         return []

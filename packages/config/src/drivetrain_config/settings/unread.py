@@ -1,4 +1,4 @@
-"""Settings that someone has said, in any place, and that nothing reads in this run.
+"""Settings that were given, in any layer, and have no effect on this run.
 
 The metadata of a field says what the field needs, `{"needs": CONDITION}`. A condition is of these words, joined by
 " or ", which binds more tightly, and " and ":
@@ -27,7 +27,7 @@ _SETTING = re.compile(r"([\w.]+)(?:(!?)=(.+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """Settings of a section that nothing reads for one reason; `said` has the value and source of each."""
+    """Settings of a section without effect, for one reason; `said` shows their values and sources."""
 
     section: str
     said: Mapping[str, str]
@@ -50,11 +50,11 @@ def find_unread(
     backend: str,
     run: Mapping[str, object],
 ) -> list[Unread]:
-    """Return the settings that were said and that nothing reads, as far as it is known when a run begins.
+    """Return the given settings without effect, as far as the begin of a run can tell.
 
     Args:
         resolved: The sections that the run reads, by name.
-        others: All other sections that something is said of.
+        others: All other sections with a given setting.
         backends: The names of all backends, which their sections have too.
         backend: The name of the class of the backend that trains.
         run: The settings of the run that are in force, by "run.NAME".
@@ -69,14 +69,14 @@ def find_unread(
 
 
 def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) -> list[Unread]:
-    """Return the settings that were said and that nothing read, since none of the `events` that they need came."""
+    """Return the given settings that had no effect, since the run had none of the `events` that they need."""
     return [one for one in _unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
 
 
 def _unmet(
     resolved: Mapping[str, Resolved[Any]], facts: Mapping[str, object], *, at_end: bool
 ) -> list[Unread]:
-    """Return the settings of each condition that does not hold, of those that are known at the end or before."""
+    """Return the settings whose condition does not hold; `at_end` chooses the conditions on events."""
     found: dict[tuple[str, str], list[str]] = {}
     for section, one in resolved.items():
         for field in fields(one.value):
@@ -109,9 +109,9 @@ def _holds(word: str, section: Any, facts: Mapping[str, object]) -> bool:
 
 
 def _said(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
-    """Return the fields, of some or all, that any source says, each with its value and source.
+    """Return the values and sources of the given fields, among `names` if there are any.
 
-    A default in code counts as not said, as everywhere: a section given as its dataclass holds all fields.
+    A default in code counts as not given: a section that is passed as its dataclass holds all fields.
     """
     found: dict[str, str] = {}
     for each in fields(section.value):

@@ -1,14 +1,14 @@
 """The known sections and fields; any other name raises an error that suggests the nearest."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
 from drivetrain_config.plugins.registry import section_names, sections
 from drivetrain_config.source import Entry, Source
 from drivetrain_config.values.conversion import ConversionError, convert
-from drivetrain_config.values.kinds import describe, field_types, holds_secret
+from drivetrain_config.values.kinds import describe, field_types
 from drivetrain_messages import suggest
 
 
@@ -50,16 +50,10 @@ def check_field(section: str, field: str, known: Iterable[str], source: Source) 
         )
 
 
-def is_secret(section_type: type[Any], field: str) -> bool:
-    """Return whether a field, or a field of a dataclass inside it, is marked secret."""
-    marked = {f.name: bool(f.metadata.get("secret")) for f in fields(section_type)}
-    return marked[field] or holds_secret(field_types(section_type)[field])
-
-
 def converted(section: str, field: str, kind: Any, entry: Entry) -> Any:
     """Convert a value to its field's type; a ConfigError names field, value, what is allowed, and the source."""
     try:
-        return convert(entry.value, kind, text=entry.is_text)
+        return convert(entry.value, kind, text=entry.source.kind in ("command line", "environment"))
     except ConversionError as error:
         if entry.secret:  # the details would reveal parts of the secret
             raise ConfigError(
