@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_config.errors import ConfigError
-from drivetrain_config.values.kinds import MOST_LEVELS, is_too_deep
+from drivetrain_config.values.kinds import MOST_LEVELS, check_depth
 
 
 def read_text(path: Path) -> str:
@@ -33,12 +33,9 @@ def parse_json(
 ) -> Any:
     """Parse the JSON of a file; ConfigError if it is nested too deeply, another ValueError if it is no JSON."""
     try:
-        found = json.loads(text, object_pairs_hook=object_pairs_hook)
+        return check_depth(json.loads(text, object_pairs_hook=object_pairs_hook))
     except RecursionError:
         raise too_deep(path) from None
-    if is_too_deep(found):
-        raise too_deep(path)
-    return found
 
 
 def too_deep(path: Path) -> ConfigError:

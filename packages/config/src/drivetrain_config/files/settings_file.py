@@ -10,7 +10,7 @@ from drivetrain_config.errors import ConfigError
 from drivetrain_config.files.file_text import parse_json, read_text, too_deep
 from drivetrain_config.files.yaml_file import Lines, read_yaml
 from drivetrain_config.plugins.installed import entry_points
-from drivetrain_config.values.kinds import is_too_deep
+from drivetrain_config.values.kinds import check_depth
 from drivetrain_messages import suggest
 
 
@@ -79,14 +79,11 @@ def _parse(path: Path) -> tuple[Any, Lines]:
             import tomllib
 
             try:
-                found = tomllib.loads(_text(path))
+                return check_depth(tomllib.loads(_text(path))), {}
             except RecursionError:
                 raise too_deep(path) from None
             except tomllib.TOMLDecodeError as error:
                 raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
-            if is_too_deep(found):
-                raise too_deep(path)
-            return found, {}
         case suffix:
             raise ConfigError(
                 f"{path}: a file of settings ends in .yaml, .yml, .toml or .json, not in {suffix!r}"

@@ -83,12 +83,7 @@ class Layers:
     ) -> "Layers":
         """Read the layers of a worker or plain script: the launcher's values, the environment, a file named in code.
 
-        Args:
-            file: A settings file named in code; each of its fields takes precedence over the launcher's file.
-            sections: Section dataclasses in addition to those that installed packages register.
-
-        Raises:
-            ConfigError: A section or field is unknown, a value has the wrong type, or the file cannot be read.
+        Arguments and errors are as for `read`; each field of the file takes precedence over the launcher's file.
         """
         vocabulary = Vocabulary(sections or {})
         given = [*_of_file(file, vocabulary), *_of_environment(vocabulary)]

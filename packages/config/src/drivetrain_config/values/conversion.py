@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from drivetrain_config.values.kinds import (
     MOST_LEVELS,
+    check_depth,
     choices,
     describe,
     field_types,
@@ -16,7 +17,6 @@ from drivetrain_config.values.kinds import (
     is_mapping,
     is_optional,
     is_sequence,
-    is_too_deep,
     is_union,
     item_kind,
     item_kinds,
@@ -207,13 +207,8 @@ def _mapping(value: Any, text: bool) -> tuple[Mapping[Any, Any] | None, bool]:
 
 def _json(value: str) -> Any:
     try:
-        found = json.loads(value)
+        return check_depth(json.loads(value))
     except ValueError:
         return None
     except RecursionError:
-        found, too_deep = None, True
-    else:
-        too_deep = is_too_deep(found)
-    if too_deep:
-        raise ConversionError(f"is nested too deeply: {MOST_LEVELS} levels are allowed")
-    return found
+        raise ConversionError(f"is nested too deeply: {MOST_LEVELS} levels are allowed") from None

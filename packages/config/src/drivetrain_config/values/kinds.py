@@ -5,7 +5,9 @@ from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Value = TypeVar("Value")
 
 _WORDS = {
     bool: "true or false",
@@ -20,21 +22,20 @@ _WORDS = {
 MOST_LEVELS = 100
 
 
-def is_too_deep(value: object) -> bool:
-    """Return whether lists and mappings are nested deeper than `MOST_LEVELS`; a cycle adds no levels."""
+def check_depth(value: Value) -> Value:
+    """Return a value; a RecursionError refuses lists and mappings of more than `MOST_LEVELS`, cycles excepted."""
     seen: set[int] = set()
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        below: list[object] = []
-        for each in level:
-            if not isinstance(each, (list, tuple, Mapping)) or id(each) in seen:
-                continue
-            seen.add(id(each))
-            below += each.values() if isinstance(each, Mapping) else each
-        if not below:
-            return False
-        level = below
-    return any(isinstance(each, (list, tuple, Mapping)) and id(each) not in seen for each in level)
+    level: list[object] = [value]
+    for _ in range(MOST_LEVELS + 1):
+        holders = [each for each in level if isinstance(each, (list, tuple, Mapping))]
+        new = {id(each): each for each in holders if id(each) not in seen}
+        if not new:
+            return value
+        seen.update(new)
+        level = []
+        for each in new.values():
+            level += each.values() if isinstance(each, Mapping) else each
+    raise RecursionError(f"more than {MOST_LEVELS} levels")
 
 
 def field_types(section: type[Any]) -> dict[str, Any]:
