@@ -4,7 +4,7 @@ from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_config import Layers, resolve
 from drivetrain_doctor.checked_run import CheckedRun, run_to_check
 from drivetrain_launcher import Host, LaunchSettings
-from drivetrain_launcher.plan.placed_settings import place_layers
+from drivetrain_launcher.plan.resolved_launch import place_layers
 
 
 def run_in_job(**changes: object) -> CheckedRun:

@@ -4,18 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from cluster_jobs import slurm_job
+from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.source import Entry, Kind, Source
 from drivetrain_launcher import LaunchError
 from drivetrain_launcher.cli.preflight import (
+    check_bound_devices,
     check_device,
-    check_files,
+    check_given,
     check_module,
-    check_plugins_of,
     misplaced_flags,
 )
-from drivetrain_launcher.plan.resolved_launch import GivenSetting
+from drivetrain_launcher.plan.resolved_launch import GivenSetting, resolve_launch
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 
@@ -74,13 +76,13 @@ def test_a_file_that_is_missing_or_no_json_is_refused_before_ranks_start(
     (tmp_path / "zero.json").write_text('{"a": 1, "a": 2}')  # what it says is left to its reader
     if text is not None:
         (tmp_path / name).write_text(text)
-    check_files(given(engine=tmp_path / "zero.json"))
+    check_given(given(engine=tmp_path / "zero.json"), None)
     with pytest.raises(LaunchError, match=f"^probe.engine: .*{told}"):
-        check_files(given(engine=tmp_path / name))
+        check_given(given(engine=tmp_path / name), None)
 
 
 def check(script: str | None = None, **values: object) -> None:
-    check_plugins_of(given(**values), script)
+    check_given(given(**values), script)
 
 
 @pytest.mark.parametrize("script", ["print('trains')", None])
@@ -127,6 +129,27 @@ def test_cpu_on_the_command_line_overrides_a_device_in_a_file() -> None:
     check_device(said("command line", True, "cpu"))
     check_device(said("command line", False, "cuda"))
     check_device(Layers({}))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said", "source"),
+    [
+        ((1, 1), {"num_processes": "8"}, r"num_processes=8 from --num-processes on the command line, over 2 nodes"),
+        ((1, 1), {"processes_per_node": "4"}, r"processes_per_node=4 from --processes-per-node on the command line"),
+        ((4,), {}, r"SLURM_STEP_TASKS_PER_NODE=4"),
+    ],
+)  # fmt: skip
+def test_more_processes_than_bound_accelerators_is_an_error_with_both_sources(
+    tasks: tuple[int, ...], said: dict[str, str], source: str
+) -> None:
+    place = slurm_placement(slurm_job(tasks, CUDA_VISIBLE_DEVICES="0,1")[0])
+    why = (
+        rf"4 processes on this node \({source}\), but slurm bound this task to 2 .*, CUDA_VISIBLE_DEVICES=0,1"
+    )
+    with pytest.raises(LaunchError, match=why):
+        check_bound_devices(resolve_launch(Layers.read(command_line={"launch": said}), placement=place))
+    on_cpu = Layers.read(command_line={"launch": said, "state": {"device": "cpu"}})
+    check_bound_devices(resolve_launch(on_cpu, placement=place))
 
 
 @pytest.mark.parametrize("name", ["json.tool", "sys", "mine", "folder.inner", "mine.unknown"])

@@ -143,6 +143,11 @@ class LaunchSettings:
         "output is not shown, else 0.",
     )
 
+    @property
+    def target_kind(self) -> Literal["script", "module", "program"]:
+        """The kind of what is run."""
+        return "module" if self.module else "program" if self.program else "script"
+
     def __post_init__(self) -> None:
         """Check every field.
 

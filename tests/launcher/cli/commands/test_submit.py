@@ -87,7 +87,7 @@ def test_bad_input_is_an_error_before_anything_is_written(
 
 def test_flags_behind_the_script_are_reported(drivetrain_here: Callable) -> None:
     done = drivetrain_here(*ON, "--dry-run", "train.py", "--num-nodes", "2", "--time", "1h")
-    assert "--num-nodes, --time after train.py is for the script" in done.stderr
+    assert "--num-nodes, --time stand after train.py, so the script gets them" in done.stderr
 
 
 def test_help_and_submission_import_no_torch(folder: Path, drivetrain: Callable) -> None:

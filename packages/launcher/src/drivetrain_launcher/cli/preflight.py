@@ -1,4 +1,4 @@
-"""The checks before any process starts, so that a mistake is reported early and only once."""
+"""The checks of a launch before any process starts, so that a mistake is reported early and only once."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -6,24 +6,68 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from drivetrain_config import ConfigError, Layers
+from drivetrain_config import ConfigError, Layers, flags
 from drivetrain_config.files.settings_file import check_json_object
 from drivetrain_config.settings.plugin_names import check_plugins, word_pattern
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_launcher.plan.resolved_launch import GivenSetting
-from drivetrain_messages import suggest
+from drivetrain_launcher.plan.launch_plan import LaunchTarget
+from drivetrain_launcher.plan.resolved_launch import GivenSetting, ResolvedLaunch
+from drivetrain_launcher.settings import LaunchSettings
+from drivetrain_messages import say, suggest
+
+# In addition to the launcher's own flags: looking up those of every installed package would import each.
+_OFTEN_MISPLACED = frozenset(
+    {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
+)
+
+
+def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
+    """Reject what would fail on every rank, and report launcher flags that follow the script.
+
+    Raises:
+        LaunchError: The script or a module is not there, or settings contradict each other or the job.
+        ConfigError: There is no plug-in of a given name.
+    """
+    check_device(resolved.layers)
+    check_bound_devices(resolved)
+    folder, path, through = Path.cwd(), Path(target.name), resolved.launch.through
+    if target.kind == "module":
+        check_module(target.name, folder)
+    elif target.kind == "program":
+        from shutil import which  # few launches run a program
+
+        if which(target.name) is None:
+            raise LaunchError(f"--program {target.name}: no such program, here or on PATH")
+    else:
+        check_script(path, where=f" (looked for {path.absolute()})")
+    if through is not None and not _is_there(package := through.partition(".")[0], folder):
+        raise LaunchError(  # most packages have the name of their module
+            f"--through {through}: the module {package} is not installed; pip install {package.replace('_', '-')}, "
+            "or name another module that runs a script"
+        )
+    has_flags = any(argument.startswith("--") for argument in target.arguments)
+    source = None
+    if (resolved.given or has_flags) and target.kind == "script" and path.is_file():
+        source = path.read_text(encoding="utf-8", errors="replace")
+    if has_flags and through is None:  # what a script takes that another module runs is its affair
+        known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
+        report_misplaced(target, known, source, command="launch")
+    check_given(resolved.given, source)
+
+
+def check_script(path: Path, *, where: str = "", remedy: str = "") -> None:
+    """Reject a script that is not there; the message gives the nearest name in its folder."""
+    if not path.exists():
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = suggest(path.name, beside, show=path.with_name)
+        raise LaunchError(f"{path}: no such script{where}{hint}{remedy}")
 
 
 def check_module(name: str, folder: Path) -> None:
-    """Reject a module whose package is not there, before every rank does.
+    """Reject a module whose package is neither installed nor in the folder from which modules are run.
 
-    Args:
-        name: The name of the module to run. Modules within a package are not looked for, since that imports it.
-        folder: The folder that modules are run from, whose own come first.
-
-    Raises:
-        LaunchError: There is no such module.
+    Modules within a package are not looked for, since that imports it.
     """
     if name.endswith(".py") and (folder / name).is_file():
         raise LaunchError(f"-m {name}: this is a script, not a module; leave out -m")
@@ -36,29 +80,23 @@ def check_module(name: str, folder: Path) -> None:
     raise LaunchError(f"-m {name}: there is no module {package} in {folder}, nor one that is installed{hint}")
 
 
-def check_through(name: str, folder: Path) -> None:
-    """Reject a module to run the script through that is not there, before every rank does.
-
-    Args:
-        name: The name of the module.
-        folder: The folder that modules are run from.
-
-    Raises:
-        LaunchError: There is no such module; the message says which package has it, by the name of the module.
-    """
-    package = name.partition(".")[0]
-    if not _is_there(package, folder):
-        raise LaunchError(
-            f"--through {name}: the module {package} is not installed; pip install {package.replace('_', '-')}, or "
-            "name another module that runs a script"
-        )
-
-
 def _is_there(package: str, folder: Path) -> bool:
     try:
         return bool(PathFinder.find_spec(package, [str(folder)]) or find_spec(package))
     except (ImportError, ValueError):  # not a name, or a module without a spec
         return False
+
+
+def report_misplaced(
+    target: LaunchTarget, known: Collection[str], source: str | None, *, command: str
+) -> None:
+    """Say which flags of `drivetrain COMMAND` stand among the script's arguments, where the script gets them."""
+    if misplaced := misplaced_flags(target.arguments, known, source or ""):
+        stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
+        say(
+            f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
+            f"not; put the launcher's flags before the script: drivetrain {command} [flags] {target.name}"
+        )
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:
@@ -85,34 +123,21 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
     return list(found)
 
 
-def check_plugins_of(given: Iterable[GivenSetting], script: str | None) -> None:
-    """Reject a name that no installed package provides, such as a backend's, unless the script may register it.
+def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
+    """Reject a plug-in that no installed package provides, and a file of JSON that is missing or holds no object.
 
     Args:
-        given: The settings given outside the script; installed names are looked up for these alone.
-        script: The source of the script, which may register plug-ins of its own; None if it is not available.
-
-    Raises:
-        ConfigError: There is no such plug-in; the message gives the nearest name, and lists all.
+        given: The settings with a value from outside the script.
+        source: The source of the script, which may register plug-ins of its own; None if it is not available.
     """
     for setting in given:
-        check_plugins(setting.spec, setting.value, setting.source, script=script)
-
-
-def check_files(given: Iterable[GivenSetting]) -> None:
-    """Reject a file that a setting names and that is not there, or holds no JSON, before every rank does.
-
-    Raises:
-        LaunchError: The file is missing or holds something else; the message says who names it.
-    """
-    for setting in given:
-        if not (setting.spec.is_json_file and isinstance(setting.value, Path)):
-            continue
-        try:
-            check_json_object(setting.value)
-        except ConfigError as error:
-            name = f"{setting.spec.section}.{setting.spec.name}"
-            raise LaunchError(f"{name}: {error}; from {setting.source}") from error
+        check_plugins(setting.spec, setting.value, setting.source, script=source)
+        if setting.spec.is_json_file and isinstance(setting.value, Path):
+            try:
+                check_json_object(setting.value)
+            except ConfigError as error:
+                name = f"{setting.spec.section}.{setting.spec.name}"
+                raise LaunchError(f"{name}: {error}; from {setting.source}") from error
 
 
 def check_device(layers: Layers) -> None:
@@ -128,4 +153,31 @@ def check_device(layers: Layers) -> None:
         raise LaunchError(
             f"run.cpu={cpu[0].value} (from {cpu[0].source}) contradicts state.device={device[0].value!r} (from "
             f"{device[0].source}); keep one of the two"
+        )
+
+
+def check_bound_devices(resolved: ResolvedLaunch) -> None:
+    """Reject more processes on this node than the accelerators that the job has bound to this task."""
+    launch, place = resolved.launch, resolved.placement
+    if place is None or not place.devices or resolved.device == "cpu":
+        return
+    bound, sources = len(place.devices), resolved.sections["launch"].sources
+    if place.is_one_task_per_rank:
+        if bound == 1:  # each task may well have its own; with several, tasks share what they see
+            return
+        count, source = place.tasks_per_node, f"{place.source('tasks_per_node')}={place.tasks_per_node}"
+    elif launch.processes_per_node is not None:
+        count = launch.processes_per_node
+        source = f"processes_per_node={count} from {sources['processes_per_node']}"
+    elif launch.num_processes is not None:
+        count = launch.num_processes // launch.num_nodes
+        said = f"num_processes={launch.num_processes} from {sources['num_processes']}"
+        source = f"{said}, over {launch.num_nodes} nodes"
+    else:
+        return
+    if count > bound:
+        raise LaunchError(
+            f"{count} processes on this node ({source}), but {place.cluster} bound this task to {bound} "
+            f"accelerators, {place.source('devices')}={','.join(place.devices)}: start at most {bound}, ask the "
+            "cluster for more, or say --cpu to train on the CPU"
         )

@@ -35,11 +35,6 @@ class LaunchTarget:
     arguments: tuple[str, ...] = ()
     kind: Literal["script", "module", "program"] = "script"
 
-    def through(self, module: str) -> "LaunchTarget":
-        """Return the target that has a module run this one, as `python -m MODULE [-m] NAME ARGUMENTS`."""
-        dash_m = ("-m",) if self.kind == "module" else ()
-        return LaunchTarget(name=module, arguments=(*dash_m, self.name, *self.arguments), kind="module")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:

@@ -39,7 +39,8 @@ def plan_launch(
     """
     task = placement if placement is not None and placement.is_one_task_per_rank else None
     count, notes = _processes_per_node(settings, host) if task is None else (task.tasks_per_node, ())
-    needs_agent = (
+    _check_flags(settings, target, count * settings.num_nodes)
+    needs_agent = task is None and (
         count > 1
         or settings.num_nodes > 1
         or settings.max_restarts > 0
@@ -48,16 +49,10 @@ def plan_launch(
         or bool(settings.show_ranks)
         or bool(settings.tail)
     )
-    environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
-    environment |= _visible(settings, host)
-    bindings, binding_notes = _bindings(host, count, task)
-    threads, thread_notes = _threads(settings, host, count, bindings)
-    environment |= threads
-    notes += binding_notes + thread_notes
-    _check_flags(settings, target, count * settings.num_nodes)
     if settings.preload and not needs_agent:
         shown = ",".join(settings.preload)
         notes += (f"--preload {shown}: a single process imports by itself; nothing is forked",)
+    environment = {} if handed_down is None else {"DRIVETRAIN_CONFIG": handed_down}
     plan = LaunchPlan(
         mode="elastic" if needs_agent else "in place",
         target=target,
@@ -70,26 +65,27 @@ def plan_launch(
         prefix=settings.prefix,
         show_ranks=settings.show_ranks,
         tail=settings.tail,
-        environment=environment,
-        bindings=bindings,
+        environment={**environment, **_visible(settings, host)},
         placement=placement,
         max_requeues=settings.max_requeues,
         notes=notes,
     )
     if task is not None:
-        return _task(plan, settings, task, host)
-    if plan.mode == "in place":
-        if host.num_ranks > 1 and settings.num_processes is not None:
-            raise LaunchError(
-                f"--num-processes {settings.num_processes}: another launcher has started this process as one of "
-                f"WORLD_SIZE={host.num_ranks} ranks; leave out --num-processes to keep them, or take RANK, "
-                "LOCAL_RANK and WORLD_SIZE out of the environment to run alone"
-            )
-        return replace(plan, has_ranks=host.num_ranks > 0, master_port=settings.master_port or 0)
-    return _meeting(plan, settings)
+        plan = _place_task(plan, settings, task, host)
+    elif needs_agent:
+        plan = _place_meeting(plan, settings)
+    elif host.num_ranks > 1 and settings.num_processes is not None:
+        raise LaunchError(
+            f"--num-processes {settings.num_processes}: another launcher has started this process as one of "
+            f"WORLD_SIZE={host.num_ranks} ranks; leave out --num-processes to keep them, or take RANK, "
+            "LOCAL_RANK and WORLD_SIZE out of the environment to run alone"
+        )
+    else:
+        plan = replace(plan, has_ranks=host.num_ranks > 0, master_port=settings.master_port or 0)
+    return _divide_cores(plan, settings, host)
 
 
-def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
+def _place_task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:
     """Return the plan of a task that the cluster started as one rank."""
     if settings.master_addr is None and place.num_nodes > 1:
         _check_address(place)
@@ -99,7 +95,6 @@ def _task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host:
         environment["DRIVETRAIN_STATE__DEVICE"] = f"{host.accelerator}:0"
     return replace(
         plan,
-        mode="in place",
         num_nodes=place.num_nodes,
         node_rank=place.node_rank,
         rdzv_id=settings.rdzv_id or place.job_id,
@@ -181,61 +176,50 @@ def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
     return {VISIBILITY_VARIABLES[host.accelerator]: shown}
 
 
-def _bindings(
-    host: Host, count: int, task: JobPlacement | None
-) -> tuple[tuple["CoreBinding", ...], tuple[str, ...]]:
-    """Return the cores of each rank of this node, by local rank, and notes; none unless cores are to be bound."""
-    if host.cpu_topology is None:
-        return (), ()
-    if task is not None and host.cpu_topology.is_bound:
-        num_cores = len(host.cpu_topology.cores)
-        return (), (
-            f"--bind auto: {task.cluster} lets this task use {num_cores} cores of the machine; it keeps them",
-        )
-    from drivetrain_launcher.plan.core_binding import plan_bindings, unused_cores  # few launches bind
-
+def _divide_cores(plan: LaunchPlan, settings: LaunchSettings, host: Host) -> LaunchPlan:
+    """Return the plan with the cores of each rank, if they are to be bound, and the number of its threads."""
     topology = host.cpu_topology
-    if len(topology.device_nodes) < count:  # each task of a cluster sees its own device alone
-        topology = replace(topology, device_nodes=())
-    bindings = plan_bindings(topology, count)
-    notes: list[str] = []
-    if count > len(host.cpu_topology.cores):
-        notes.append(f"--bind auto: {count} ranks share {len(host.cpu_topology.cores)} cores")
-    for node, num_cores in unused_cores(host.cpu_topology, bindings).items():
-        notes.append(f"--bind auto: no rank is near NUMA node {node}, whose {num_cores} cores stay unused")
-    if host.accelerator is not None and not all(binding.is_near_device for binding in bindings):
+    count, notes = plan.processes_per_node, list(plan.notes)
+    bindings: tuple[CoreBinding, ...] = ()
+    if topology is not None and plan.placement is not None and plan.is_cluster_task and topology.is_bound:
         notes.append(
-            f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; ranks whose "
-            "device is unknown share the cores of the nodes evenly"
+            f"--bind auto: {plan.placement.cluster} lets this task use {len(topology.cores)} cores of the machine; "
+            "it keeps them"
         )
-    return bindings, tuple(notes)
+    elif topology is not None:
+        from drivetrain_launcher.plan.core_binding import plan_bindings, unused_cores  # few launches bind
+
+        if len(topology.device_nodes) < count:  # each task of a cluster sees its own device alone
+            topology = replace(topology, device_nodes=())
+        bindings = plan_bindings(topology, count)
+        if count > len(topology.cores):
+            notes.append(f"--bind auto: {count} ranks share {len(topology.cores)} cores")
+        for node, num_cores in unused_cores(topology, bindings).items():
+            notes.append(
+                f"--bind auto: no rank is near NUMA node {node}, whose {num_cores} cores stay unused"
+            )
+        if host.accelerator is not None and not all(binding.is_near_device for binding in bindings):
+            notes.append(
+                f"--bind auto: the system does not tell near which cores each {host.accelerator} device is; ranks "
+                "whose device is unknown share the cores of the nodes evenly"
+            )
+    threads = settings.threads_per_process
+    if threads is None and host.omp_num_threads is None and (count > 1 or bindings):
+        threads, why = 1, "so that they do not crowd the CPU"
+        if bindings:
+            threads = min(binding.num_cores for binding in bindings)
+            why = "the fewest cores that one has" if count > 1 else "its cores"
+            quota = None if topology is None else topology.quota
+            if quota is not None and quota < threads * count:
+                threads, why = max(1, int(quota / count)), "as the control group's quota allows"
+        who = f"each of {count} processes" if count > 1 else "the process"
+        notes.append(f"OMP_NUM_THREADS={threads} for {who}, {why}; --threads-per-process sets another number")
+    omp = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return replace(plan, bindings=bindings, environment={**plan.environment, **omp}, notes=tuple(notes))
 
 
-def _threads(
-    settings: LaunchSettings, host: Host, count: int, bindings: tuple["CoreBinding", ...]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variable with the number of threads of each rank, if it is to be set; a note if nobody said it."""
-    if settings.threads_per_process is not None:
-        return {"OMP_NUM_THREADS": str(settings.threads_per_process)}, ()
-    if host.omp_num_threads is not None or (count == 1 and not bindings):
-        return {}, ()
-    threads, why = 1, "so that they do not crowd the CPU"
-    if bindings and host.cpu_topology is not None:
-        threads, why = (
-            min(binding.num_cores for binding in bindings),
-            "the fewest cores that one has" if count > 1 else "its cores",
-        )
-        if host.cpu_topology.quota is not None and host.cpu_topology.quota < threads * count:
-            threads, why = max(1, int(host.cpu_topology.quota / count)), "as the control group's quota allows"
-    note = (
-        f"OMP_NUM_THREADS={threads} for {f'each of {count} processes' if count > 1 else 'the process'}, {why}; "
-        "--threads-per-process sets another number"
-    )
-    return {"OMP_NUM_THREADS": str(threads)}, (note,)
-
-
-def _meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
-    """Add the rendezvous of the nodes to a plan."""
+def _place_meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
+    """Return the plan with the rendezvous of its nodes."""
     if settings.num_nodes == 1:
         return replace(
             plan,

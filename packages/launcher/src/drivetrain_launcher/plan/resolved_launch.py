@@ -1,4 +1,7 @@
-"""The settings of a launch, resolved once from the command line, the environment, a file and the cluster's job."""
+"""The settings of a launch, resolved once from the command line, the environment, a file and the cluster's job.
+
+A job's values become a layer of settings like any other, with the variables that they were read from as their source.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,10 +9,23 @@ from typing import Any
 
 from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_clusters.registry import find_placement
-from drivetrain_config import Layers, Resolved, Source, environ, resolve, sections
+from drivetrain_config import Layers, Resolved, environ, resolve, sections
 from drivetrain_config.settings.schema import FieldSpec, specs
-from drivetrain_launcher.plan.placed_settings import place_layers
+from drivetrain_config.source import Entry, Source
+from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.settings import LaunchSettings
+
+_EMPTY = ("", "()", "[]")
+# Settings that only a launcher which starts ranks can honour, and the values that leave them off.
+_OF_LAUNCHERS_WITH_RANKS: Mapping[str, tuple[str, ...]] = {
+    "max_restarts": ("0",),
+    "log_dir": ("",),
+    "devices": _EMPTY,
+    "preload": _EMPTY,
+    "show_ranks": _EMPTY,
+    "tail": ("0",),
+    "prefix": ("others", "none"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,22 @@ class ResolvedLaunch:
         return (f"settings from {file}; --config none leaves them out",)
 
 
+def find_own_placement(layers: Layers) -> JobPlacement | None:
+    """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
+
+    A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
+
+    Raises:
+        ClusterError: There is no such cluster, or the variables of the job are missing or contradict each other.
+    """
+    said = layers.of_section("launch").get("cluster")
+    asked = str(said[0].value) if said else "auto"
+    environment = environ.child_environment()
+    if asked == "none" or {"RANK", "LOCAL_RANK"} <= environment.keys():
+        return None
+    return find_placement(environment, asked=asked)
+
+
 def resolve_launch(layers: Layers, *, placement: JobPlacement | None = None) -> ResolvedLaunch:
     """Resolve every section of a launch, so that a mistake is an error once here, not on each rank.
 
@@ -93,17 +125,74 @@ def resolve_launch(layers: Layers, *, placement: JobPlacement | None = None) -> 
     return ResolvedLaunch(layers=layers, sections=resolved, given=given, placement=placement)
 
 
-def find_own_placement(layers: Layers) -> JobPlacement | None:
-    """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
-
-    A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
+def place_layers(layers: Layers, place: JobPlacement) -> Layers:
+    """Return the layers with a job's values, each with its variable as source, where the user has said nothing else.
 
     Raises:
-        ClusterError: There is no such cluster, or the variables of the job are missing or contradict each other.
+        LaunchError: A setting contradicts the job, or has no effect in it.
     """
-    entries = layers.of_section("launch").get("cluster")
-    asked = str(entries[0].value) if entries else "auto"
-    environment = environ.child_environment()
-    if asked == "none" or {"RANK", "LOCAL_RANK"} <= environment.keys():
-        return None
-    return find_placement(environment, asked=asked)
+    said = {name: entries[0] for name, entries in layers.of_section("launch").items()}
+    _check_against_job(said, place)
+    added: dict[str, tuple[Any, str]] = {}
+    if not place.is_one_task_per_rank:
+        added = _settings_of_node(said, place)
+    elif place.num_tasks % place.num_nodes == 0:  # settings know only nodes with the same number of processes
+        added = {"num_nodes": (place.num_nodes, place.source("num_nodes"))}
+    entries = {
+        ("launch", name): (Entry(str(value), Source("environment", source)),)
+        for name, (value, source) in added.items()
+        if name not in said
+    }
+    return Layers({**layers.entries, **entries}, layers.file)
+
+
+def _settings_of_node(said: Mapping[str, Entry], place: JobPlacement) -> dict[str, tuple[Any, str]]:
+    """Return the settings of a launcher that starts the ranks of its node, with their sources."""
+    # A job that the cluster starts again is another run.
+    run_id = f"{place.job_id}-{place.restart_count}" if place.restart_count else place.job_id
+    added: dict[str, tuple[Any, str]] = {"rdzv_id": (run_id, place.source("job_id"))}
+    if place.num_nodes == 1:
+        return added
+    added |= {name: (getattr(place, name), place.source(name)) for name in ("num_nodes", "master_port")}
+    if place.master_addr:
+        added["master_addr"] = (place.master_addr, place.source("master_addr"))
+    backend, restarts = said.get("rdzv_backend"), said.get("max_restarts")
+    if backend is None and restarts is not None and str(restarts.value) != "0":
+        added["rdzv_backend"] = ("c10d", f"max_restarts={restarts.value} from {restarts.source}")
+    elif backend is None or backend.value != "c10d":
+        added["node_rank"] = (place.node_rank, place.source("node_rank"))
+    return added
+
+
+def _check_against_job(said: Mapping[str, Entry], place: JobPlacement) -> None:
+    """Refuse settings that contradict the job, and those without effect where it started each rank itself."""
+    # The attribute of the place that each setting must equal.
+    facts = {"num_nodes": "num_nodes", "node_rank": "node_rank"}
+    if place.is_one_task_per_rank:
+        facts |= {"num_processes": "num_tasks", "processes_per_node": "tasks_per_node"}
+    if place.master_addr:
+        facts["master_addr"] = "master_addr"
+    remedies = {
+        "master_addr": "leave it out, or export MASTER_ADDR in the job to reach node 0 by another of its addresses",
+        "node_rank": "leave it out",
+    }
+    for name, attribute in facts.items():
+        if name not in said:
+            continue
+        entry, job = said[name], str(getattr(place, attribute))
+        asked = str(entry.value)
+        # The full name of the same host is no other address.
+        is_same_host = asked.startswith(f"{job}.") or job.startswith(f"{asked}.")
+        if asked != job and not (name == "master_addr" and is_same_host):
+            raise LaunchError(
+                f"launch.{name}={asked} ({entry.source}) contradicts the job that {place.cluster} started, which has "
+                f"{job} ({place.source(attribute)}): "
+                f"{remedies.get(name, 'leave it out, or ask the cluster for it')}; --cluster none ignores the job"
+            )
+    for name, without_effect in _OF_LAUNCHERS_WITH_RANKS.items() if place.is_one_task_per_rank else ():
+        if name in said and str(said[name].value) not in without_effect:
+            raise LaunchError(
+                f"launch.{name}={said[name].value} ({said[name].source}): {place.cluster} has started one task per "
+                f"rank, {place.source('num_tasks')}={place.num_tasks} on {place.num_nodes} nodes, so that no "
+                "launcher starts ranks; start one task per node instead, or leave it out"
+            )

@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_config import environ
@@ -67,6 +67,8 @@ _ONE_PRESS_SECONDS = 1.0
 def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
     """Start the processes of a plan on this node, forked off the preloader if there is one, and wait for them.
 
+    The environment has the variables of the plan already.
+
     Returns:
         0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + the signal's number.
 
@@ -82,13 +84,20 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
     try:
         with (
             TemporaryDirectory(prefix="drivetrain_") as scratch,
-            environ.exported(**plan.environment),
             silence_torch(),
             Keeper(options) as keeper,
             RankStreams(plan, keeper) as streams,
         ):
+            handler = rendezvous_of(plan)
+            changes = NodeChanges(handler, plan) if isinstance(handler, ElasticNodes) else None
+            stopped = StoppedRanks(
+                keeper.say, limit_seconds=plan.standstill_seconds, may_pause=plan.num_nodes == 1
+            )
+            logs = WorkerLogs(plan, Path(scratch), streams)
             starter = RankStarter(plan, preloader, keeper)
-            agent = Agent(plan, WorkerLogs(plan, Path(scratch), streams), keeper, starter)
+            agent = Agent(
+                plan, handler, changes=changes, stopped=stopped, logs=logs, starter=starter, keeper=keeper
+            )
             return _run_agent(agent, keeper)
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}; no rank is left")
@@ -229,9 +238,18 @@ class Agent(LocalElasticAgent):
         has_saved: Whether a stopped rank ended with the exit code for "all ranks have saved, restart them".
     """
 
-    def __init__(self, plan: LaunchPlan, logs: WorkerLogs, keeper: Keeper, starter: RankStarter) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        handler: RendezvousHandler,
+        *,
+        changes: NodeChanges | None,
+        stopped: StoppedRanks,
+        logs: WorkerLogs,
+        starter: RankStarter,
+        keeper: Keeper,
+    ) -> None:
         program, *arguments = plan.command
-        handler = rendezvous_of(plan)
         spec = WorkerSpec(
             role="default",
             local_world_size=plan.processes_per_node,
@@ -254,10 +272,8 @@ class Agent(LocalElasticAgent):
         self._root: RankFailure | None = None
         self._has_told = False
         self._signals = StopSignals()
-        self._stopped = StoppedRanks(
-            keeper.say, limit_seconds=plan.standstill_seconds, may_pause=plan.num_nodes == 1
-        )
-        self._changes = NodeChanges(handler, plan) if isinstance(handler, ElasticNodes) else None
+        self._changes = changes
+        self._stopped = stopped
 
     # The methods of compat.OVERRIDDEN. torch decorates all but `_shutdown` with a timer, whose type hides signatures.
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -139,11 +139,7 @@ def _check_launch(
         master_addr="node-0" if several else None,
         rdzv_id=launch.rdzv_id or "job",
     )
-    target = LaunchTarget(
-        name=arguments.script,
-        arguments=arguments.arguments,
-        kind="module" if launch.module else "program" if launch.program else "script",
-    )
+    target = LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind=launch.target_kind)
     kind = None if accelerators == 0 else "cuda" if resolved.device == "auto" else resolved.device
     try:
         plan_launch(of_node, target, Host(accelerator=kind, accelerator_count=accelerators))

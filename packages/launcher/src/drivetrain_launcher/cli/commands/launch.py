@@ -2,34 +2,18 @@
 
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from drivetrain_config import Layers, flags
+from drivetrain_config import Layers
 from drivetrain_config.plugins.installed import entry_points
-from drivetrain_launcher.cli.preflight import (
-    check_device,
-    check_files,
-    check_module,
-    check_plugins_of,
-    check_through,
-    misplaced_flags,
-)
-from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.cli.preflight import check_launch
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
-from drivetrain_launcher.plan.placed_settings import asked_processes, check_devices
-from drivetrain_launcher.plan.resolved_launch import ResolvedLaunch, find_own_placement, resolve_launch
+from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.run import run_plan
-from drivetrain_launcher.settings import LaunchSettings
-from drivetrain_messages import say, suggest
 
 # Entry points of modules that scripts run through: what they need imported first in the process of `--preload`.
 PRELOAD_GROUP = "drivetrain.preload"
-# In addition to the launcher's own flags: looking up those of every installed package would import each.
-_OFTEN_MISPLACED = frozenset(
-    {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +38,14 @@ class LaunchArguments:
 
 def run(arguments: LaunchArguments) -> int:
     """Run a script on one process or many, here or on many machines."""
-    resolved = resolve_launch(arguments.layers, placement=find_own_placement(arguments.layers))
-    check_device(resolved.layers)
-    launch, placement = resolved.launch, resolved.placement
-    target = _target(arguments, launch)
-    _check(resolved, target)
-    if placement is not None:
-        count, source = asked_processes(launch, resolved.sections["launch"].sources, placement)
-        check_devices(placement, processes=count, source=source, wants_cpu=resolved.device == "cpu")
+    placement = find_own_placement(arguments.layers)
+    resolved = resolve_launch(arguments.layers, placement=placement)
+    launch = resolved.launch
+    target = LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind=launch.target_kind)
+    check_launch(resolved, target)
     if launch.through is not None:
-        check_through(launch.through, Path.cwd())
-        target = target.through(launch.through)
+        words = (*(("-m",) if launch.module else ()), target.name, *target.arguments)
+        target = LaunchTarget(name=launch.through, arguments=words, kind="module")
         if launch.preload:
             first = [point.value for point in entry_points(PRELOAD_GROUP) if point.name == launch.through]
             launch = replace(launch, preload=(*first, *launch.preload))
@@ -86,42 +67,3 @@ def run(arguments: LaunchArguments) -> int:
         sys.stdout.write(f"{plan}\n")
         return 0
     return run_plan(plan)
-
-
-def _check(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
-    """Reject unknown plug-ins before any worker does, and report launcher flags that follow the script."""
-    has_flags = any(argument.startswith("--") for argument in target.arguments)
-    if not resolved.given and not has_flags:
-        return
-    script = None
-    if target.kind == "script" and Path(target.name).is_file():
-        script = Path(target.name).read_text(encoding="utf-8", errors="replace")
-    check_plugins_of(resolved.given, script)
-    check_files(resolved.given)
-    if not has_flags or resolved.launch.through:  # what a script takes that another module runs is its affair
-        return
-    known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
-    if misplaced := misplaced_flags(target.arguments, known, script or ""):
-        stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
-        say(
-            f"{', '.join(misplaced)} {stand} after {target.name}, so the script gets {them} and the launcher does "
-            f"not; put the launcher's flags before the script: drivetrain launch [flags] {target.name}"
-        )
-
-
-def _target(arguments: LaunchArguments, launch: LaunchSettings) -> LaunchTarget:
-    if launch.module:
-        check_module(arguments.script, Path.cwd())
-        return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="module")
-    if launch.program:
-        from shutil import which  # few launches run a program
-
-        if which(arguments.script) is None:
-            raise LaunchError(f"--program {arguments.script}: no such program, here or on PATH")
-        return LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind="program")
-    path = Path(arguments.script)
-    if not path.exists():
-        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = suggest(path.name, beside, show=path.with_name)
-        raise LaunchError(f"{arguments.script}: no such script (looked for {path.absolute()}){hint}")
-    return LaunchTarget(name=arguments.script, arguments=arguments.arguments)

@@ -6,14 +6,15 @@ from pathlib import Path
 from drivetrain_clusters.jobs.submitter import describe, follow_job, how_to_go_on, submit_job
 from drivetrain_clusters.registry import make_cluster
 from drivetrain_config import environ, flags
-from drivetrain_launcher.cli.preflight import check_module, check_plugins_of, misplaced_flags
+from drivetrain_launcher.cli.preflight import check_given, check_module, check_script, report_misplaced
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.resolved_launch import ResolvedLaunch, resolve_launch
 from drivetrain_launcher.settings import LaunchSettings
 from drivetrain_launcher.submit.job_planner import plan_job
 from drivetrain_launcher.submit.named_values import read_variables
 from drivetrain_launcher.submit.submit_arguments import SubmitArguments
-from drivetrain_messages import say, suggest
+from drivetrain_messages import say
 
 
 def run(arguments: SubmitArguments) -> int:
@@ -49,22 +50,16 @@ def run(arguments: SubmitArguments) -> int:
 
 def _check_script(arguments: SubmitArguments, resolved: ResolvedLaunch, folder: Path) -> None:
     """Reject a missing script and unknown plug-ins, and report launcher flags that follow the script."""
-    launch, source = resolved.launch, None
-    if folder.is_dir() and launch.module:
+    kind, source = resolved.launch.target_kind, None
+    if folder.is_dir() and kind == "module":
         check_module(arguments.script, folder)
-    elif folder.is_dir() and not launch.program:
+    elif folder.is_dir() and kind == "script":
         script = folder / arguments.script
-        if not script.is_file():
-            beside = [each.name for each in script.parent.iterdir()] if script.parent.is_dir() else []
-            hint = suggest(script.name, beside, show=script.with_name)
-            raise LaunchError(
-                f"{script}: no such script{hint}; if only the nodes have it, name their folder with --folder /PATH"
-            )
-        source = script.read_text(encoding="utf-8", errors="replace")
-    check_plugins_of(resolved.given, source)
+        check_script(script, remedy="; if only the nodes have it, name their folder with --folder /PATH")
+        source = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
     known = {flag.name for flag in (*flags(LaunchSettings, "launch"), *flags(SubmitArguments, "launch"))}
-    if misplaced := misplaced_flags(arguments.arguments, known - {"--script", "--arguments"}, source or ""):
-        say(
-            f"{', '.join(misplaced)} after {arguments.script} is for the script; put flags of submit and launch "
-            f"before the script: drivetrain submit --on {arguments.on} [flags] {arguments.script}"
-        )
+    target = LaunchTarget(name=arguments.script, arguments=arguments.arguments, kind=kind)
+    report_misplaced(
+        target, known - {"--script", "--arguments"}, source, command=f"submit --on {arguments.on}"
+    )
+    check_given(resolved.given, source)

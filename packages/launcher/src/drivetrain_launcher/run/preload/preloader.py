@@ -172,7 +172,7 @@ class Preloader:
         with theirs:
             process = subprocess.Popen(
                 [program, worker, f"--preload={theirs.fileno()}:{','.join(self._plan.preload)}", *rest],
-                env=environ.child_environment(**self._plan.environment),
+                env=environ.child_environment(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

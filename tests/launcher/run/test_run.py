@@ -15,7 +15,7 @@ import pytest
 from cluster_jobs import hydra_job, slurm_job
 from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_launcher import LaunchError, LaunchPlan, LaunchTarget
-from drivetrain_launcher.run.job import check_address, requeue_after
+from drivetrain_launcher.run.run import check_address, requeue_after
 from processes import free_port
 
 
@@ -106,7 +106,7 @@ def test_a_stop_while_a_launcher_waits_for_task_0_ends_the_wait() -> None:
         "from cluster_jobs import slurm_job\n"
         "from drivetrain_launcher import LaunchPlan, LaunchTarget\n"
         "from drivetrain_clusters.slurm.placement import slurm_placement\n"
-        "from drivetrain_launcher.run.job import requeue_after\n"
+        "from drivetrain_launcher.run.run import requeue_after\n"
         "plan = LaunchPlan(mode='elastic', target=LaunchTarget(name='x'), \n"
         "                  placement=slurm_placement(slurm_job()[1]), shutdown_timeout_seconds=600)\n"
         "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
@@ -139,7 +139,7 @@ def test_a_jobs_node_is_waited_for_until_its_name_has_an_address(
         return find("127.0.0.1", *arguments, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(socket, "getaddrinfo", not_yet)
-    monkeypatch.setattr("drivetrain_launcher.run.job._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("drivetrain_launcher.run.run._LOOK_SECONDS", 0.01)
     check_address(plan_of(slurm_job(MASTER_ADDR="train-0.workers")[0]))
     assert asked == ["train-0.workers"] * 4  # at last, whether the address is this machine's
     assert capsys.readouterr().err.count("has no address yet; waiting for it, 90 s at most") == 1
