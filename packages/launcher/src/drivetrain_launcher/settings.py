@@ -149,11 +149,7 @@ class LaunchSettings:
         return "module" if self.module else "program" if self.program else "script"
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: If a value is outside its range; the message begins with the field's name.
-        """
+        """Check every field; the message of a ValueError begins with the field's name."""
         for name, kind in _CHOICES.items():
             *words, last = get_args(kind)
             if (value := getattr(self, name)) not in (*words, last):
@@ -174,10 +170,6 @@ class LaunchSettings:
             raise ValueError(
                 f"through={self.through!r}: program=True is set too; a module runs scripts and modules of Python only"
             )
-        self._check_nodes()
-
-    def _check_nodes(self) -> None:
-        """Check the numbers of nodes and processes against each other."""
         nodes, total, of_node = self.num_nodes, self.num_processes, self.processes_per_node
         if self.min_nodes is not None and self.min_nodes > nodes:
             raise ValueError(f"min_nodes={self.min_nodes!r}: num_nodes={nodes} is the most that take part")

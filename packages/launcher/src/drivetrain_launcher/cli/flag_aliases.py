@@ -71,14 +71,9 @@ _REFUSED: Mapping[str, str] = {
 
 
 def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Translate a flag to ours, with its value if the flag alone implies one.
+    """Translate a flag, as written up to an `=`, to one of the `known` flags, with the value that it implies, if any.
 
-    Args:
-        name: The flag as written, up to an `=`.
-        known: The names of our flags.
-
-    Returns:
-        Our flag, or our flag and its value, or nothing if the flag requests the default behaviour.
+    Nothing is returned for a flag that requests the default behaviour.
     """
     hyphened = name.replace("_", "-")
     if hyphened in known:

@@ -52,12 +52,8 @@ def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
 def add_meanings(written: Mapping[ForeignFlags, Mapping[str, str]], given: GivenFlags) -> None:
     """Add the settings that foreign flags mean to `given`, and report those that are realised differently.
 
-    Args:
-        written: The flags as written with their values, by translation.
-        given: The other flags with their values; updated in place.
-
-    Raises:
-        UsageError: Flags are unsupported or contradict others; the message lists all of them.
+    `written` has the flags as written with their values. A UsageError lists all that are unsupported or contradict
+    others.
     """
     refused: list[str] = []
     for translation, values in written.items():

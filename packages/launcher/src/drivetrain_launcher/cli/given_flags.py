@@ -9,12 +9,9 @@ from drivetrain_launcher.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenFlags:
-    """The flags found so far.
+    """The flags so far, by section and field: their values, and each flag as it was written, with its value.
 
-    Attributes:
-        said: The values, by section and field.
-        written: The flag as it was written, with its value, by section and field.
-        repeated: The names of the command's own fields whose flags may be given several times.
+    `repeated` are the names of the command's own fields whose flags may be given several times.
     """
 
     said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -27,16 +24,9 @@ class GivenFlags:
         return {key: text.partition(" ")[0] for key, text in self.written.items()}
 
     def add(self, flag: Flag, value: str | bool, *, written: str, is_implied: bool = False) -> None:
-        """Add a flag's value.
+        """Add a flag's value, which the flag as written, in any spelling, may imply.
 
-        Args:
-            flag: The flag in our spelling.
-            value: The value of the flag.
-            written: The flag as written, ours or another spelling.
-            is_implied: Whether the flag as written implies the value.
-
-        Raises:
-            UsageError: Another value was given before, by this flag or by another spelling of it.
+        A UsageError says that another value was given before.
         """
         if not flag.section and flag.field in self.repeated:
             of_command = self.said.setdefault(flag.section, {})

@@ -45,13 +45,9 @@ _CONFIG = Flag(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandParser:
-    """The parser of one command.
+    """The parser of one command, whose arguments become a dataclass with fields of these types.
 
     Attributes:
-        command: The name of the command.
-        summary: The purpose of the command, in a sentence.
-        arguments: The dataclass of its arguments.
-        types: The types of the dataclass's fields.
         groups: The flags by section; the command's own flags under an empty name.
         flags: Every flag by name; a switch also under its `--no-` name.
         positionals: The names of the fields that are positional arguments, in order.
@@ -74,13 +70,7 @@ class CommandParser:
     repeated: frozenset[str]
 
     def parse(self, tokens: Sequence[str]) -> Any:
-        """Parse a command line into the command's dataclass.
-
-        Raises:
-            UsageError: If a flag is unknown or lacks its value, or an argument is missing or invalid.
-            ConfigError: If the settings file cannot be read.
-            SystemExit: After `--help` has been printed.
-        """
+        """Parse a command line into the command's dataclass; SystemExit after `--help` has been printed."""
         given, words, rest = self._scan(tokens)
         own: dict[str, Any] = {**given.said.pop(_OWN, {}), **dict(zip(self.positionals, words, strict=False))}
         for name in self._needed():
@@ -231,13 +221,7 @@ def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
 
 
 def build_parser(command: str, arguments: type[Any], summary: str) -> CommandParser:
-    """Build the parser of a command.
-
-    Args:
-        command: The name of the command.
-        arguments: The dataclass of its arguments.
-        summary: The purpose of the command, in a sentence.
-    """
+    """Build the parser of a command from the dataclass of its arguments, with its purpose in a sentence."""
     types = get_type_hints(arguments)
     described = fields(arguments)
     positionals = tuple(field.name for field in described if field.metadata.get("positional"))

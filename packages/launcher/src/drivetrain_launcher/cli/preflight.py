@@ -23,12 +23,7 @@ _OFTEN_MISPLACED = frozenset(
 
 
 def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
-    """Reject what would fail on every rank, and report launcher flags that follow the script.
-
-    Raises:
-        LaunchError: The script or a module is not there, or settings contradict each other or the job.
-        ConfigError: There is no plug-in of a given name.
-    """
+    """Reject what would fail on every rank, and report launcher flags that follow the script."""
     check_device(resolved.layers)
     check_bound_devices(resolved)
     folder, path, through = Path.cwd(), Path(target.name), resolved.launch.through
@@ -100,12 +95,9 @@ def report_misplaced(
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:
-    """Return the launcher's flags found among the script's arguments, as written, without duplicates.
+    """Return those of the `known` flags that stand among the script's arguments, as written, without duplicates.
 
-    Args:
-        arguments: The tokens after the script on the command line.
-        known: The names of the launcher's flags.
-        script: The source of the script; a flag, argument or field defined in it is the script's own.
+    A flag, argument or field that the source of the script defines is the script's own.
     """
     found: dict[str, None] = {}
     for token in arguments:
@@ -126,9 +118,7 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
 def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
     """Reject a plug-in that no installed package provides, and a file of JSON that is missing or holds no object.
 
-    Args:
-        given: The settings with a value from outside the script.
-        source: The source of the script, which may register plug-ins of its own; None if it is not available.
+    The script, whose source is None if it is not available, may register plug-ins of its own.
     """
     for setting in given:
         check_plugins(setting.spec, setting.value, setting.source, script=source)
@@ -141,11 +131,7 @@ def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
 
 
 def check_device(layers: Layers) -> None:
-    """Reject a device beside `run.cpu` where one layer sets both; a higher layer may well override a lower one.
-
-    Raises:
-        LaunchError: If the two contradict each other; the message gives both values with their sources.
-    """
+    """Reject a device beside `run.cpu` where one layer sets both; a higher layer may well override a lower one."""
     cpu, device = layers.of_section("run").get("cpu", ()), layers.of_section("state").get("device", ())
     if not (cpu and device) or cpu[0].source.kind != device[0].source.kind:
         return

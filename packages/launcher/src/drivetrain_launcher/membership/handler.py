@@ -1,9 +1,7 @@
 """The rendezvous of an elastic run, as torch's agent asks for it."""
 
-import os
-import signal
 import socket
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,11 +36,11 @@ class ElasticMeeting:
 class ElasticNodes(RendezvousHandler):
     """A rendezvous handler for nodes that come and go; the launcher on the store's host leads.
 
-    It ends the running ranks, whose process ids are `pids`, when this node was frozen.
+    It calls `end_ranks`, which is replaced at each start of the ranks, when this node was frozen.
     """
 
     def __init__(self, meeting: ElasticMeeting) -> None:
-        self.pids: Collection[int] = ()
+        self.end_ranks: Callable[[], None] = lambda: None
         self._meeting = meeting
         self._leader: Leader | None = None
         self._server: TCPStore | None = None
@@ -79,12 +77,7 @@ class ElasticNodes(RendezvousHandler):
         return "c10d"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round that this node takes part in. The agent calls this before it starts the ranks.
-
-        Raises:
-            RunOverError: The run is over.
-            LaunchError: The store cannot be reached, or belongs to another run.
-        """
+        """Wait for the next round that this node takes part in; RunOverError if the run is over."""
         if self._member is None:
             self._member = self._join()
         member = self._member
@@ -177,15 +170,11 @@ class ElasticNodes(RendezvousHandler):
             node,
             silence_seconds=meeting.limits.silence_seconds,
             place=f"{meeting.address}:{meeting.port}",
-            fence=self._end_ranks,
+            fence=lambda: self.end_ranks(),
         )
 
     def _arrive(self, store: BoundedStore, seconds: float) -> int:
-        """Return the number of this node in the order of arrival.
-
-        Raises:
-            LaunchError: The store cannot be reached, or belongs to another run.
-        """
+        """Return the number of this node in the order of arrival; a LaunchError if the store is another run's."""
         meeting = self._meeting
         place = f"{meeting.address}:{meeting.port}"
 
@@ -217,9 +206,3 @@ class ElasticNodes(RendezvousHandler):
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
         )
-
-    def _end_ranks(self) -> None:
-        """Kill the ranks, each of which leads a process group."""
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)

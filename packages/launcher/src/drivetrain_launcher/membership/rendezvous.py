@@ -7,12 +7,14 @@ from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from drivetrain_launcher.compat import host_ranks_store_by
 from drivetrain_launcher.membership.decision import Limits
@@ -38,21 +40,21 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
     if plan.min_nodes is not None:
-        limits = Limits(
-            min_nodes=plan.min_nodes,
-            max_nodes=plan.num_nodes,
-            silence_seconds=plan.node_silence_seconds,
-            gather_seconds=_GATHER_SECONDS,
-            wait_seconds=plan.rdzv_timeout_seconds,
+        return ElasticNodes(
+            ElasticMeeting(
+                address=plan.master_addr,
+                port=plan.master_port,
+                run_id=plan.rdzv_id,
+                processes=plan.processes_per_node,
+                limits=Limits(
+                    min_nodes=plan.min_nodes,
+                    max_nodes=plan.num_nodes,
+                    silence_seconds=plan.node_silence_seconds,
+                    gather_seconds=_GATHER_SECONDS,
+                    wait_seconds=plan.rdzv_timeout_seconds,
+                ),
+            )
         )
-        place = ElasticMeeting(
-            address=plan.master_addr,
-            port=plan.master_port,
-            run_id=plan.rdzv_id,
-            processes=plan.processes_per_node,
-            limits=limits,
-        )
-        return ElasticNodes(place)
     meeting = Meeting(
         address=plan.master_addr,
         port=plan.master_port,
@@ -63,80 +65,51 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     )
     if plan.rdzv_backend == "static":
         return StaticNodes(meeting, rank=plan.node_rank or 0)
-    return AgreeingNodes(meeting)
+    return AgreeingNodes.at(meeting)
 
 
-class AgreeingNodes(RendezvousHandler):
+class AgreeingNodes(DynamicRendezvousHandler):
     """Torch's handler of nodes that agree on their ranks, with an error that says who came if some are missing."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        host = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=f"{host}:{meeting.port}",
-            run_id=meeting.run_id,
+    _meeting: Meeting
+    _names: PrefixStore
+    _has_entered = False
+
+    @classmethod
+    def at(cls, meeting: Meeting) -> "AgreeingNodes":
+        """Return the handler of a meeting, whose store one of the launchers on its host serves."""
+        address, port, run_id = meeting.address, meeting.port, meeting.run_id
+        store = None
+        if any(own_addresses(address)):
+            with suppress(DistNetworkError):  # another launcher of this host serves it
+                store = host_store(address, port, timeout=_STORE_TIMEOUT, is_one_node=False)
+        if store is None:
+            store = TCPStore(address, port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        handler = cls.from_backend(
+            run_id,
+            store,
+            C10dRendezvousBackend(store, run_id),
             min_nodes=meeting.num_nodes,
             max_nodes=meeting.num_nodes,
-            join_timeout=round(meeting.timeout_seconds),
+            timeout=RendezvousTimeout(join=timedelta(seconds=round(meeting.timeout_seconds))),
         )
-        store = None
-        if any(own_addresses(meeting.address)):
-            with suppress(DistNetworkError):  # another launcher of this host serves it
-                store = host_store(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, is_one_node=False)
-        if store is None:
-            store = TCPStore(meeting.address, meeting.port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-        self._handler = create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)
         host_ranks_store_by(
-            self._handler, lambda address: host_store(address, 0, timeout=_STORE_TIMEOUT, is_one_node=False)
+            handler, lambda address: host_store(address, 0, timeout=_STORE_TIMEOUT, is_one_node=False)
         )
-        self._store = PrefixStore(meeting.run_id, store)
-        self._meeting = meeting
-        self._has_entered = False
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True if ranks use the launcher's store, as torch's handler says."""
-        return self._handler.use_agent_store
-
-    def get_backend(self) -> str:
-        """Return the name of torch's handler."""
-        return self._handler.get_backend()
+        handler._names, handler._meeting = PrefixStore(run_id, store), meeting
+        return handler
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes. Called on all nodes.
-
-        Raises:
-            LaunchError: Nodes are missing at the first start; the message names those that came.
-        """
+        """Wait for all nodes; a LaunchError at the first start names those that came if some are missing."""
         is_first, self._has_entered = not self._has_entered, True
         if is_first:
-            enter_by_number(self._store)
+            enter_by_number(self._names)
         try:
-            return self._handler.next_rendezvous()
+            return super().next_rendezvous()
         except RendezvousTimeoutError as error:
             if not is_first:
                 raise
-            raise missing_numbers(self._store, self._meeting, error) from error
-
-    def is_closed(self) -> bool:
-        """Return whether nodes are turned away."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """Turn nodes away."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that want to join."""
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._handler.get_run_id()
-
-    def shutdown(self) -> bool:
-        """Close the meeting."""
-        return self._handler.shutdown()
+            raise missing_numbers(self._names, self._meeting, error) from error
 
 
 class OneNode(GivenNodes):

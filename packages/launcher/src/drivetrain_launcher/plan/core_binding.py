@@ -37,11 +37,7 @@ def plan_bindings(topology: CpuTopology, num_ranks: int) -> tuple[CoreBinding, .
 
     The ranks of a node divide its cores into equal runs of neighbours. Other ranks, on the CPU or with an accelerator
     whose node is unknown or has no usable core, first go to nodes without any rank, then to the node where a rank has
-    most cores. Ranks share cores where a node has fewer than ranks.
-
-    Args:
-        topology: The usable cores and the nodes of the accelerators, of which rank i has the i-th.
-        num_ranks: The number of ranks on this host.
+    most cores. Ranks share cores where a node has fewer than ranks. Rank i has the i-th accelerator.
     """
     by_node: dict[int, list[Core]] = {}
     for core in topology.cores:

@@ -26,13 +26,11 @@ class Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTopology:
-    """The cores that this process may use, and where the accelerators are.
+    """The physical cores that this process may use, by their first CPU, and where the accelerators are.
 
-    Attributes:
-        cores: The physical cores, in the order of their first CPU.
-        device_nodes: The NUMA node of each visible accelerator; None for one of which the kernel does not tell it.
-        is_bound: Whether this process may use a part of the machine's CPUs only.
-        quota: The number of cores' time that its control group may use; None without a limit.
+    `device_nodes` has the NUMA node of each visible accelerator, None where the kernel does not tell it; `is_bound`
+    says whether this process may use a part of the machine's CPUs only; `quota` is the number of cores' time that its
+    control group may use, None without a limit.
     """
 
     cores: tuple[Core, ...]
@@ -46,13 +44,8 @@ def detect_cpu_topology(
 ) -> CpuTopology:
     """Read the cores that this process may use, and the NUMA node of each visible accelerator.
 
-    Args:
-        accelerator: The kind of accelerator; None for the CPU.
-        visible: The accelerators that ranks use, by number or UUID, in their order; empty for all.
-        root: The folder in which `sys` and `proc` are.
-
-    Raises:
-        LaunchError: If this system cannot bind a process to cores.
+    `visible` has the accelerators that ranks use, by number or UUID, in their order; empty for all. `root` is the
+    folder of `sys` and `proc`. A LaunchError says that this system cannot bind a process to cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError("--bind auto: this system cannot bind a process to cores (Linux can); leave it out")

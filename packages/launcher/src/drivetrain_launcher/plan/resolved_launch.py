@@ -30,13 +30,7 @@ _OF_LAUNCHERS_WITH_RANKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenSetting:
-    """A setting with a value from outside the script.
-
-    Attributes:
-        spec: The field of the section.
-        value: The value in force.
-        source: The source of the value.
-    """
+    """A setting with a value from outside the script: its field, the value in force, and the value's source."""
 
     spec: FieldSpec
     value: Any
@@ -83,9 +77,6 @@ def find_own_placement(layers: Layers) -> JobPlacement | None:
     """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
 
     A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
-
-    Raises:
-        ClusterError: There is no such cluster, or the variables of the job are missing or contradict each other.
     """
     said = layers.of_section("launch").get("cluster")
     asked = str(said[0].value) if said else "auto"
@@ -98,13 +89,7 @@ def find_own_placement(layers: Layers) -> JobPlacement | None:
 def resolve_launch(layers: Layers, *, placement: JobPlacement | None = None) -> ResolvedLaunch:
     """Resolve every section of a launch, so that a mistake is an error once here, not on each rank.
 
-    Args:
-        layers: The command line, environment and file.
-        placement: The place of this process in a cluster's job, whose values join the layers.
-
-    Raises:
-        ConfigError: A value is invalid.
-        LaunchError: A setting contradicts the job.
+    The values of a job join the layers; a LaunchError says that a setting contradicts the job.
     """
     if placement is not None:
         layers = place_layers(layers, placement)
@@ -126,42 +111,32 @@ def resolve_launch(layers: Layers, *, placement: JobPlacement | None = None) -> 
 
 
 def place_layers(layers: Layers, place: JobPlacement) -> Layers:
-    """Return the layers with a job's values, each with its variable as source, where the user has said nothing else.
-
-    Raises:
-        LaunchError: A setting contradicts the job, or has no effect in it.
-    """
+    """Return the layers with the values of a job that the user has not said, whose sources are its variables."""
     said = {name: entries[0] for name, entries in layers.of_section("launch").items()}
     _check_against_job(said, place)
     added: dict[str, tuple[Any, str]] = {}
-    if not place.is_one_task_per_rank:
-        added = _settings_of_node(said, place)
-    elif place.num_tasks % place.num_nodes == 0:  # settings know only nodes with the same number of processes
-        added = {"num_nodes": (place.num_nodes, place.source("num_nodes"))}
+    facts: list[str] = []
+    if place.is_one_task_per_rank:
+        # Settings know only nodes with the same number of processes.
+        facts += [] if place.num_tasks % place.num_nodes else ["num_nodes"]
+    else:
+        # A job that the cluster starts again is another run.
+        run_id = f"{place.job_id}-{place.restart_count}" if place.restart_count else place.job_id
+        added["rdzv_id"] = (run_id, place.source("job_id"))
+        if place.num_nodes > 1:
+            facts += ["num_nodes", "master_port", *(["master_addr"] if place.master_addr else [])]
+            backend, restarts = said.get("rdzv_backend"), said.get("max_restarts")
+            if backend is None and restarts is not None and str(restarts.value) != "0":
+                added["rdzv_backend"] = ("c10d", f"max_restarts={restarts.value} from {restarts.source}")
+            elif backend is None or backend.value != "c10d":
+                facts.append("node_rank")
+    added |= {name: (getattr(place, name), place.source(name)) for name in facts}
     entries = {
         ("launch", name): (Entry(str(value), Source("environment", source)),)
         for name, (value, source) in added.items()
         if name not in said
     }
     return Layers({**layers.entries, **entries}, layers.file)
-
-
-def _settings_of_node(said: Mapping[str, Entry], place: JobPlacement) -> dict[str, tuple[Any, str]]:
-    """Return the settings of a launcher that starts the ranks of its node, with their sources."""
-    # A job that the cluster starts again is another run.
-    run_id = f"{place.job_id}-{place.restart_count}" if place.restart_count else place.job_id
-    added: dict[str, tuple[Any, str]] = {"rdzv_id": (run_id, place.source("job_id"))}
-    if place.num_nodes == 1:
-        return added
-    added |= {name: (getattr(place, name), place.source(name)) for name in ("num_nodes", "master_port")}
-    if place.master_addr:
-        added["master_addr"] = (place.master_addr, place.source("master_addr"))
-    backend, restarts = said.get("rdzv_backend"), said.get("max_restarts")
-    if backend is None and restarts is not None and str(restarts.value) != "0":
-        added["rdzv_backend"] = ("c10d", f"max_restarts={restarts.value} from {restarts.source}")
-    elif backend is None or backend.value != "c10d":
-        added["node_rank"] = (place.node_rank, place.source("node_rank"))
-    return added
 
 
 def _check_against_job(said: Mapping[str, Entry], place: JobPlacement) -> None:

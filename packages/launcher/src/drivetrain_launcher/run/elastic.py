@@ -307,7 +307,17 @@ class Agent(LocalElasticAgent):
         self._keeper.ensure_running()
         if not self._has_told:
             self._stopped.look(_ranks_of(worker_group))
-            self._tell_first(worker_group)
+            codes = poll_exit_codes(self)
+            failures = self._failures(worker_group, codes)
+            # A broken connection is only a consequence of another failure.
+            causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
+            if causes:
+                self._root = find_root(causes)
+            has_ended = any(code not in (0, RESUME_EXIT_CODE) for code in codes.values())
+            if failures and (causes or has_ended) and self._plan.world_size > 1:
+                self._has_told = True
+                seconds = self._plan.shutdown_timeout_seconds
+                self._keeper.say(announce(self._root or find_root(failures), seconds=seconds))
         if self._has_told:  # torch now gives the others time to end, which those that stand still do not take
             self._stopped.release(_ranks_of(worker_group), may_save=False)
         monitor = cast("Callable[[WorkerGroup], RunResult]", super()._monitor_workers)
@@ -379,19 +389,6 @@ class Agent(LocalElasticAgent):
                 )
                 found.append(failure)
         return found
-
-    def _tell_first(self, worker_group: WorkerGroup) -> None:
-        """Tell in a line of the first failure; a broken connection is only a consequence of another one."""
-        codes = poll_exit_codes(self)
-        failures = self._failures(worker_group, codes)
-        causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
-        if causes:
-            self._root = find_root(causes)
-        has_ended = any(code not in (0, RESUME_EXIT_CODE) for code in codes.values())
-        if failures and (causes or has_ended) and self._plan.world_size > 1:
-            self._has_told = True
-            seconds = self._plan.shutdown_timeout_seconds
-            self._keeper.say(announce(self._root or find_root(failures), seconds=seconds))
 
     def _show_all(self, failures: list[RankFailure], worker_group: WorkerGroup) -> None:
         self._keeper.drain()

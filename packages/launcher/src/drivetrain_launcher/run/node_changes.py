@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE
 from drivetrain_launcher.membership.handler import ElasticNodes
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.failures import RankFailure
+from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_messages import format_count, say
 
 # The time that ranks have to end when they cannot save: a save takes the ranks of all nodes.
@@ -30,7 +32,7 @@ class NodeChanges:
 
     def started(self, pids: Collection[int]) -> None:
         """Note the ranks that were started, and say with which nodes the run goes on."""
-        self._nodes.pids = tuple(pids)
+        self._nodes.end_ranks = partial(kill_sessions, tuple(pids))
         state, before = self._nodes.state, self._num_nodes
         self._num_nodes = len(state.members)
         size = f"{format_count(self._num_nodes, 'node')} ({format_count(state.world_size, 'process')})"

@@ -30,30 +30,34 @@ def watch_owner(owner: int, *, role: str, parent: int, connection: int | None = 
         connection: A socket to the owner, whose end is noticed at once. A process that the owner has forked may keep
             the other end open, so the parent process is watched too.
     """
-    watch = Thread(target=_watch, args=(owner, role, parent, connection), name="orphan watch", daemon=True)
-    watch.start()
-    return watch
 
+    def watch() -> None:
+        poller = select.poll()
+        if connection is not None:
+            poller.register(
+                connection, 0
+            )  # a hang-up is always reported, and messages are for the main thread
+        while os.getppid() == parent and not poller.poll(_LOOK_SECONDS * 1000):
+            pass
+        while sessions.has_keeper(owner):
+            time.sleep(_LOOK_SECONDS)
+        with suppress(OSError):
+            sys.stderr.write(
+                f"drivetrain: the {role} (process {owner}) of this rank has died; the rank stops\n"
+            )
+        import subprocess
 
-def _watch(owner: int, role: str, parent: int, connection: int | None) -> None:
-    poller = select.poll()
-    if connection is not None:
-        poller.register(connection, 0)  # a hang-up is always reported, and messages are for the main thread
-    while os.getppid() == parent and not poller.poll(_LOOK_SECONDS * 1000):
-        pass
-    while sessions.has_keeper(owner):
-        time.sleep(_LOOK_SECONDS)
-    with suppress(OSError):
-        sys.stderr.write(f"drivetrain: the {role} (process {owner}) of this rank has died; the rank stops\n")
-    import subprocess
+        # A process of its own ends the session: this one may end by the signal, while a child ignores it.
+        subprocess.Popen(
+            [sys.executable, "-IS", sessions.__file__, str(os.getpid()), str(_STOP_SECONDS)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(_STOP_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    # A process of its own ends the session: this one may end by the signal, while a child ignores it.
-    subprocess.Popen(
-        [sys.executable, "-IS", sessions.__file__, str(os.getpid()), str(_STOP_SECONDS)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    time.sleep(_STOP_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    thread = Thread(target=watch, name="orphan watch", daemon=True)
+    thread.start()
+    return thread

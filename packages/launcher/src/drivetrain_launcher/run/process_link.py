@@ -1,12 +1,15 @@
-"""A connection between the launcher and a process of its own: a message is a line of JSON, with open files beside it.
+"""A connection between the launcher and a process that it starts: messages are lines of JSON with open files.
 
 Standard library only, as the keeper process imports it without site-packages.
 """
 
 import json
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 # 64 KiB hold most messages in one piece; longer ones come in several.
 _READ_BYTES = 1 << 16
@@ -22,11 +25,7 @@ class ProcessLink:
         self._files: list[int] = []
 
     def send(self, kind: str, files: Sequence[int] = (), **content: Any) -> None:
-        """Send a message, with open files.
-
-        Raises:
-            OSError: If the other end has died.
-        """
+        """Send a message, with open files; an OSError if the other end has died."""
         line = json.dumps({"kind": kind, **content}).encode() + b"\n"
         if files:
             sent = socket.send_fds(self.connection, [line], files)
@@ -34,10 +33,9 @@ class ProcessLink:
         self.connection.sendall(line)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for messages; the files that came with them are taken by `take_file`, in order.
+        """Wait for messages, whose files `take_file` returns in order; None if the other end has closed or died.
 
-        Returns:
-            The messages that are whole, perhaps none; None if the other end has closed or died.
+        No message may be whole yet.
         """
         try:
             data, files, _, _ = socket.recv_fds(self.connection, _READ_BYTES, _MAX_FILES)
@@ -52,3 +50,26 @@ class ProcessLink:
     def take_file(self) -> int:
         """Return the next file descriptor that came."""
         return self._files.pop(0)
+
+
+def start_linked(
+    command: Callable[[int], Sequence[str]],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+) -> tuple["Popen[bytes]", ProcessLink]:
+    """Start a process that leads a session; `command` gets the number of the socket to its end of the connection."""
+    from subprocess import (
+        Popen,
+    )  # here: the keeper process starts none, and must itself start in milliseconds
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with theirs:
+        process = Popen(
+            command(theirs.fileno()),
+            env=environment,
+            stdin=stdin,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ProcessLink(ours)

@@ -28,13 +28,9 @@ def show_error(error: BaseException) -> None:
 def run_as_main(
     name: str, arguments: Sequence[str], *, is_module: bool = False, on_error: OnError = show_error
 ) -> None:
-    """Run a script or module as the main program.
+    """Run a script, a folder or zip file with a `__main__.py`, or a module as the main program.
 
-    Args:
-        name: The path of a script, or of a folder or zip file with a `__main__.py`; or the name of a module.
-        arguments: The arguments of the program, its `sys.argv[1:]`.
-        is_module: Whether `name` is the name of a module.
-        on_error: The function that is called with an uncaught exception of the program.
+    `on_error` is called with an uncaught exception of the program.
 
     Raises:
         SystemExit: If the program exits, cannot be started (code 1 or 2), or ends with an exception (code 1).
@@ -45,7 +41,16 @@ def run_as_main(
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     try:
-        exec((_load_module if is_module else _load_script)(main, name), main.__dict__)
+        if is_module:
+            _put_first_on_path(getcwd())
+            spec = _find_module(name)
+            if spec.submodule_search_locations is not None:  # a package
+                spec = _find_module(f"{name}.__main__")
+            code = _code_of(main, spec)
+            sys.argv[0] = spec.origin or name
+        else:
+            code = _load_script(main, name)
+        exec(code, main.__dict__)
     except (SystemExit, KeyboardInterrupt) as error:
         stop, frames, hook = error, _frames_of(main, error), sys.excepthook
 
@@ -86,17 +91,6 @@ def _load_script(main: ModuleType, name: str) -> CodeType:
     except OSError as error:
         _end(f"can't open file {absolute!r}: [Errno {error.errno}] {error.strerror}", 2)
     return loader.source_to_code(source, absolute)
-
-
-def _load_module(main: ModuleType, name: str) -> CodeType:
-    """Load the code of a module, or of the `__main__` of a package."""
-    _put_first_on_path(getcwd())
-    spec = _find_module(name)
-    if spec.submodule_search_locations is not None:
-        spec = _find_module(f"{name}.__main__")
-    code = _code_of(main, spec)
-    sys.argv[0] = spec.origin or name
-    return code
 
 
 def _find_module(name: str) -> ModuleSpec:

@@ -56,7 +56,9 @@ def _run(*, launcher: int, parent: int) -> None:
         raise
     except KeyboardInterrupt:
         # The launcher reports the interruption once; a traceback from each rank would bury the report.
-        sys.excepthook = _show_nothing
+        def show_nothing(*_: object) -> None: ...
+
+        sys.excepthook = show_nothing
         raise
 
 
@@ -103,9 +105,6 @@ class ErrorRecorder:
         from drivetrain_config import environ
 
         return environ.read("TORCHELASTIC_ERROR_FILE")
-
-
-def _show_nothing(*_: object) -> None: ...
 
 
 if __name__ == "__main__":

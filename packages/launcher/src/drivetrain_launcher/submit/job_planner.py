@@ -21,12 +21,7 @@ _DEFAULT_LOG_DIR = Path("logs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """A request, and what a user should know about it.
-
-    Attributes:
-        request: The request to the cluster.
-        notes: Decisions made by default, each a sentence.
-    """
+    """A request to the cluster, and the decisions made by default, each a sentence."""
 
     request: JobRequest
     notes: tuple[str, ...]
@@ -35,16 +30,9 @@ class PlannedJob:
 def plan_job(
     arguments: SubmitArguments, resolved: ResolvedLaunch, variables: Mapping[str, str], *, folder: Path
 ) -> PlannedJob:
-    """Plan the request of a job.
+    """Plan the request of a job with the user's variables, which runs in a folder, an absolute path.
 
-    Args:
-        arguments: The arguments of the command.
-        resolved: The settings that the launch inside the job will read.
-        variables: The variables that the user adds to the job.
-        folder: The working directory of the job, an absolute path.
-
-    Raises:
-        LaunchError: Arguments contradict each other or are out of range, or the launch would fail on every node.
+    A LaunchError says that arguments contradict each other, or that the launch would fail on every node.
     """
     processes, accelerators, notes = _plan_devices(arguments, resolved)
     if arguments.memory_per_node is not None:
@@ -175,15 +163,9 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", re.ASCII)
 
 
 def duration_seconds(text: str) -> int:
-    """Return the number of seconds that a text states.
+    """Return the number of seconds of a text such as "12:00:00", "1-12:00:00" (with days), "90m" or "1d12h".
 
-    Args:
-        text: Hours, minutes and seconds ("12:00:00"), with days in front ("1-12:00:00"), or numbers with units
-            ("90m", "1d12h").
-
-    Raises:
-        LaunchError: The text has another form, or states no time at all. A number alone is refused, since clusters
-            differ on its unit.
+    A number alone is refused, since clusters differ on its unit.
     """
     stripped = text.strip()
     form = _CLOCK.fullmatch(stripped) or _PARTS.fullmatch(stripped)

@@ -19,13 +19,7 @@ _REQUESTED = frozenset({"num_nodes", "num_processes", "processes_per_node", "shu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLine:
-    """The launch inside a job.
-
-    Attributes:
-        command: `drivetrain launch ...`, as separate words.
-        environment: The settings that variables and a settings file said at submission, as variables.
-        withheld: The variables of the secret settings, which are not handed to the job.
-    """
+    """The launch inside a job: its words, and settings as variables, without those of the `withheld` secrets."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -42,16 +36,8 @@ def plan_launch_line(
     """Plan the launch inside a job.
 
     Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on
-    the cluster, and a change of it does not reach a job that waits in a queue, whose launch looks for no file.
-
-    Args:
-        layers: The settings said at submission.
-        target: The script and its arguments.
-        processes_per_node: The number of processes on each node; None for one per accelerator.
-        shutdown_timeout_seconds: The time that ranks have to save.
-
-    Raises:
-        LaunchError: A setting is said that the cluster decides.
+    the cluster, and a change of it does not reach a job that waits in a queue, whose launch looks for no file. A
+    LaunchError names a setting that the cluster decides.
     """
     flags = ["--config=none"]
     environment: dict[str, str] = {}

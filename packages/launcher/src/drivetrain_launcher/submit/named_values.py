@@ -23,11 +23,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def read_options(pairs: Iterable[str]) -> dict[str, str]:
-    """Return the options of a cluster by name.
-
-    Raises:
-        LaunchError: A pair has no value, or an option has two.
-    """
+    """Return the options of a cluster by name."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -38,15 +34,7 @@ def read_options(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def read_variables(pairs: Iterable[str], inherited: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the variables of a job by name.
-
-    Args:
-        pairs: NAME=VALUE, or NAME alone for the value of this process.
-        inherited: Returns the value of a variable in this process; None if it is not set.
-
-    Raises:
-        LaunchError: A name is not that of a variable, is the launcher's own, is not set here, or has two values.
-    """
+    """Return the variables of a job by name, from NAME=VALUE, or NAME for the value that `inherited` returns."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

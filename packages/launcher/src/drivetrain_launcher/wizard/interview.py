@@ -39,15 +39,7 @@ def ask_all(
 ) -> dict[Key, GivenAnswer]:
     """Ask every open question, then offer the sections that were not asked about.
 
-    Args:
-        asker: The terminal that asks; None takes every recommended answer.
-        sections: The dataclasses of the sections, by name.
-        facts: The facts of the machine.
-        answers: The answers that are given already, by flags.
-        earlier: The settings of an earlier file, which become recommendations.
-
-    Raises:
-        LaunchError: Without an asker, a question has no recommended answer, or one that its section refuses.
+    Without an asker, every recommended answer is taken; a LaunchError if there is none, or its section refuses it.
     """
     found = dict(answers)
     opened: list[str] = []
@@ -87,7 +79,12 @@ def _answer(
             elif asker is not None:
                 typed = asker.enter(question).strip()
                 if typed or value is MISSING:
-                    value = _read(question, typed)
+                    try:
+                        value = convert(typed, question.kind, text=True)
+                    except ConversionError as error:
+                        # A file says null where a user types none.
+                        why = str(error).replace(" or null", " or none")
+                        raise UsageError(f"{typed!r}: {why}") from error
             _check(section, question, value, answers)
         except UsageError as error:
             if asker is None:
@@ -96,14 +93,6 @@ def _answer(
         else:
             is_recommended = question.recommended is not MISSING and value == question.recommended
             return GivenAnswer(value=value, why=question.why if is_recommended else _CHOSEN)
-
-
-def _read(question: Question, typed: str) -> Any:
-    try:
-        return convert(typed, question.kind, text=True)
-    except ConversionError as error:
-        # A file says null where a user types none.
-        raise UsageError(f"{typed!r}: {str(error).replace(' or null', ' or none')}") from error
 
 
 def _check(section: type[Any], question: Question, value: Any, answers: Mapping[Key, GivenAnswer]) -> None:
@@ -127,11 +116,7 @@ _WITHOUT_QUESTIONS = (
 
 
 def choose_asker() -> Asker:
-    """Return the asker for this terminal.
-
-    Raises:
-        LaunchError: There is no terminal to ask on, it cannot move its cursor, or questionary is missing.
-    """
+    """Return the asker for this terminal; a LaunchError if it cannot move its cursor, or questionary is missing."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise LaunchError(f"there is no terminal to ask on: {_WITHOUT_QUESTIONS}")
     if (term := environ.read("TERM")) in (None, "", "dumb"):

@@ -18,23 +18,10 @@ from drivetrain_messages import format_count, format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The facts of this machine, of the job it is in, and of what is installed.
+    """The facts of this machine, of the job that this process is in, and of what is installed; None if unknown.
 
-    Attributes:
-        host: The name of this machine.
-        folder: The name of the working folder.
-        num_cpus: The number of CPU cores that this process may use.
-        memory_bytes: The memory of the machine; None if unknown.
-        accelerator: The kind of accelerator that torch would use, such as "cuda"; None if there is none.
-        accelerator_count: The number of accelerators visible to this process.
-        accelerator_name: The driver's name of the first accelerator.
-        accelerator_memory_bytes: The memory of the smallest accelerator; None if unknown.
-        can_fp16: Whether the accelerators have units or kernels for float16.
-        can_bf16: Whether the accelerators have units or kernels for bfloat16.
-        cluster: The cluster whose job this process is in; None outside any job.
-        num_nodes: The number of nodes of the job; None outside any job.
-        backends: The installed training backends, with a summary of each.
-        trackers: The installed trackers, with a summary of each.
+    `num_cpus` and `accelerator_count` count what this process may use; the memory is that of the machine and of the
+    smallest accelerator, `accelerator_name` the driver's name of the first. `backends` and `trackers` have summaries.
     """
 
     host: str = "localhost"
@@ -78,11 +65,7 @@ class MachineFacts:
 
 
 def detect_machine() -> MachineFacts:
-    """Detect the facts of this machine; torch is imported only if an accelerator's driver is loaded.
-
-    Raises:
-        LaunchError: The variables of a cluster contradict each other.
-    """
+    """Detect the facts of this machine; torch is imported only if an accelerator's driver is loaded."""
     placement = find_placement(environ.child_environment())
     backends = _summaries("drivetrain.backends")
     for name, section in sections(only=backends).items():

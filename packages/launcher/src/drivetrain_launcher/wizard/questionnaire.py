@@ -23,12 +23,7 @@ Key = tuple[str, str]  # section and field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswer:
-    """The answer to a question.
-
-    Attributes:
-        value: The value of the field.
-        why: The reason for the value, which the file repeats.
-    """
+    """The value of a field, and the reason for it, which the file repeats."""
 
     value: Any
     why: str
@@ -36,13 +31,7 @@ class GivenAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An answer to choose from.
-
-    Attributes:
-        value: The value of the field.
-        label: The text of the answer.
-        about: The consequence of the answer, in a few words; empty if the label says all.
-    """
+    """An answer to choose from: the value of the field, the text of the answer, and its consequence, if any."""
 
     value: Any
     label: str
@@ -53,15 +42,8 @@ class Choice:
 class Question:
     """A question that the answers so far leave open.
 
-    Attributes:
-        section: The section of the field.
-        field: The field that the answer sets.
-        text: The text of the question.
-        recommended: The recommended answer; MISSING if there is none.
-        why: The reason for the recommendation.
-        choices: The answers to choose from, the recommended one first; empty if the answer is typed.
-        kind: The type of the field.
-        after: The settings that are asked for first.
+    `recommended` is MISSING if no answer is; `choices` has the recommended answer first, and is empty if the answer
+    is typed; the settings of `after` are asked for first.
     """
 
     section: str
@@ -81,12 +63,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questionnaire:
-    """The questions that are left, given what has been answered.
+    """The questions that are left, without those that wait for an answer to another one.
 
-    Attributes:
-        questions: The open questions in their order; an answer may settle later ones, or raise others. A question
-            that waits for the answer to another one is left out.
-        further: The sections with settings that are not asked, which the user may go through, with a summary of each.
+    An answer may settle later questions, or raise others. `further` has a summary of each section with settings that
+    are not asked.
     """
 
     questions: tuple[Question, ...]
@@ -103,15 +83,22 @@ def plan_questions(
 ) -> Questionnaire:
     """Return the questions that are left.
 
-    Args:
-        sections: The dataclasses of the sections, by name.
-        facts: The facts of the machine, as `MachineFacts.known` returns them.
-        answers: The answers so far.
-        earlier: The settings of an earlier file, which become recommendations.
-        opened: The sections that the user goes through in full.
+    Settings of an `earlier` file become recommendations; the user goes through the `opened` sections in full.
     """
     before = earlier or {}
-    known = _known_so_far(sections, facts, {**before, **answers})
+    # What the fields' functions take: the facts, and the value of every setting so far.
+    known = dict(facts)
+    for name, kind in sections.items():
+        known |= {
+            f"{name}.{spec.name}": spec.default for spec in specs(kind, name) if spec.default is not MISSING
+        }
+    known |= {
+        f"{section}.{field}": answer.value for (section, field), answer in {**before, **answers}.items()
+    }
+    nodes = known.get("cluster.num_nodes") or known.get("launch.num_nodes") or 1
+    per_node = known.get("launch.processes_per_node") or max(1, known.get("machine.accelerator_count", 0))
+    total = known.get("launch.num_processes")
+    known["plan.num_processes"] = nodes * per_node if total is None else total
     backends = known.get("installed.backends", {})
     found: list[Question] = []
     further: dict[str, str] = {}
@@ -139,22 +126,6 @@ def in_order(sections: Iterable[str]) -> list[str]:
     return sorted(sections, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
 
 
-def _known_so_far(
-    sections: Mapping[str, type[Any]], facts: Mapping[str, Any], answers: Mapping[Key, GivenAnswer]
-) -> dict[str, Any]:
-    """Return what the fields' functions take: the facts, and the value of every setting so far."""
-    known = dict(facts)
-    for name, kind in sections.items():
-        known |= {
-            f"{name}.{spec.name}": spec.default for spec in specs(kind, name) if spec.default is not MISSING
-        }
-    known |= {f"{section}.{field}": answer.value for (section, field), answer in answers.items()}
-    nodes = known.get("cluster.num_nodes") or known.get("launch.num_nodes") or 1
-    per_node = known.get("launch.processes_per_node") or max(1, known.get("machine.accelerator_count", 0))
-    total = known.get("launch.num_processes")
-    return {**known, "plan.num_processes": nodes * per_node if total is None else total}
-
-
 def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: GivenAnswer | None) -> Question:
     recommended = advice.get("value", spec.default)
     why = advice.get("why", "the default" if spec.default is not MISSING else "")
@@ -169,9 +140,13 @@ def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: Given
             listed = dict.fromkeys((*known, None) if is_optional(spec.kind) else known, "")
     if listed is not None and recommended is not MISSING and recommended not in listed:
         listed = {recommended: "", **listed}
-    choices = [
-        Choice(value=value, label=_label(value), about=about) for value, about in (listed or {}).items()
-    ]
+    labels: dict[Any, str] = {None: "not set", True: "yes", False: "no"}
+    choices: list[Choice] = []
+    for value, about in (listed or {}).items():
+        label = ", ".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(value)
+        if value is None or isinstance(value, bool):
+            label = labels[value]
+        choices.append(Choice(value=value, label=label, about=about))
     return Question(
         section=spec.section,
         field=spec.name,
@@ -182,11 +157,3 @@ def _question(spec: FieldSpec, advice: Mapping[str, Any] | Advice, before: Given
         kind=spec.kind,
         after=tuple(advice.get("after", ())),
     )
-
-
-def _label(value: Any) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(value)

@@ -28,11 +28,7 @@ _FOUND = (
 
 
 def answers_of(contents: Contents, why: str) -> dict[Key, GivenAnswer]:
-    """Return the settings of a file as answers, whose reason is `why` and their place in the file.
-
-    Raises:
-        ConfigError: A section or setting is unknown, or a value has the wrong type.
-    """
+    """Return the settings of a file as answers, whose reason is `why` and their place in the file."""
     vocabulary = Vocabulary({})
     found: dict[Key, GivenAnswer] = {}
     for section, values in contents.data.items():
@@ -48,14 +44,9 @@ def answers_of(contents: Contents, why: str) -> dict[Key, GivenAnswer]:
 def settings_text(
     answers: Mapping[Key, GivenAnswer], sections: Mapping[str, type[Any]], *, heading: Sequence[str] = ()
 ) -> str:
-    """Return the text of a settings file.
+    """Return the text of a settings file, with the paragraphs of `heading` at its top.
 
     A value of None, which YAML could only write as null, becomes a comment with the setting's name.
-
-    Args:
-        answers: The value of each setting, and the reason for it.
-        sections: The dataclasses of the sections, by name.
-        heading: The paragraphs at the top of the file.
     """
     lines = _comments([*heading, _FOUND], "")
     for name in in_order(sections):
@@ -84,11 +75,6 @@ def launch_line(
     """Return the launch that gives the same settings by flags, as words for a shell.
 
     Defaults are left out, and so are secrets, which have no flag.
-
-    Args:
-        answers: The settings with their reasons.
-        sections: The dataclasses of the sections, by name.
-        command: The command that launches.
     """
     words = command.split()
     for name in in_order(sections):
@@ -144,14 +130,7 @@ def backup_of(path: Path) -> Path:
 
 
 def write_settings(path: Path, text: str) -> Path | None:
-    """Write a settings file.
-
-    Returns:
-        The path of the copy of the file that was there; None if there was none.
-
-    Raises:
-        LaunchError: The file cannot be written.
-    """
+    """Write a settings file, and return the path of the copy of the file that was there; None if there was none."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,15 +23,8 @@ _SET, _UNSET = Source("command line", "--set"), Source("command line", "--unset"
 def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) -> tuple[str, list[str]]:
     """Return the new text of a file, and a line for each change; no lines if nothing changes.
 
-    Args:
-        path: The settings file.
-        changes: The settings to write, each `section.field=value`.
-        removals: The settings to take out, each `section.field`.
-
-    Raises:
-        UsageError: The text of a change has another form.
-        ConfigError: A setting is unknown or has a wrong value, or the file would be invalid.
-        LaunchError: The file is not YAML, or the library that keeps its comments is missing.
+    A change is `section.field=value`, a removal `section.field`. A ConfigError says that a setting is unknown or
+    wrong, or that the file would be invalid.
     """
     if path.suffix not in (".yaml", ".yml"):
         raise LaunchError(f"{path}: only a YAML file is changed here; change it by hand")
@@ -71,11 +64,7 @@ def _parse(change: str) -> tuple[str, str, str]:
 
 
 def _spec(section: str, field: str, source: Source) -> FieldSpec:
-    """Return a field by its names.
-
-    Raises:
-        ConfigError: There is none; the message names the nearest.
-    """
+    """Return a field by its names; the ConfigError for an unknown field names the nearest."""
     known = {spec.name: spec for spec in specs(Vocabulary({}).section(section, source), section)}
     check_field(section, field, known, source)
     return known[field]

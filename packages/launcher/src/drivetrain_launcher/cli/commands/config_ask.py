@@ -59,12 +59,7 @@ def run(arguments: ConfigArguments) -> int:
 
 
 def ask_for_launch(arguments: ConfigArguments, *, command: str) -> int:
-    """Do the same, and show at the end how a command launches with the file.
-
-    Args:
-        arguments: The arguments of `drivetrain config`.
-        command: The command that launches, such as "drivetrain launch".
-    """
+    """Do the same, and show at the end how a command, such as "drivetrain launch", launches with the file."""
     try:
         return _run(arguments, command)
     except KeyboardInterrupt:

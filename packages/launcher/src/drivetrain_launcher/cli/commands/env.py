@@ -37,8 +37,18 @@ def run(arguments: EnvArguments) -> int:
         "versions": {"python": platform.python_version(), "platform": platform.platform(), **versions},
         "devices": describe_environment().splitlines(),
         "settings_files": _settings_files(arguments.layers),
-        "settings": _settings(arguments.layers),
+        "settings": {},
     }
+    for section, kind in sections().items():
+        resolved = resolve(kind, section=section, layers=arguments.layers)
+        report["settings"][section] = {
+            spec.name: {
+                "value": "(secret)" if spec.secret else plain(getattr(resolved.value, spec.name)),
+                "source": resolved.sources[spec.name].kind,
+                "where": resolved.sources[spec.name].where,
+            }
+            for spec in specs(kind, section)
+        }
     if arguments.json:
         sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
         return 0
@@ -67,20 +77,4 @@ def _settings_files(layers: Layers) -> dict[str, str]:
         is_used = chosen is not None and there == chosen.path
         state = "no file" if there is None else "used" if is_used else "not used"
         found.setdefault(str(place if there is None else there), f"{state}, {place.title}")
-    return found
-
-
-def _settings(layers: Layers) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every field of every installed section, with its source; the values of secrets are hidden."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for section, kind in sections().items():
-        resolved = resolve(kind, section=section, layers=layers)
-        found[section] = {
-            spec.name: {
-                "value": "(secret)" if spec.secret else plain(getattr(resolved.value, spec.name)),
-                "source": resolved.sources[spec.name].kind,
-                "where": resolved.sources[spec.name].where,
-            }
-            for spec in specs(kind, section)
-        }
     return found

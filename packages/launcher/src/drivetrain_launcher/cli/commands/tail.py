@@ -25,11 +25,6 @@ class TailArguments:
     )
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: If a value is outside its range.
-        """
         if self.lines < 1:
             raise ValueError(f"lines={self.lines}: must be at least 1")
 
@@ -53,11 +48,7 @@ def run(arguments: TailArguments) -> int:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """Return the folder of the newest attempt of the newest run.
-
-    Raises:
-        UsageError: If the folder holds no output of a run.
-    """
+    """Return the folder of the newest attempt of the newest run."""
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda each: each.stat().st_mtime_ns)
     if not attempts:
         of_jobs = sorted(each.name for each in folder.glob("*.out"))

@@ -21,14 +21,10 @@ from drivetrain_launcher.module_summary import module_summary, parse_module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagWords:
-    """A flag as a shell completes it.
+    """A flag, such as "--num-processes", as a shell completes it.
 
-    Attributes:
-        name: The flag, such as "--num-processes".
-        about: The description in one sentence.
-        takes_value: Whether a value follows.
-        choices: The values to offer: those of a closed list, or the names of installed plug-ins.
-        is_path: Whether the value is a file or folder.
+    `choices` are the values to offer: those of a closed list, or the names of installed plug-ins. `is_path` says
+    whether the value is a file or folder.
     """
 
     name: str
@@ -40,15 +36,10 @@ class FlagWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandWords:
-    """A command as a shell completes it.
+    """A command, such as "checkpoint list", as a shell completes it.
 
-    Attributes:
-        name: The words of the command, such as "checkpoint list".
-        about: The purpose of the command in one sentence.
-        flags: The command's flags, those of sections left out.
-        has_sections: Whether the command takes the flags of all sections.
-        takes_rest: Whether all words after the first positional argument belong to a script.
-        has_positionals: Whether the command takes an argument that is no flag.
+    `flags` are the command's own; `has_sections` says whether it takes those of all sections too, `takes_rest`
+    whether all words after the first positional argument belong to a script.
     """
 
     name: str

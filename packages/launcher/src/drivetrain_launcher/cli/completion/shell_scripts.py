@@ -163,13 +163,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def shell_script(shell: str, commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> str:
-    """Return the script of one of `SHELLS`.
-
-    Args:
-        shell: The name of the shell.
-        commands: The words of each command.
-        shared: The flags of all sections.
-    """
+    """Return the script of one of `SHELLS`; `shared` are the flags of all sections."""
     about = [
         *(["#compdef drivetrain"] if shell == "zsh" else []),
         f"# Completes drivetrain in {shell}. Written by: drivetrain completion {shell}",

@@ -1,7 +1,6 @@
 """The launcher's side of the keeper process: starts it, tells it of ranks and their outputs, and replaces it."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_launcher.run.keeper.keeper_messages import KeeperOptions, Stream
-from drivetrain_launcher.run.process_link import ProcessLink
+from drivetrain_launcher.run.process_link import ProcessLink, start_linked
 
 # Run by its path and isolated, so that it starts in some milliseconds.
 _PROCESS = Path(__file__).with_name("process.py")
 
 
 class Keeper:
-    """The keeper process of a launch, which ends with this context manager.
-
-    Attributes:
-        options: The facts that the process knows from its start.
-    """
+    """The keeper process of a launch, which ends with this context manager, and its `options`."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self.options = options
@@ -87,16 +82,8 @@ class Keeper:
             self._channel.send("ranks", pids=self._pids)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX)
-        options = json.dumps(asdict(self.options))
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-IS", str(_PROCESS), str(theirs.fileno()), options],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        return process, ProcessLink(ours)
+        program, options = (sys.executable, "-IS", str(_PROCESS)), json.dumps(asdict(self.options))
+        return start_linked(lambda number: (*program, str(number), options), stdin=subprocess.DEVNULL)
 
     def _send(self, kind: str, files: Sequence[int] = (), **content: Any) -> bool:
         """Send a message; if the process has died, return False, and replace it by one that knows all before."""

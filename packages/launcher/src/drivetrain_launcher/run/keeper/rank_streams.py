@@ -26,6 +26,12 @@ class RankStreams:
         self._colours = coloured_outputs(environ.child_environment())
         self._host = gethostname().partition(".")[0] if plan.num_nodes > 1 else ""
         self._files: list[int] = []
+        # Of a process that leads a session without a terminal, a pseudo-terminal would become its own.
+        self._may_open_terminal = os.getsid(0) != os.getpid()
+        if not self._may_open_terminal:
+            with suppress(OSError):
+                os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+                self._may_open_terminal = True
 
     def __enter__(self) -> "RankStreams":
         """Return this object."""
@@ -37,20 +43,14 @@ class RankStreams:
         self._close()
 
     def begin_attempt(self, token: str) -> None:
-        """Forget the outputs of the attempt before.
-
-        Args:
-            token: A text in the environment of the ranks to come, and of no other process.
-        """
+        """Forget the outputs of the attempt before; of all processes, the ranks to come alone will have the token."""
         self._keeper.begin_attempt(token)
         self._close()
 
     def open(self, rank: int, log_files: Mapping[int, str]) -> tuple[str, str]:
         """Open the outputs of a rank, and return the paths of its stdout and stderr; empty for the launcher's own.
 
-        Args:
-            rank: The global rank.
-            log_files: The paths of the files to write, by file descriptor, 1 and 2; empty paths for none.
+        `log_files` has the paths of the files to write, by file descriptor, 1 and 2; empty paths for none.
         """
         is_shown = not self._plan.show_ranks or rank in self._plan.show_ranks
         has_files = any(log_files.values())
@@ -71,7 +71,7 @@ class RankStreams:
         prefix = ""
         if self._plan.prefix == "all" or (self._plan.prefix == "others" and rank != 0):
             prefix = prefix_of(rank, host=self._host, is_coloured=self._colours[shown_on - 1])
-        if leads and self._keeper.options.terminals[shown_on - 1] and _may_open_terminal():
+        if leads and self._keeper.options.terminals[shown_on - 1] and self._may_open_terminal:
             ours, theirs = os.openpty()
             tty.setraw(theirs)  # it changes no byte
             with suppress(OSError):
@@ -94,14 +94,3 @@ class RankStreams:
             ours,
         )
         return f"/dev/fd/{theirs}"
-
-
-def _may_open_terminal() -> bool:
-    """Return False where a pseudo-terminal would become the launcher's own: it leads a session without one."""
-    if os.getsid(0) != os.getpid():
-        return True
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True

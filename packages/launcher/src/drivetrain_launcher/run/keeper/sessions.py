@@ -22,18 +22,15 @@ _KEEPER = b"keeper/process.py"
 def end_sessions(
     leaders: Collection[int], *, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Ask the leaders to stop, give them time to save, then kill what is left of their sessions.
+    """Ask the leaders to stop, give them seconds to save, then kill what is left of their sessions.
 
-    Args:
-        leaders: The process ids of the leaders.
-        seconds: The time that the leaders have.
-        meanwhile: A function to call again and again until they have ended.
+    `meanwhile` is called again and again until they have ended.
     """
     # A stopped process does not see SIGTERM before SIGCONT.
     for number in (signal.SIGTERM, signal.SIGCONT):
         _send_all(leaders, number)
     deadline = time.monotonic() + seconds
-    while any(_is_running(leader) for leader in leaders) and time.monotonic() < deadline:
+    while any(_running_session(leader) is not None for leader in leaders) and time.monotonic() < deadline:
         meanwhile()
         time.sleep(_LOOK_SECONDS)
     kill_sessions(leaders)
@@ -98,19 +95,12 @@ def _processes() -> list[int]:
     return []
 
 
-def _is_running(pid: int) -> bool:
-    if os.path.isdir("/proc/self"):
-        return _running_session(pid) is not None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _running_session(pid: int) -> int | None:
     """Return the session of a running process; None if it has ended."""
     status = _status(pid)
+    if status is None and not os.path.isdir("/proc/self"):  # macOS
+        with suppress(ProcessLookupError):
+            return os.getsid(pid)
     return None if status is None or status[0] in (b"Z", b"X") else int(status[3])
 
 

@@ -123,7 +123,23 @@ class RankPool:
             place = meeting.bootstrap_store_info
             assert place is not None
             try:
-                self._send(pickled_call, port=place.master_port)
+                environments = self._plan.environments(environ.child_environment(), port=place.master_port)
+                for rank, environment in zip(self._ranks, environments, strict=True):
+                    setup = CallSetup(
+                        rank=rank.rank,
+                        environment=environment,
+                        folder=os.getcwd(),
+                        search_path=tuple(sys.path),
+                    )
+                    try:
+                        with new_content() as content:
+                            pickle.dump(setup, content)
+                            rank.channel.send(Message.SETUP, content)
+                        rank.channel.send(Message.CALL, pickled_call.content)
+                    except OSError:
+                        if rank.exit_code() is None:
+                            raise
+                        # It has ended: `Call.watch` sees that, and says how.
                 outcomes = call.watch(interrupts)
             finally:
                 # An exception that somebody retains references this frame, and would retain the store.
@@ -133,23 +149,6 @@ class RankPool:
                 if isinstance(each, Returned):
                     files.enter_context(each.content)
             return self._results(outcomes)
-
-    def _send(self, pickled_call: PickledCall, *, port: int) -> None:
-        folder = os.getcwd()
-        environments = self._plan.environments(environ.child_environment(), port=port)
-        for rank, environment in zip(self._ranks, environments, strict=True):
-            setup = CallSetup(
-                rank=rank.rank, environment=environment, folder=folder, search_path=tuple(sys.path)
-            )
-            try:
-                with new_content() as content:
-                    pickle.dump(setup, content)
-                    rank.channel.send(Message.SETUP, content)
-                rank.channel.send(Message.CALL, pickled_call.content)
-            except OSError:
-                if rank.exit_code() is None:
-                    raise
-                # It has ended: `Call.watch` sees that, and says how.
 
     def _results(self, outcomes: Sequence[Outcome]) -> list[Any]:
         """Return the values of the ranks, or raise what ended the call."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel
 
 # The first argument is the number of the channel's socket, the others are sys.path. Run as `-c`, so that `__main__`
@@ -20,11 +21,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class RankProcess:
-    """A process that waits for calls.
-
-    It leads a process group of its own, so that Ctrl-C reaches it from the notebook only, and its children can be
-    ended with it.
-    """
+    """A process that waits for calls, and leads a session: Ctrl-C reaches it from the notebook only."""
 
     def __init__(self, rank: int, *, environment: Mapping[str, str], folder: str) -> None:
         own, its = socket.socketpair()
@@ -73,13 +70,12 @@ class RankProcess:
             self.channel.send(Message.END)
 
     def kill(self) -> None:
-        """Kill it with the children in its process group, and wait for its end."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill it with all that it has started, and wait for its end."""
+        kill_sessions([self.pid])
         self._process.wait()
 
     def close(self) -> None:
-        """Kill what is left of its process group, and close its files."""
+        """Kill what is left of its session, and close its files."""
         self.kill()
         self.channel.close()
         for stream in self._streams.values():

@@ -9,9 +9,9 @@ import re
 # memory.
 MAX_LINE_BYTES = 8 << 20
 
-# Sequences that a terminal interprets: CSI, OSC, and the shorter ones.
+# Sequences that a terminal interprets: colours, which group 1 has, other CSI, OSC, and the shorter ones.
 _SEQUENCE = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b"
+    rb"(\x1b\[[0-?]*[ -/]*m)|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b"
     rb"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]"
 )
 _RESET = b"\x1b[0m"
@@ -79,11 +79,6 @@ def for_terminal(lines: bytes) -> bytes:
     shown: list[bytes] = []
     for line in lines[:-1].split(b"\n"):
         states = [state for state in line.split(b"\r") if state.strip()]
-        text = _SEQUENCE.sub(_colour, states[-1]) if states else b""
+        text = _SEQUENCE.sub(rb"\1", states[-1]) if states else b""
         shown.append(text + (_RESET if b"\x1b" in text else b"") + b"\n")
     return b"".join(shown)
-
-
-def _colour(sequence: re.Match[bytes]) -> bytes:
-    """Return a sequence that sets a colour; nothing for any other."""
-    return sequence[0] if sequence[0].startswith(b"\x1b[") and sequence[0].endswith(b"m") else b""

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.launch_plan import LaunchPlan
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
-from drivetrain_launcher.run.process_link import ProcessLink
+from drivetrain_launcher.run.process_link import ProcessLink, start_linked
 from drivetrain_messages import say
 
 # OpenMP reads them, and the cores of its process, when torch is imported.
@@ -56,12 +55,7 @@ class ForkedRank:
 
 
 class Preloader:
-    """The process that the ranks of a plan are forked off; it imports meanwhile, and ends with this context manager.
-
-    Raises:
-        LaunchError: This system cannot fork ranks safely, or a variable would bind their threads before they have
-            their cores.
-    """
+    """The process that the ranks of a plan are forked off, which ends with this context manager."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._flag = f"--preload {','.join(plan.preload)}"
@@ -91,15 +85,9 @@ class Preloader:
     def start_rank(
         self, environment: Mapping[str, str], *, cpus: Sequence[int], outputs: Sequence[IO[Any] | None]
     ) -> ForkedRank:
-        """Fork a rank with these environment variables, all of them.
+        """Fork a rank with all its environment variables, its CPUs (empty for any), stdout and stderr (or None).
 
-        Args:
-            environment: The environment variables.
-            cpus: The CPUs to bind it to; empty for any.
-            outputs: The files for stdout and stderr; None for those of the launcher.
-
-        Raises:
-            LaunchError: A module cannot be imported, or ranks cannot be forked once it is.
+        A LaunchError says that a module cannot be imported, or that ranks cannot be forked once it is.
         """
         if self._is_ready and self._process.poll() is not None:
             say("the process that ranks are forked off was killed; another one imports the modules")
@@ -139,11 +127,7 @@ class Preloader:
                 self._end_orphans()
 
     def _take_messages(self) -> ForkedRank | None:
-        """Wait for messages; return a rank that was started.
-
-        Raises:
-            OSError: The process has been killed.
-        """
+        """Wait for messages; return a rank that was started. An OSError says that the process was killed."""
         messages = self._link.receive()
         if messages is None:
             raise ConnectionResetError
@@ -167,13 +151,6 @@ class Preloader:
         self._ranks.clear()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX)
         program, worker, *rest = self._plan.command
-        with theirs:
-            process = subprocess.Popen(
-                [program, worker, f"--preload={theirs.fileno()}:{','.join(self._plan.preload)}", *rest],
-                env=environ.child_environment(),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        return process, ProcessLink(ours)
+        modules = ",".join(self._plan.preload)
+        return start_linked(lambda number: (program, worker, f"--preload={number}:{modules}", *rest))
