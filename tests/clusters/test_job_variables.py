@@ -37,12 +37,12 @@ def test_a_value_that_is_no_integer_is_an_error_with_name_and_value(text: str) -
 @pytest.mark.parametrize(
     ("environment", "devices"),
     [
-        ({}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0,3"}, (("0", "3"), "CUDA_VISIBLE_DEVICES")),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8f1c"}, (("GPU-8f1c",), "CUDA_VISIBLE_DEVICES")),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ((), "CUDA_VISIBLE_DEVICES")),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ((), "CUDA_VISIBLE_DEVICES")),
-        ({"ROCR_VISIBLE_DEVICES": "1"}, (("1",), "ROCR_VISIBLE_DEVICES")),
+        ({}, (None, {})),
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, (("0", "3"), {"devices": "CUDA_VISIBLE_DEVICES"})),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f1c"}, (("GPU-8f1c",), {"devices": "CUDA_VISIBLE_DEVICES"})),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ((), {"devices": "CUDA_VISIBLE_DEVICES"})),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ((), {"devices": "CUDA_VISIBLE_DEVICES"})),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, (("1",), {"devices": "ROCR_VISIBLE_DEVICES"})),
     ],
 )
 def test_bound_accelerators_are_read(environment: dict[str, str], devices: object) -> None:

@@ -67,7 +67,7 @@ class JobVariables:
 
 
 def job_port(job_id: str, step: int = 0) -> int:
-    """Return a port for a step of a job, so that jobs that share a node are unlikely to use the same one.
+    """Return a port for a step of a job, which other jobs on the same node are unlikely to use.
 
     Two jobs with numbers less than 1,491 apart never have the same port for steps 0 to 12, nor two with less than
     19,391 apart for the same step. A job whose name is no number gets a port by its checksum.
@@ -76,8 +76,8 @@ def job_port(job_id: str, step: int = 0) -> int:
     return _FIRST_PORT + (number * _STEPS_APART + step) % _NUM_PORTS
 
 
-def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], str] | None:
-    """Return the accelerators that a task was bound to, and the variable that says so; None if it was bound to none.
+def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...] | None, dict[str, str]]:
+    """Return the accelerators that a task was bound to, None without a binding, and their source.
 
     A variable that is set but empty, or that says "NoDevFiles" as Slurm does, binds the task to no accelerator.
     """
@@ -85,8 +85,8 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...], st
         if name in environment:
             text = environment[name]
             found = () if text in ("NoDevFiles", "-1") else tuple(each.strip() for each in text.split(","))
-            return tuple(each for each in found if each), name
-    return None
+            return tuple(each for each in found if each), {"devices": name}
+    return None, {}
 
 
 def place_node(

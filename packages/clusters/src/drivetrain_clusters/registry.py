@@ -1,4 +1,4 @@
-"""The clusters that installed packages announce by entry points, and the one whose job this process is in."""
+"""Find the clusters of the installed packages, by their entry points, and the place of this process in a job."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -17,11 +17,7 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def make_cluster(name: str) -> Cluster:
-    """Construct a cluster by its name, importing its module only now.
-
-    Raises:
-        ClusterError: No installed package announces the name; the message lists those that there are.
-    """
+    """Construct a cluster by its name, importing its module only now; a ClusterError lists those that there are."""
     for point in entry_points(CLUSTERS_GROUP):
         if point.name == name:
             return cast("Callable[[], Cluster]", point.load())()
@@ -32,14 +28,10 @@ def make_cluster(name: str) -> Cluster:
 
 
 def find_placement(environment: Mapping[str, str], *, asked: str = "auto") -> JobPlacement | None:
-    """Return the place of this process in a cluster's job; None outside any job.
+    """Return the place of this process in a job of the `asked` cluster, or of any by "auto"; None outside any job.
 
     An MPI launch inside a Slurm job is MPI's: whatever started this very process counts, and the plug-ins tell by
     the variables that only their own task starter sets.
-
-    Args:
-        environment: The environment of this process.
-        asked: The cluster to ask; "auto" asks each of them.
 
     Raises:
         ClusterError: Two clusters claim the process, or the variables of one contradict each other.

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
-from drivetrain_clusters.protocol import JobRequest
+from drivetrain_clusters.protocol import JobRequest, Submission
 from drivetrain_messages import parse_size, suggest
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -102,3 +103,17 @@ def check_time_to_save(cluster: str, request: JobRequest) -> None:
 def file_stem(request: JobRequest) -> str:
     """Return the name of a job as that of a file."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
+
+
+def job_file(submission: Submission, job_id: str, ending: str) -> Path:
+    """Return a file of a job beside its script: its output, ".out", or its exit code, ".code"."""
+    script = next(iter(submission.files))
+    return script.with_name(f"{script.stem}-{job_id}{ending}")
+
+
+def launch_variables(request: JobRequest) -> dict[str, str]:
+    """Return the variables of a job, with those that tell its launchers the time to save and their processes."""
+    own = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
+    if request.processes_per_node is not None:
+        own["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    return {**own, **request.environment}

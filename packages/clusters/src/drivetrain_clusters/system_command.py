@@ -14,8 +14,6 @@ Answer = TypeVar("Answer")
 _SECONDS = 120.0
 _PATIENCE_SECONDS = 60.0
 _ASK_SECONDS = 2.0
-
-
 _NO_HINTS: Mapping[str, str] = {}
 
 
@@ -65,7 +63,7 @@ def patiently(question: Callable[[], Answer]) -> Answer:
 
 
 def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command whose `drivetrain` is that of this Python, which need not be on the PATH."""
+    """Return a command with the `drivetrain` of this Python, which need not be on the PATH."""
     if command[0] == "drivetrain":
         return (sys.executable, "-m", "drivetrain_launcher", *command[1:])
     return command

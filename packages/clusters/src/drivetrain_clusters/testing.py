@@ -41,13 +41,9 @@ Environment = Mapping[str, str]
 
 
 class ClusterContract(ABC):
-    """A set of checks that every cluster must pass; a failed check raises an AssertionError that explains it.
+    """A set of checks that every cluster must pass; a failed check raises an AssertionError that explains it."""
 
-    Attributes:
-        runs_jobs: Whether jobs can really be submitted here; otherwise two checks do nothing.
-    """
-
-    runs_jobs = False
+    runs_jobs = False  # jobs can really be submitted here; otherwise two checks do nothing
 
     @abstractmethod
     def make(self) -> Cluster:
@@ -70,14 +66,7 @@ class ClusterContract(ABC):
         return None
 
     def check_all(self, directory: Path) -> list[str]:
-        """Run every check.
-
-        Returns:
-            The names of the checks that ran.
-
-        Raises:
-            AssertionError: A check failed; the message says what the cluster must do.
-        """
+        """Run every check, and return their names; an AssertionError says what the cluster must do."""
         for check in self.checks:
             check(directory)
         return [check.__name__ for check in self.checks]
@@ -147,7 +136,7 @@ class ClusterContract(ABC):
                 assert source, f"the source of {name} is empty"
 
     def check_no_variable_is_missing_unnoticed(self, _: Path) -> None:
-        """Check that a task which lacks a variable is in no job, has a valid place, or is told a name."""
+        """Check that a task without a variable is in no job, has a valid place, or gets an error with a name."""
         for environment in self._environments():
             for missing in environment:
                 rest = {name: text for name, text in environment.items() if name != missing}
@@ -190,7 +179,7 @@ class ClusterContract(ABC):
         )
 
     def check_unknown_options_are_refused(self, directory: Path) -> None:
-        """Check that an option which the cluster does not know is an error that names it."""
+        """Check that the error for an unknown option names it."""
         request = self.request(directory)
         if request is None:
             return
@@ -230,7 +219,7 @@ class ClusterContract(ABC):
         raise AssertionError(f"cancel({job_id!r}) must raise ClusterError, since the job has ended")
 
     def check_a_cancelled_job_ends(self, directory: Path) -> None:
-        """Check that `cancel` ends a job that runs, and that `follow` tells so by a code other than 0."""
+        """Check that `cancel` ends a running job, and that `follow` then returns another code than 0."""
         submission = self._live(directory, "import time; print('runs', flush=True); time.sleep(600)")
         if submission is None:
             return

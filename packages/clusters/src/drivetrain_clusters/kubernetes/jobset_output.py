@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 
 from drivetrain_clusters.errors import ClusterError
@@ -41,7 +42,10 @@ class JobSetOutput:
         read_attempts: set[int] = set()
         self._state()  # a job that is not there is an error at once
         while True:
-            state, pods = patiently(self._state_and_pods)
+            state = patiently(self._state)
+            selected = f"--selector={self._selector(state.restarts)}"
+            get_pods = ["get", "pods", f"--namespace={self._job.namespace}", selected]
+            pods = read_pods(patiently(partial(read_objects, get_pods)))
             started = [pod for pod in pods if pod.has_started]
             is_new = state.restarts not in read_attempts and len(started) == self._num_nodes
             if is_new or (state.restarts in read_attempts and any(pod.is_running for pod in pods)):
@@ -62,11 +66,6 @@ class JobSetOutput:
                 if waiting:
                     self._tell(f"waiting for {list_some(waiting, most=3)}")
                 time.sleep(_POLL_SECONDS)
-
-    def _state_and_pods(self) -> tuple[JobSetState, tuple[PodState, ...]]:
-        state = self._state()
-        where = [f"--namespace={self._job.namespace}", f"--selector={self._selector(state.restarts)}"]
-        return state, read_pods(read_objects(["get", "pods", *where]))
 
     def _state(self) -> JobSetState:
         where = f"--namespace={self._job.namespace}"

@@ -9,14 +9,9 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodState:
-    """The state of a pod and its one container.
+    """The state of a pod and its one container, which runs, has ended, or has not started for the reason `waits_for`.
 
-    Attributes:
-        node_rank: The rank of its node.
-        has_started: Whether its container runs or has run.
-        exit_code: The exit code of its container; None while it has none.
-        ended_at: When its container ended, as the cluster writes times; empty while it has not.
-        waits_for: The reason why it has not started; empty if it has.
+    `exit_code` is None, and `ended_at`, as the cluster writes times, is empty until the container has ended.
     """
 
     name: str

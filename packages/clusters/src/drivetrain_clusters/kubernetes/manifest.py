@@ -27,12 +27,8 @@ Manifest = dict[str, Any]
 def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest:
     """Return the JobSet of a request.
 
-    A pod that was preempted, or whose ranks have saved and ended with exit code 75, fails the Job at once for the
-    reason PodFailurePolicy, and a Job that reaches its time for the reason DeadlineExceeded; the JobSet then starts
-    all nodes again. Any other failure is a BackoffLimitExceeded, which ends the JobSet.
-
-    Raises:
-        ClusterError: The name of the job is not possible on Kubernetes.
+    The JobSet starts all nodes again if its Job failed by PodFailurePolicy (a pod was preempted, or ended with exit
+    code 75 since its ranks have saved), or by DeadlineExceeded. Any other failure, BackoffLimitExceeded, ends it.
     """
     name = object_name(request.name, request.num_nodes)
     rules = [{"name": "failed", "action": "FailJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}]
@@ -151,7 +147,7 @@ def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Ma
 
 
 def literal(text: str) -> str:
-    """Return text that Kubernetes, which replaces $(NAME) in commands and variables, hands on as it was."""
+    """Escape text, in which Kubernetes would replace $(NAME)."""
     return text.replace("$", "$$")
 
 

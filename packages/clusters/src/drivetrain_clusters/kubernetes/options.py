@@ -39,17 +39,14 @@ class KubernetesOptions:
 
     Attributes:
         image: The image of the pods, which holds drivetrain and, unless a volume does, the script.
-        namespace: The namespace; None for that of kubectl's context.
         accelerator: The resource that stands for one accelerator.
-        port: The port at which the nodes meet.
         shm_bytes: The size of /dev/shm; None for as much as the memory of the pod.
-        pull_secrets: The secrets for the image's registry.
-        secrets: The secrets whose keys become variables of the job.
+        secrets: The secrets whose keys become variables of the job; `pull_secrets` are for the image's registry.
         queue: The queue of Kueue that admits the job.
         node_selector: Labels, as "key=value", that a node must have.
         tolerations: Keys of the taints that the pods tolerate.
-        ttl_seconds: The time after which a finished job is deleted; None for never.
-        restart_failures: Whether a job that failed starts again too, not only one that was preempted.
+        ttl_seconds: The time after which a finished job is deleted.
+        restart_failures: Whether a failed job starts again, as a preempted job always does.
     """
 
     image: str

@@ -8,15 +8,10 @@ from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.job_variables import JobVariables, job_port, visible_devices
-from drivetrain_clusters.local.script import (
-    JOB_VARIABLE,
-    RESTARTS_VARIABLE,
-    SCRIPT_BEGIN,
-    job_file,
-    plan_local,
-)
+from drivetrain_clusters.local.script import JOB_VARIABLE, RESTARTS_VARIABLE, SCRIPT_BEGIN, plan_local
 from drivetrain_clusters.output_tail import OutputTail
 from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.request_values import job_file
 from drivetrain_clusters.system_command import run_command
 
 _LOOK_SECONDS = 0.2
@@ -35,7 +30,7 @@ class Local:
             return None
         read = JobVariables("local", environment)
         job_id = str(read.integer(JOB_VARIABLE, least=1)[0])
-        devices = visible_devices(environment)
+        devices, of_devices = visible_devices(environment)
         return JobPlacement(
             cluster="local",
             job_id=job_id,
@@ -47,13 +42,13 @@ class Local:
             task_rank=0,
             master_addr="127.0.0.1",
             master_port=job_port(job_id),
-            devices=None if devices is None else devices[0],
+            devices=devices,
             restart_count=read.optional_integer(RESTARTS_VARIABLE) or 0,
             sources={
                 "job_id": JOB_VARIABLE,
                 "master_port": JOB_VARIABLE,
                 "restart_count": RESTARTS_VARIABLE,
-                **({} if devices is None else {"devices": devices[1]}),
+                **of_devices,
             },
         )
 

@@ -1,11 +1,10 @@
 """The script of a job on this machine: it starts the command again after a save, and remembers its exit code."""
 
 import shlex
-from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import RESUME_EXIT_CODE, JobRequest, Submission
-from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem
+from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem, launch_variables
 from drivetrain_clusters.system_command import in_this_python
 
 JOB_VARIABLE = "DRIVETRAIN_LOCAL_JOB_ID"
@@ -50,17 +49,13 @@ def plan_local(request: JobRequest) -> Submission:
         seconds = request.time_limit_seconds - request.save_seconds
         kill_after = f"--kill-after={request.save_seconds}"
         limit = ("timeout", "--foreground", "--preserve-status", kill_after, str(seconds))
-    environment = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
-    if request.processes_per_node is not None:
-        environment["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
-    environment |= request.environment
     slug = file_stem(request)
     folder = request.log_dir.absolute()  # the job runs in another one
     path = folder / f"{slug}.sh"
     script = SCRIPT_BEGIN + _SCRIPT.format(
         folder=shlex.quote(str(request.folder.absolute())),
         stem=shlex.quote(str(folder / slug)),
-        exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in environment.items()),
+        exports="\n".join(f"export {n}={shlex.quote(text)}" for n, text in launch_variables(request).items()),
         job=JOB_VARIABLE,
         restarts=RESTARTS_VARIABLE,
         command=shlex.join((*limit, *in_this_python(request.command))),
@@ -73,9 +68,3 @@ def plan_local(request: JobRequest) -> Submission:
         command=("sh", "-c", in_background, "drivetrain", str(path)),
         request=request,
     )
-
-
-def job_file(submission: Submission, job_id: str, ending: str) -> Path:
-    """Return a file of a job: its output, ".out", or its exit code, ".code"."""
-    script = next(iter(submission.files))
-    return script.with_name(f"{script.stem}-{job_id}{ending}")

@@ -1,11 +1,11 @@
 """MPI: the jobs of mpirun and mpiexec, which submit nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.mpi.placement import mpi_placement
-from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.protocol import JobPlacement
 
 
 class Mpi:
@@ -20,29 +20,11 @@ class Mpi:
         del placement
         return False
 
-    def plan(self, request: JobRequest) -> Submission:
-        """Raise ClusterError: there is nothing to submit to."""
-        del request
-        _refuse()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        """Raise ClusterError: there is no queue to submit to, and no submitted job to follow or cancel."""
+        raise ClusterError(
+            "mpi: mpirun starts a job at once and has no queue: run mpirun drivetrain launch ..., or submit to a "
+            "cluster that has one, such as --on slurm"
+        )
 
-    def submit(self, submission: Submission) -> str:
-        """Raise ClusterError: there is nothing to submit to."""
-        del submission
-        _refuse()
-
-    def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
-        """Raise ClusterError: there is nothing to follow."""
-        del job_id, submission, write
-        _refuse()
-
-    def cancel(self, job_id: str) -> None:
-        """Raise ClusterError: there is nothing to cancel."""
-        del job_id
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise ClusterError(
-        "mpi: mpirun starts a job at once and has no queue: run mpirun drivetrain launch ..., or submit to a cluster "
-        "that has one, such as --on slurm"
-    )
+    plan = submit = follow = cancel = _refuse

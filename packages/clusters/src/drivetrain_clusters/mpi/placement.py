@@ -90,7 +90,7 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     job_from = job_from or f"no variable: {starter.name} does not name its jobs"
     port = read.optional_integer("MASTER_PORT")
     master_addr, addr_from = _master(environment, num_nodes)
-    devices = visible_devices(environment)
+    devices, of_devices = visible_devices(environment)
     return JobPlacement(
         cluster="mpi",
         job_id=job_id,
@@ -102,7 +102,7 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
         task_rank=task_rank,
         master_addr=master_addr,
         master_port=port or job_port(job_id),
-        devices=None if devices is None else devices[0],
+        devices=devices,
         sources={
             "job_id": job_from,
             "num_nodes": nodes_from,
@@ -113,7 +113,7 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
             "task_rank": starter.rank,
             "master_addr": addr_from,
             "master_port": "MASTER_PORT" if port else job_from,
-            **({} if devices is None else {"devices": devices[1]}),
+            **of_devices,
         },
     )
 

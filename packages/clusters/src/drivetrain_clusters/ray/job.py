@@ -26,7 +26,7 @@ _RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,100}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """A job on Ray; what the fields of a `JobRequest` have in common with it is named as there.
+    """A job on Ray, with the names of a `JobRequest`.
 
     Attributes:
         job_id: The job, as Ray's Jobs API names it; empty before it is submitted.
@@ -86,12 +86,9 @@ class RayJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlan:
-    """A job, and how it is handed to Ray.
+    """A job, the address of Ray's dashboard (None: Ray finds it), and the driver's Python on the head node.
 
-    Attributes:
-        address: The address of the cluster's dashboard; None for the one that Ray finds by itself.
-        python: The Python in which the job's driver runs, on the cluster's head node.
-        upload: The folder to copy to all nodes; None if they share it.
+    `upload` is the folder to copy to all nodes; None if they share it.
     """
 
     job: RayJob

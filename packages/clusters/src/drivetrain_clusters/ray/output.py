@@ -45,14 +45,14 @@ class JobOutput:
             ) from error
 
     async def _tail(self) -> None:
-        """Write what is new of the output that Ray sends, which it always sends from the start."""
+        """Write the new part of the output; Ray sends all of it on each connection."""
         position = 0
         async for text in self._client.tail_job_logs(self._job_id):
             self._write_new(text, position)
             position += len(text)
 
     def _write_new(self, text: str, position: int = 0) -> None:
-        """Write the part of a text, which stands at a position of the whole, that was not yet written."""
+        """Write the new part of a text, given its position in the output."""
         new = text[max(self._num_written - position, 0) :]
         if new:
             self._write(new)

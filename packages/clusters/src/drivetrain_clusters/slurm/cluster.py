@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.output_tail import OutputTail
 from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
+from drivetrain_clusters.request_values import job_file
 from drivetrain_clusters.slurm.placement import slurm_placement
-from drivetrain_clusters.slurm.script import output_file, plan_slurm
+from drivetrain_clusters.slurm.script import plan_slurm
 from drivetrain_clusters.system_command import patiently, run_command
 
 _LOOK_SECONDS = 2.0
@@ -83,7 +84,7 @@ class Slurm:
 
     def follow(self, job_id: str, submission: Submission, write: Callable[[str], None]) -> int:
         """Write the job's output until it ends, across requeues; return its exit code, 128 + N for signal N."""
-        output = OutputTail(output_file(submission, job_id))
+        output = OutputTail(job_file(submission, job_id, ".out"))
         _show_job(job_id)  # an unknown one is an error at once
         while True:
             state = patiently(lambda: _show_job(job_id)).state
@@ -112,8 +113,7 @@ def _show_job(job_id: str) -> SlurmJob:
 def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
     """Return a job if it is in one of some states, from columns of fixed width, which no name of a job can imitate.
 
-    A job that ends is COMPLETING as long as its processes run, whatever ends it, but found by the state that it will
-    have.
+    As long as the processes of an ended job run, Slurm shows it as COMPLETING, and finds it by its later state.
     """
     if not _JOB_ID.fullmatch(job_id):
         raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")

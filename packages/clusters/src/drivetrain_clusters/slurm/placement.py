@@ -41,7 +41,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     node_rank, local_task = _place(read, hosts, nodelist, counts, counts_from)
     step = read.integer("SLURM_STEP_ID", "SLURM_STEPID")[0]
     job_id, job_from = read.text("SLURM_JOB_ID", "SLURM_JOBID")
-    devices = visible_devices(environment)
+    devices, of_devices = visible_devices(environment)
     port = read.optional_integer("MASTER_PORT")
     has_addr = bool(environment.get("MASTER_ADDR"))
     return JobPlacement(
@@ -55,7 +55,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
         task_rank=sum(counts[:node_rank]) + local_task,
         master_addr=environment["MASTER_ADDR"] if has_addr else hosts[0],
         master_port=port or job_port(job_id, step),
-        devices=None if devices is None else devices[0],
+        devices=devices,
         hosts=hosts,
         restart_count=read.optional_integer("SLURM_RESTART_COUNT") or 0,
         sources={
@@ -70,7 +70,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
             "master_port": "MASTER_PORT" if port else f"{job_from} and SLURM_STEP_ID",
             "hosts": nodelist,
             "restart_count": "SLURM_RESTART_COUNT",
-            **({} if devices is None else {"devices": devices[1]}),
+            **of_devices,
         },
     )
 

@@ -2,11 +2,16 @@
 
 import re
 import shlex
-from pathlib import Path
 
 from drivetrain_clusters.errors import ClusterError
 from drivetrain_clusters.protocol import JobRequest, Submission
-from drivetrain_clusters.request_values import check_time_to_save, check_words, file_stem, memory_bytes
+from drivetrain_clusters.request_values import (
+    check_time_to_save,
+    check_words,
+    file_stem,
+    launch_variables,
+    memory_bytes,
+)
 from drivetrain_clusters.system_command import in_this_python
 from drivetrain_messages import suggest
 
@@ -56,16 +61,11 @@ def plan_slurm(request: JobRequest) -> Submission:
     options = _options(request, slug)
     on_lines = [option for option in options if _PLAIN.fullmatch(option)]
     as_arguments = [option for option in options if option not in on_lines]
-    environment = {
-        "DRIVETRAIN_LAUNCH__MAX_REQUEUES": str(request.max_requeues),
-        "DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds),
-    }
-    if request.processes_per_node is not None:
-        environment["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)
+    environment = {"DRIVETRAIN_LAUNCH__MAX_REQUEUES": str(request.max_requeues)}
     if request.cpus_per_node is not None:
         # srun takes it from sbatch no more since 22.05.
         environment["SRUN_CPUS_PER_TASK"] = str(request.cpus_per_node)
-    environment |= request.environment
+    environment |= launch_variables(request)
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in on_lines),
@@ -89,12 +89,6 @@ def plan_slurm(request: JobRequest) -> Submission:
         request=request,
         notes=(note,),
     )
-
-
-def output_file(submission: Submission, job_id: str) -> Path:
-    """Return the file that Slurm writes a job's output to."""
-    script = next(iter(submission.files))
-    return script.with_name(f"{script.stem}-{job_id}.out")
 
 
 def _options(request: JobRequest, slug: str) -> list[str]:
