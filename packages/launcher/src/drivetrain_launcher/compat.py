@@ -100,7 +100,7 @@ def exit_codes(agent: LocalElasticAgent) -> list[int | None]:
 
 
 def poll_exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
-    """Look at the ranks that the agent started last, and return the exit codes of those that ended, by local rank."""
+    """Poll the ranks of the agent's last start, and return the exit codes of those that ended, by local rank."""
     context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
     handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
     codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}

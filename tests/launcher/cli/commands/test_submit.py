@@ -90,6 +90,13 @@ def test_flags_behind_the_script_are_reported(drivetrain_here: Callable) -> None
     assert "--num-nodes, --time stand after train.py, so the script gets them" in done.stderr
 
 
+def test_a_folder_of_scripts_is_submitted(drivetrain_here: Callable, folder: Path) -> None:
+    (folder / "app").mkdir()
+    (folder / "app" / "__main__.py").write_text("")
+    done = drivetrain_here(*ON, "--dry-run", "app")
+    assert (done.returncode, "app" in done.stdout) == (0, True), done.stderr
+
+
 def test_help_and_submission_import_no_torch(folder: Path, drivetrain: Callable) -> None:
     (folder / "torch.py").write_text("raise ImportError('torch was imported')")
     for line in (("submit", "--help"), (*ON, "--dry-run", "train.py")):

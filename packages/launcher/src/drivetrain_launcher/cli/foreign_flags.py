@@ -50,7 +50,7 @@ def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
 
 
 def add_meanings(written: Mapping[ForeignFlags, Mapping[str, str]], given: GivenFlags) -> None:
-    """Add the settings that foreign flags mean to `given`, and report those that are realised differently.
+    """Add the settings of foreign flags to `given`, and report those that drivetrain realises differently.
 
     `written` has the flags as written with their values. A UsageError lists all that are unsupported or contradict
     others.

@@ -40,7 +40,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _run(tokens: Sequence[str], found: Mapping[str, EntryPoint], group: str = "") -> int:
-    """Run the command that the first token names, or look up the next token in the group that it names."""
+    """Run the command of the first token, or look up the next token in its group."""
     if not tokens or tokens[0] in ("-h", "--help"):
         sys.stdout.write(_overview(found, group))
         return 0 if tokens else _USAGE

@@ -37,10 +37,10 @@ class MemberNode(_Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus(_Message):
-    """The status of a node, which it sends each time it shows that it is alive.
+    """The status of a node, sent again and again as a sign of life.
 
     Attributes:
-        count: The number of times it has said so, which shows to others that it is alive, whatever their clocks say.
+        count: The number of signs of life so far; the leader watches it change, so that clocks need not agree.
         ready: The round that it is ready to take part in; 0 before it is ready for any.
         finished: The round in which all its ranks ended well; 0 for none.
         left: The way in which the node left; empty while it takes part.

@@ -1,4 +1,4 @@
-"""A node's part in an elastic run: it says that it is alive, and learns from the leader what the run does."""
+"""A node's part in an elastic run: send signs of life to the leader, and read its decisions."""
 
 import time
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class Member:
             raise RunOverError(self._lost, exit_code=1)
 
     def ready_for_next(self) -> None:
-        """Say that this node's ranks are stopped, and that it is ready for the next round."""
+        """Report that the ranks of this node are stopped, and the node is ready for the next round."""
         self._was_frozen = False
         self._tell(ready=self._state.round + 1, finished=0)
 

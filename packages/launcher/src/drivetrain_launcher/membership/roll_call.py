@@ -46,7 +46,7 @@ class Meeting:
         return f"node {rank} ({self.hosts[rank]})" if self.hosts else f"node {rank}"
 
     def describe(self, came: Sequence[str], missing: Sequence[str]) -> str:
-        """Return the error message that names the nodes that came and those that are missing."""
+        """Return the error message with the names of the nodes that came, and of the missing ones."""
         return (
             f"{len(came)} of {self.num_nodes} nodes came to {self.address}:{self.port} within "
             f"{self.timeout_seconds:g} s: {_listed(came)}. Missing: {_listed(missing)}; look at the output there, "

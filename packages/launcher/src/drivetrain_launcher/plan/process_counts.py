@@ -9,8 +9,8 @@ _FIELDS = ("num_processes", "processes_per_node")
 def settle_process_counts(layers: Layers) -> Layers:
     """Return the layers without the number of processes that a stronger layer says in the other way.
 
-    A file that says `num_processes` does not contradict `--processes-per-node`, which beats it as `--num-processes`
-    would. Numbers of one layer stay, to be compared.
+    `--processes-per-node` overrides `num_processes` of a file, as `--num-processes` would. Numbers of one layer stay,
+    to be compared.
     """
     said = layers.of_section("launch")
     places = {field: PRECEDENCE.index(said[field][0].source.kind) for field in _FIELDS if field in said}

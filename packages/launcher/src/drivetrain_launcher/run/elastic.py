@@ -230,8 +230,8 @@ class StopSignals:
 class Agent(LocalElasticAgent):
     """An extension of torch's agent that reports failures and stops.
 
-    It tells in a line which rank failed as soon as that is known, since stopping the other ranks, which may be
-    saving, can take long. The traceback comes last, below what the other ranks wrote meanwhile.
+    A line names the failed rank at once: the other ranks may be saving, and take long to stop. The traceback comes
+    last, below their output.
 
     Attributes:
         exit_code: The exit code for the shell.

@@ -1,8 +1,8 @@
 """End a rank whose launcher or notebook has died: the one protection of ranks that no keeper protects.
 
-A launcher's keeper notices the launcher's death at once, and ends its ranks. This watch, a thread in each rank, is
-for ranks whose keeper was killed too, and for those of a notebook, which has none. Standard library only, so that a
-rank starts as fast as a plain script.
+A launcher's keeper notices the launcher's death at once, and ends its ranks. This thread in each rank serves where
+the keeper was killed too, and under a notebook, which has no keeper. Standard library only, so that a rank starts as
+fast as a plain script.
 """
 
 import os
@@ -21,7 +21,7 @@ _STOP_SECONDS = 30.0
 
 
 def watch_owner(owner: int, *, role: str, parent: int, connection: int | None = None) -> Thread:
-    """Start a thread that ends this process, and what it has started, once its owner has died.
+    """Start a thread that ends this process and its session once the owner has died.
 
     Args:
         owner: The process id of the launcher or notebook.

@@ -116,7 +116,7 @@ def _plan_devices(
 def _check_launch(
     arguments: SubmitArguments, resolved: ResolvedLaunch, processes: int | None, accelerators: int
 ) -> None:
-    """Plan the launch of node 0 as that node will, so that what would fail there fails here."""
+    """Plan the launch of node 0 as the node will, to report here the errors of every node."""
     launch = resolved.launch
     several = launch.num_nodes > 1
     of_node = replace(
@@ -136,7 +136,7 @@ def _check_launch(
 
 
 def _limits(arguments: SubmitArguments, resolved: ResolvedLaunch) -> tuple[int | None, float]:
-    """Return the seconds that the job has, None for the cluster's default, and those that its ranks have to save."""
+    """Return the time limit of the job, None for the cluster's default, and its ranks' time to save, in seconds."""
     time_limit, save_seconds = None, arguments.save_seconds
     if arguments.time is not None:
         time_limit = duration_seconds(arguments.time)

@@ -35,9 +35,9 @@ def plan_launch_line(
 ) -> LaunchLine:
     """Plan the launch inside a job.
 
-    Flags stay flags. A setting from a variable or a file becomes a variable of the job: the file need not exist on
-    the cluster, and a change of it does not reach a job that waits in a queue, whose launch looks for no file. A
-    LaunchError names a setting that the cluster decides.
+    Flags stay flags. A setting from a variable or a file becomes a variable of the job, whose launch looks for no
+    file: the cluster need not have the file, and a later change does not reach a job in the queue. A LaunchError
+    names a setting that the cluster decides.
     """
     flags = ["--config=none"]
     environment: dict[str, str] = {}

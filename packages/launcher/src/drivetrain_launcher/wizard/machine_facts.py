@@ -1,4 +1,4 @@
-"""The facts of a machine that decide which questions are asked, and what is recommended."""
+"""The facts of a machine, by which questions and recommended answers are chosen."""
 
 import os
 import platform

@@ -1,8 +1,8 @@
 """Plan the questions: from the settings' dataclasses, the facts of the machine and the answers so far.
 
 A pure function. Which fields matter, and when, is metadata of the fields (`drivetrain_config.settings.advice`), so
-that the section of a third party takes part by itself: a field without a default is always asked, one with a function
-of its own when that function says so, and every other field only when the user goes through its section.
+that the section of a third party takes part by itself. A field without a default is always asked, a field with an
+`ask` function when the function says so, and every other field only when the user goes through its section.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questionnaire:
-    """The questions that are left, without those that wait for an answer to another one.
+    """The open questions whose `after` is answered.
 
     An answer may settle later questions, or raise others. `further` has a summary of each section with settings that
     are not asked.

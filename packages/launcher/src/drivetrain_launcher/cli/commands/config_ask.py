@@ -120,7 +120,7 @@ def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer
 
 
 def _settings_of(path: Path, why: str) -> dict[Key, GivenAnswer]:
-    """Return the settings of a file, and report what it says that drivetrain meets in another way."""
+    """Return the settings of a file, and report those that drivetrain realises differently."""
     contents = read_file(path)
     for line in contents.notices:
         say(line)

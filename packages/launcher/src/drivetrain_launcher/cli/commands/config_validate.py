@@ -45,7 +45,7 @@ def run(arguments: ConfigValidateArguments) -> int:
 
 
 def file_or_found(named: Path | None) -> Path:
-    """Return the file that the user named, or else the one that a launch finds; a LaunchError lists the places."""
+    """Return the named file, or else the file that a launch finds; a LaunchError lists the places."""
     if named is not None:
         return named
     environment = environ.child_environment()

@@ -1,8 +1,7 @@
 """The keeper process: shows what the ranks write, and ends them if their launcher dies without ending them.
 
 Started by its path, as `python -IS process.py CONNECTION OPTIONS`: it imports the standard library and its own few
-modules, and is ready within milliseconds. It leads a session of its own, so that what ends the launcher's process
-group does not end it too.
+modules, and is ready within milliseconds. It leads a session, and survives a signal to the launcher's process group.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Workers that are kept between calls, so that a second call starts at once."""
+"""Workers that stay between calls, so that a second call starts at once."""
 
 import weakref
 from collections.abc import Callable, Sequence

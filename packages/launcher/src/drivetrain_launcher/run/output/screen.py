@@ -101,7 +101,7 @@ class Screen:
 
 
 def insert_above(lines: bytes, tracker: CursorTracker, size: Size) -> bytes:
-    """Return what writes whole lines above the rows that rank 0 may rewrite, and moves those down.
+    """Return the bytes that insert whole lines above the rows of rank 0, which move down.
 
     The cursor ends at the same character as before. Every terminal since the VT102 can insert lines; text that has to
     leave the screen at its top is kept by the terminal as always.

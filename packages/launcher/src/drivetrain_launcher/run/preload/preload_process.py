@@ -47,7 +47,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> RankOrder:
 
 
 def become_rank(order: RankOrder) -> None:
-    """Make this process, which was just forked, the one that the order describes, but for its environment."""
+    """Apply an order to this process, which was just forked, except for the environment."""
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
     for number, file in enumerate(order.outputs, start=1):

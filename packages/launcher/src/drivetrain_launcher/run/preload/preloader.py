@@ -87,7 +87,7 @@ class Preloader:
     ) -> ForkedRank:
         """Fork a rank with all its environment variables, its CPUs (empty for any), stdout and stderr (or None).
 
-        A LaunchError says that a module cannot be imported, or that ranks cannot be forked once it is.
+        A LaunchError names a module that cannot be imported, or after which ranks cannot be forked.
         """
         if self._is_ready and self._process.poll() is not None:
             say("the process that ranks are forked off was killed; another one imports the modules")
