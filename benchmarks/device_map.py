@@ -15,8 +15,7 @@ import torch
 from rounds import Table, installed, parse_arguments, report, take_turns
 from torch import nn
 
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import compute_module_sizes
+from drivetrain_dispatch.model.model_layout import ModelLayout, compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.device_map import Tier

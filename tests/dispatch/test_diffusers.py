@@ -18,8 +18,7 @@ from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.load_and_dispatch import load_checkpoint_and_dispatch
 from drivetrain_dispatch.offload.cpu_offload import OffloadHook, cpu_offload_with_hook
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks, trace_offload
+from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks, trace_offload
 from drivetrain_dispatch.offload.layerwise_casting import apply_layerwise_casting
 from optional_modules import import_later
 

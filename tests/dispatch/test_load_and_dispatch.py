@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError, WeightsMismatchError
 from drivetrain_dispatch.load_and_dispatch import load_checkpoint_and_dispatch
 from drivetrain_dispatch.model.meta_init import init_empty_weights
-from drivetrain_dispatch.offload.dispatched_model import is_dispatched, offload_stats, remove_hooks
+from drivetrain_dispatch.offload.dispatch import is_dispatched, offload_stats, remove_hooks
 
 WIDTH = 16
 

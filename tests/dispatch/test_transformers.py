@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dispatch.models import assert_same_weights, copied
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks
+from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain_accelerate.models import device_maps
 from drivetrain_dispatch import DeviceMapError
-from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.model.model_layout import nearest_entry
 
 theirs = pytest.importorskip("accelerate.utils.modeling")
 

@@ -9,8 +9,7 @@ from drivetrain_dispatch.errors import WeightsMismatchError
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec, WeightLoadOptions
 from drivetrain_dispatch.loading.load_plan import LoadPlan, plan_load
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import Place
-from drivetrain_dispatch.planning.placement import places_of_tensors
+from drivetrain_dispatch.planning.device_map import Place, read_device_map
 
 
 class Tied(nn.Module):
@@ -39,8 +38,8 @@ def planned(
 ) -> LoadPlan:
     layout = ModelLayout.of(model, dtype=dtype)
     checkpoint = CheckpointTensors(path=Path("x"), specs=stored, sources={})
-    places = places_of_tensors(layout, {"": "cpu"} if devices is None else devices)
-    return plan_load(layout, checkpoint, places, WeightLoadOptions(**options))
+    placements = read_device_map(layout, {"": "cpu"} if devices is None else devices)
+    return plan_load(layout, checkpoint, placements, WeightLoadOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from dispatch.models import (
     trees,
 )
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError, WeightFilesError
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import is_dispatched, remove_hooks
+from drivetrain_dispatch.offload.dispatch import dispatch_model, is_dispatched, remove_hooks
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -22,9 +22,8 @@ from dispatch.models import (
     streamed,
 )
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import offload_stats, remove_hooks, trace_offload
-from drivetrain_dispatch.offload.engine import OffloadTrace
+from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks, trace_offload
+from drivetrain_dispatch.offload.trace import OffloadTrace
 
 
 def test_every_part_is_on_its_way_before_its_turn(stack: Pair) -> None:

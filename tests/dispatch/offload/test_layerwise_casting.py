@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.dispatched_model import remove_hooks
+from drivetrain_dispatch.offload.dispatch import remove_hooks
 from drivetrain_dispatch.offload.layerwise_casting import apply_layerwise_casting
 
 

@@ -15,8 +15,14 @@ from dispatch.offload.test_pages import resident
 from drivetrain_dispatch import disk_offload, dispatch_model, remove_hooks
 from drivetrain_dispatch.offload import mapped_weights as in_place
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
-from drivetrain_dispatch.offload.page_reader import MappedPart, PageLimits, PageReader
-from drivetrain_dispatch.offload.pages import Pages, can_release, some_missing
+from drivetrain_dispatch.offload.pages import (
+    MappedPart,
+    PageLimits,
+    PageReader,
+    Pages,
+    can_release,
+    some_missing,
+)
 from drivetrain_weights import MappedFile
 
 LARGE = 256  # a layer of it is 64 pages

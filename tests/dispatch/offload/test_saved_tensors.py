@@ -21,8 +21,7 @@ from dispatch.models import (
     streamed,
 )
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import offload_stats
+from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats
 
 
 class TestTraining:

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.units import units_of
+from drivetrain_dispatch.model.model_layout import ModelLayout, units_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 
 
@@ -67,7 +66,7 @@ def test_units_are_what_the_engine_brings_at_once() -> None:
     (whole,) = blocks_of(ModelLayout.of(nn.Sequential(Around())), no_split=["Around"])
     assert (whole.size_bytes, whole.around_bytes, whole.coming) == (224, 16, (80, 128))
     assert whole.need_bytes == 16 + 128
-    (at_once,) = blocks_of(ModelLayout.of(nn.Sequential(Around())), whole=["Around"])
+    (at_once,) = blocks_of(ModelLayout.of(nn.Sequential(Around()), at_once=["Around"]))
     assert (at_once.name, at_once.coming) == ("0", (224,))
     assert [
         block.name for block in blocks_of(ModelLayout.of(nn.Sequential(nn.MultiheadAttention(4, 2))))

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import compute_module_sizes
+from drivetrain_dispatch.model.model_layout import ModelLayout, compute_module_sizes
 from drivetrain_dispatch.planning.bandwidth import default_cache
 from drivetrain_dispatch.planning.block_groups import BlockCost
+from drivetrain_dispatch.planning.device_map import placements_of, read_device_map
 from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
-from drivetrain_dispatch.planning.placement import placements_of, places_of_tensors
 
 RATES = Bandwidths(to_device=1e6, from_disk=1e5)
 
@@ -61,7 +60,7 @@ def test_the_rest_goes_to_the_host_and_then_to_the_disk() -> None:
     assert set(found.values()) == {0, "cpu", "disk"}
     for device, most in budgets.items():
         assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
-    places_of_tensors(ModelLayout.of(Model()), found)  # every tensor has a place
+    read_device_map(ModelLayout.of(Model()), found)  # every tensor has a place
 
 
 def test_without_accelerators_the_host_computes() -> None:
@@ -134,7 +133,7 @@ def test_experts_are_spread_over_all_there_is() -> None:
     assert sum(found.sizes.values()) == total
     for device, most in budgets.items():
         assert sum(found.sizes[name] for name, there in found.items() if there == device) <= most
-    assert places_of_tensors(ModelLayout.of(model), found).keys() == {
+    assert read_device_map(ModelLayout.of(model), found).keys() == {
         name for name, _ in model.named_parameters()
     }
 

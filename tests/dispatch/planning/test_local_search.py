@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import compute_module_sizes
+from drivetrain_dispatch.model.model_layout import ModelLayout, compute_module_sizes
 from drivetrain_dispatch.planning.block_groups import BlockCost, Forward, costs_of, groups_of
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
 from drivetrain_dispatch.planning.device_map import Tier

@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     )
     from drivetrain_dispatch.model.meta_init import init_empty_weights as init_empty_weights
     from drivetrain_dispatch.model.meta_init import init_on_device as init_on_device
-    from drivetrain_dispatch.model.sizes import compute_module_sizes as compute_module_sizes
+    from drivetrain_dispatch.model.model_layout import compute_module_sizes as compute_module_sizes
     from drivetrain_dispatch.offload.cpu_offload import OffloadHook as OffloadHook
     from drivetrain_dispatch.offload.cpu_offload import cpu_offload as cpu_offload
     from drivetrain_dispatch.offload.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain_dispatch.offload.cpu_offload import disk_offload as disk_offload
     from drivetrain_dispatch.offload.dispatch import dispatch_model as dispatch_model
-    from drivetrain_dispatch.offload.dispatched_model import offload_stats as offload_stats
-    from drivetrain_dispatch.offload.dispatched_model import remove_hooks as remove_hooks
-    from drivetrain_dispatch.offload.dispatched_model import trace_offload as trace_offload
-    from drivetrain_dispatch.offload.engine import OffloadTrace as OffloadTrace
+    from drivetrain_dispatch.offload.dispatch import offload_stats as offload_stats
+    from drivetrain_dispatch.offload.dispatch import remove_hooks as remove_hooks
+    from drivetrain_dispatch.offload.dispatch import trace_offload as trace_offload
     from drivetrain_dispatch.offload.layerwise_casting import (
         apply_layerwise_casting as apply_layerwise_casting,
     )
     from drivetrain_dispatch.offload.optimizer_offload import OptimizerOffload as OptimizerOffload
     from drivetrain_dispatch.offload.optimizer_offload import disk_offload_optimizer as disk_offload_optimizer
     from drivetrain_dispatch.offload.residency import OffloadStats as OffloadStats
+    from drivetrain_dispatch.offload.trace import OffloadTrace as OffloadTrace
     from drivetrain_dispatch.planning.block_groups import BlockCost as BlockCost
     from drivetrain_dispatch.planning.device_map import DeviceMap as DeviceMap
     from drivetrain_dispatch.planning.infer_device_map import infer_auto_device_map as infer_auto_device_map
@@ -65,14 +65,13 @@ _NAMES = {
     "load_and_dispatch": "load_checkpoint_and_dispatch",
     "loading.load_checkpoint": "load_checkpoint_in_model LoadReport",
     "model.meta_init": "init_empty_weights init_on_device",
-    "model.sizes": "compute_module_sizes",
+    "model.model_layout": "compute_module_sizes",
     "offload.cpu_offload": "cpu_offload cpu_offload_with_hook disk_offload OffloadHook",
-    "offload.dispatch": "dispatch_model",
-    "offload.dispatched_model": "offload_stats remove_hooks trace_offload",
-    "offload.engine": "OffloadTrace",
+    "offload.dispatch": "dispatch_model offload_stats remove_hooks trace_offload",
     "offload.layerwise_casting": "apply_layerwise_casting",
     "offload.optimizer_offload": "disk_offload_optimizer OptimizerOffload",
     "offload.residency": "OffloadStats",
+    "offload.trace": "OffloadTrace",
     "planning.block_groups": "BlockCost",
     "planning.device_map": "DeviceMap",
     "planning.infer_device_map": "infer_auto_device_map",

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.arguments import check_map
-from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import (
     Progress,
     WeightLoadOptions,
@@ -19,17 +18,20 @@ from drivetrain_dispatch.loading.checkpoint_tensors import (
 from drivetrain_dispatch.loading.load_checkpoint import check_sharded, load_tensors
 from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.loading.tensor_reader import EachRank
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.model.units import units_of
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import is_dispatched
+from drivetrain_dispatch.model.model_layout import ModelLayout, listed
+from drivetrain_dispatch.offload.dispatch import carry_out, check_not_dispatched, plan_dispatch
 from drivetrain_dispatch.offload.mapped_weights import check_release
 from drivetrain_dispatch.planning.blocks import blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, place_of
+from drivetrain_dispatch.planning.device_map import (
+    HOST,
+    Device,
+    DeviceMap,
+    check_places,
+    place_of,
+    placements_of,
+)
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets, get_max_memory
-from drivetrain_dispatch.planning.placement import check_places, placements_of
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 
 # How a device map is planned: "balanced" (the same as "auto") spreads the model evenly over the accelerators,
@@ -84,39 +86,40 @@ def load_checkpoint_and_dispatch(
     options = WeightLoadOptions(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
-    layout = _layout_of(model, dtype, keep_in_fp32_modules)
-    _check_early(layout, device_map, max_memory, preload_module_classes, release_pages, offload_buffers)
+    check_load_dtype(dtype)
+    _check_device_map(device_map, max_memory, release_pages, offload_buffers)
+    check_not_dispatched(model)
+    layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
+    layout = _with_fp32(layout, keep_in_fp32_modules)
     check_sharded(layout, device_map, options)
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_quantized_sizes(layout, opened.specs, quantization)
+    if device_map is None:
+        load_tensors(layout, opened, None, options, EachRank())
+        return model
     if isinstance(device_map, str):
-        blocks = blocks_of(
-            layout,
-            no_split=no_split_module_classes,
-            whole=preload_module_classes,
-            offload_buffers=offload_buffers,
-        )
+        blocks = blocks_of(layout, no_split=no_split_module_classes, offload_buffers=offload_buffers)
         budgets = get_max_memory(max_memory)
+        if max_memory is not None:
+            check_places(map(place_of, budgets), "max_memory")
         if device_map != "sequential":
             budgets = balanced_budgets(budgets, blocks, low_zero=device_map == "balanced_low_0")
         device_map = plan_device_map(blocks, budgets, converts=layout.converts)
-    report = load_tensors(layout, opened, device_map, options, EachRank())
-    if device_map is None:
-        return model
+    placements = placements_of(layout, device_map, offload_buffers=offload_buffers)
+    report = load_tensors(layout, opened, placements, options, EachRank())
     # Tensors that the model computes are on the host now; a planned map's windows stay.
+    for name in report.computed:
+        placements[name] = placements[name]._replace(home=HOST)
     windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
     placed = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
-    return dispatch_model(
-        model, placed, offload_dir=offload_folder, skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes, mapped=report.mapped, dtypes=report.converted_at_use,
-        release_pages=release_pages, offload_buffers=offload_buffers,
-    )  # fmt: skip
+    # The model has other tensors now, and a library's layers for packed weights, under the same names.
+    layout = ModelLayout.of(model, at_once=preload_module_classes)
+    plan = plan_dispatch(layout, placements, mapped=report.mapped, dtypes=report.converted_at_use)
+    return carry_out(plan, placed, offload_folder, release_pages=release_pages, skip_keys=skip_keys)
 
 
-def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[str]) -> ModelLayout:
-    """Return the layout of a model, with the dtypes that its tensors get."""
-    check_load_dtype(dtype)
-    layout = ModelLayout.of(model, dtype=dtype)
+def _with_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
+    """Return a layout in which the tensors of named modules become fp32."""
     special: dict[str, torch.dtype] = {}
     for part in listed(in_fp32):
         names = [
@@ -132,15 +135,10 @@ def _layout_of(model: nn.Module, dtype: torch.dtype | None, in_fp32: Collection[
     return replace(layout, special_dtypes=special)
 
 
-def _check_early(
-    layout: ModelLayout,
-    device_map: Mapping[str, Device] | str | None,
-    max_memory: Mapping[Device, int | str] | None,
-    whole: str | Collection[str],
-    release_pages: bool,
-    offload_buffers: bool,
+def _check_device_map(
+    device_map: object, max_memory: object, release_pages: bool, offload_buffers: bool
 ) -> None:
-    """Check the budgets and the arguments of `dispatch_model` before anything is loaded."""
+    """Check the form of a device map, and the arguments that need one."""
     check_release(release_pages)
     for name, asked in (("release_pages", release_pages), ("offload_buffers", offload_buffers)):
         if asked and device_map is None:
@@ -150,16 +148,7 @@ def _check_early(
             )
     if device_map is not None and device_map not in get_args(Way):
         check_map(device_map, f", or {_WAYS} to plan one")
-    if max_memory is not None:
-        if not isinstance(device_map, str):
-            raise ValueError(
-                f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
-            )
-        check_places(map(place_of, get_max_memory(max_memory)), "max_memory")
-    if is_dispatched(layout.model):
-        raise OffloadedError(
-            "the model is dispatched already: call remove_hooks(model) before it is loaded anew"
+    if max_memory is not None and not isinstance(device_map, str):
+        raise ValueError(
+            f"max_memory={max_memory!r} is for a map that is planned: leave it out, or give device_map {_WAYS}"
         )
-    units_of(layout, (), whole=whole)
-    if device_map is not None and not isinstance(device_map, str):
-        placements_of(layout, device_map)

@@ -16,7 +16,7 @@ from drivetrain_accelerate.models.module_tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from drivetrain_dispatch.model.sizes import listed
+from drivetrain_dispatch.model.model_layout import listed
 from drivetrain_dispatch.offload.device_transfer import first_device, move_to_device
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 from drivetrain_dispatch.planning.device_map import place_of

@@ -11,8 +11,7 @@ from drivetrain_accelerate.models.module_sizes import convert_file_size_to_int, 
 from drivetrain_accelerate.models.module_tensors import Where
 from drivetrain_dispatch import DeviceMap, DeviceMapError
 from drivetrain_dispatch import get_max_memory as memory_budgets
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import listed, nearest_entry
+from drivetrain_dispatch.model.model_layout import ModelLayout, listed, nearest_entry
 from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.infer_device_map import plan_device_map, stored_map
 from drivetrain_dispatch.planning.memory_budget import balanced_budgets

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain_accelerate.models.module_hooks import ModelHook, add_hook_to_module
 from drivetrain_accelerate.plugins.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
-from drivetrain_dispatch.model.sizes import listed
+from drivetrain_dispatch.model.model_layout import listed
 
 
 @dataclass(eq=False)

@@ -16,8 +16,7 @@ from drivetrain_accelerate.models.module_tensors import Where, dtype_of
 from drivetrain_dispatch import init_empty_weights as build_empty
 from drivetrain_dispatch import init_on_device as build_on_device
 from drivetrain_dispatch import load_checkpoint_in_model as load_in_model
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.model.model_layout import ModelLayout, nearest_entry
 from drivetrain_dispatch.planning.device_map import place_of
 from drivetrain_weights import MappedFile, read_torch_file
 

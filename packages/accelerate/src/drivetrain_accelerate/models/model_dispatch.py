@@ -25,10 +25,8 @@ from drivetrain_accelerate.models.offload_folder import Entry, OffloadedWeightsL
 from drivetrain_dispatch import DeviceMap
 from drivetrain_dispatch import dispatch_model as dispatch
 from drivetrain_dispatch.loading.load_target import Assignment, LoadTarget, apply_assignments
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import listed, nearest_entry
-from drivetrain_dispatch.planning.device_map import place_of
-from drivetrain_dispatch.planning.placement import Placement, placements_of
+from drivetrain_dispatch.model.model_layout import ModelLayout, listed, nearest_entry
+from drivetrain_dispatch.planning.device_map import Placement, place_of, placements_of
 from drivetrain_weights import MappedFile
 
 _LOADED = "_drivetrain_accelerate_loaded"  # the attribute of a model by which a load tells the dispatch of its files

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch import remove_hooks
-from drivetrain_dispatch.offload.dispatched_model import is_dispatched
+from drivetrain_dispatch.offload.dispatch import is_dispatched
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

@@ -11,8 +11,7 @@ from torch import nn
 from drivetrain_accelerate.models.module_tensors import dtype_of
 from drivetrain_accelerate.plugins.enums import CustomDtype
 from drivetrain_dispatch import compute_module_sizes as sizes_of_modules
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import enclosing_modules, listed
+from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules, listed
 
 AnyDtype = str | torch.dtype | CustomDtype
 _BYTES_OF_CUSTOM = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.compat import tied_weights_keys
 from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments
-from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.model.model_layout import nearest_entry
 from drivetrain_weights import find_tied_parameters as find_groups
 from drivetrain_weights.errors import TiedParametersError
 

@@ -32,9 +32,15 @@ from drivetrain_dispatch.loading.quantize_on_load import (
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import HOST, Device, Tier
+from drivetrain_dispatch.planning.device_map import (
+    HOST,
+    Device,
+    Placement,
+    Tier,
+    check_places,
+    read_device_map,
+)
 from drivetrain_dispatch.planning.memory_budget import free_bytes
-from drivetrain_dispatch.planning.placement import check_places, placements_of, places_of_tensors
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8
 from drivetrain_messages import format_size
 from drivetrain_weights import MappedFile
@@ -130,18 +136,24 @@ def load_checkpoint_in_model(
     reader = EachRank(options.num_threads) if each else Rank0Broadcast(options.process_group)
     opened = reader.open(path, lambda: open_checkpoint(layout, path, options))
     sized = reader.together(lambda: with_quantized_sizes(layout, opened.specs, options.quantization))
-    return load_tensors(sized, opened, device_map, options, reader)
+    if device_map is None:
+        return load_tensors(sized, opened, None, options, reader)
+    placements = reader.together(lambda: read_device_map(layout, device_map))
+    return load_tensors(sized, opened, placements, options, reader)
 
 
 def load_tensors(
     layout: ModelLayout,
     checkpoint: CheckpointTensors,
-    device_map: Mapping[str, Device] | None,
+    placements: Mapping[str, Placement] | None,
     options: WeightLoadOptions,
     reader: WeightReader,
 ) -> LoadReport:
-    """Load the tensors of an open checkpoint; all ranks that the reader reads for call it."""
-    load = _Load(layout=layout, checkpoint=checkpoint, device_map=device_map, options=options, reader=reader)
+    """Load the tensors of an open checkpoint; all ranks that the reader reads for call it.
+
+    Without `placements` each tensor stays on its device, and those on the meta device go to the host.
+    """
+    load = _Load(layout=layout, checkpoint=checkpoint, placements=placements, options=options, reader=reader)
     with load:
         plan = reader.together(load.plan)
         plan = reader.together(lambda: load.write_converted(plan))
@@ -168,7 +180,7 @@ class _Load:
 
     layout: ModelLayout
     checkpoint: CheckpointTensors
-    device_map: Mapping[str, Device] | None
+    placements: Mapping[str, Placement] | None
     options: WeightLoadOptions
     reader: WeightReader
     # By the checkpoint's names: values, and sources, those of tensors that were written in another form first.
@@ -187,12 +199,12 @@ class _Load:
 
     def plan(self) -> LoadPlan:
         """Plan and check the load, and allocate its memory."""
-        layout, options, devices = self.layout, self.options, self.device_map
-        if devices is None:
-            devices = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
-        places = places_of_tensors(layout, devices)
-        check_places(places.values())
-        plan = plan_load(layout, self.checkpoint, places, options)
+        layout, options, placements = self.layout, self.options, self.placements
+        if placements is None:
+            homes = {name: load_target(name, tensor).home for name, tensor in layout.tensors.items()}
+            placements = {name: Placement(home, home) for name, home in homes.items()}
+        check_places(placement.home for placement in placements.values())
+        plan = plan_load(layout, self.checkpoint, placements, options)
         if not self.sources and any(planned.on_disk for planned in plan.tensors):
             # Open the checkpoint here too: this rank has only its descriptions from rank 0.
             opened = open_checkpoint(layout, self.checkpoint.path, options)
@@ -212,8 +224,7 @@ class _Load:
             if isinstance(options.quantization, StoredFP8):
                 self.packer = KeepStoredFP8(self.checkpoint.specs, self.sources)
             else:
-                on = {name: placement.device for name, placement in placements_of(layout, devices).items()}
-                self.packer = QuantizeOnLoad(options.quantization, on, options.offload_folder)
+                self.packer = QuantizeOnLoad(options.quantization, placements, options.offload_folder)
         allocate(plan.tensors, self.values)
         return plan
 

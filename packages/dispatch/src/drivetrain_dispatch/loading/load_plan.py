@@ -16,7 +16,7 @@ from drivetrain_dispatch.loading.checkpoint_tensors import (
 from drivetrain_dispatch.loading.load_target import LoadTarget, load_target
 from drivetrain_dispatch.loading.state_dict_diff import StateDictDiff
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.planning.device_map import HOST, Place, Tier, tier_of
+from drivetrain_dispatch.planning.device_map import HOST, Place, Placement, Tier, tier_of
 from drivetrain_weights import Box
 
 
@@ -92,7 +92,7 @@ class LoadPlan:
 def plan_load(
     layout: ModelLayout,
     checkpoint: CheckpointTensors,
-    places: Mapping[str, Place],
+    placements: Mapping[str, Placement],
     options: WeightLoadOptions,
 ) -> LoadPlan:
     """Plan a load, and check all that can be known before any tensor is read. Works on the meta device.
@@ -111,7 +111,7 @@ def plan_load(
             found[new] = name
     known = layout.state.keys() & layout.tensors.keys()
     diff = StateDictDiff(checkpoint=str(checkpoint.path), strict=options.strict)
-    planner = _Planner(layout, places, checkpoint.specs, known, found, diff)
+    planner = _Planner(layout, placements, checkpoint.specs, known, found, diff)
     planned = list(map(planner.plan, layout.aliases))
     diff.unexpected.update({name: stored[file] for name, file in found.items() if name not in known})
     diff.check(known=known, found=found)
@@ -124,7 +124,7 @@ class _Planner(NamedTuple):
     """The model and the checkpoint of a load, with the model's names in checkpoints, and where each is found."""
 
     layout: ModelLayout
-    places: Mapping[str, Place]
+    placements: Mapping[str, Placement]
     stored: Mapping[str, TensorSpec]
     known: Collection[str]
     found: Mapping[str, str]
@@ -137,8 +137,8 @@ class _Planner(NamedTuple):
         special = next((name for name in names if name in layout.special_dtypes), None)
         spec = TensorSpec(tuple(target.tensor.shape), layout.dtypes[special or names[0]])
         # A tied tensor goes to the first device among those of its names.
-        named: list[Place] = [self.places[name] for name in names]
-        place = min(named, key=lambda each: tier_of(each) not in (Tier.DEVICE, Tier.HOST))
+        homes: list[Place] = [self.placements[name].home for name in names]
+        place = min(homes, key=lambda each: tier_of(each) not in (Tier.DEVICE, Tier.HOST))
         saved = [name for name in names if name in self.known]
         there = [name for name in saved if name in found]
         if not there:

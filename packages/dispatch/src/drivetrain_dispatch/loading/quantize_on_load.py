@@ -13,8 +13,9 @@ from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.quantized_tensor import parts_of, put_parts
-from drivetrain_dispatch.offload.relocate import parts_in_file, write_offloaded
+from drivetrain_dispatch.model.quantized_tensor import parts_in_file, parts_of, put_parts
+from drivetrain_dispatch.offload.relocate import write_offloaded
+from drivetrain_dispatch.planning.device_map import Placement
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from drivetrain_dispatch.quantization.protocol import Quantization, StoredFP8, packed_sizes
 from drivetrain_weights import MappedFile
@@ -27,17 +28,17 @@ class QuantizeOnLoad:
     """
 
     def __init__(
-        self, quantization: Quantization, devices: Mapping[str, torch.device], folder: Path | str | None
+        self, quantization: Quantization, placements: Mapping[str, Placement], folder: Path | str | None
     ) -> None:
         # The files of packed weights that stay on the disk, by the checkpoint's names.
         self.files: dict[str, MappedFile] = {}
         self._quantization = quantization
-        self._devices = devices
+        self._placements = placements
         self._folder = folder
 
     def allocate(self, planned: PlannedTensor) -> dict[str, Tensor]:
         """Return memory for the whole weight."""
-        device = self._devices[planned.names[0]]
+        device = self._placements[planned.names[0]].device
         return {planned.stored: torch.empty(planned.shape, dtype=planned.dtype, device=device)}
 
     def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:

@@ -6,7 +6,7 @@ import torch
 
 from drivetrain_dispatch.errors import WeightsMismatchError
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec
-from drivetrain_dispatch.model.sizes import enclosing_modules
+from drivetrain_dispatch.model.model_layout import enclosing_modules
 from drivetrain_messages import list_some
 
 _NUM_SHOWN = 5  # names of each kind, in an error message

@@ -1,14 +1,17 @@
-"""The layout of a model: its modules and tensors by name, found in one walk and handed on."""
+"""The layout of a model by name: modules, tensors, ties, sizes, and the units that are fetched together."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
-from drivetrain_dispatch.model.quantized_tensor import is_quantized, size_in_bytes
+from drivetrain_dispatch.errors import DeviceMapError
+from drivetrain_dispatch.model.quantized_tensor import is_quantized, parts_of, size_in_bytes
+from drivetrain_weights.tied_parameters import memory_key
 
 NORMS = (
     nn.BatchNorm1d,
@@ -19,6 +22,10 @@ NORMS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+# Modules of torch that use the weights of their submodules without calling the submodules.
+REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# Modules that are never called: the enclosing module uses the tensors that they hold.
+_ONLY_HOLD = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +45,8 @@ class ModelLayout:
     special_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     # The bytes of single tensors by name, which take precedence over dtypes: packed weights.
     special_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    # The names of the module classes whose weights are fetched all at once.
+    at_once: Collection[str] = ()
 
     @classmethod
     def of(
@@ -47,6 +56,7 @@ class ModelLayout:
         dtype: torch.dtype | None = None,
         special_dtypes: Mapping[str, torch.dtype] | None = None,
         special_sizes: Mapping[str, int] | None = None,
+        at_once: str | Collection[str] = (),
     ) -> "ModelLayout":
         """Return the layout of a model, which may be on the meta device."""
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -67,6 +77,7 @@ class ModelLayout:
             dtype=dtype,
             special_dtypes=special_dtypes or {},
             special_sizes=special_sizes or {},
+            at_once=listed(at_once),
         )
 
     def __post_init__(self) -> None:
@@ -76,6 +87,13 @@ class ModelLayout:
                 raise ValueError(
                     f"{argument}={unknown}: the model has no such parameter or buffer; see named_parameters()"
                 )
+        kinds = set(map(type, self.modules.values())) if self.at_once else ()
+        known = {base.__name__ for kind in kinds for base in kind.__mro__}
+        if absent := sorted(set(self.at_once) - known):
+            raise ValueError(
+                f"preload_module_classes={absent}: the model has no module of such a class; name classes as "
+                "type(module).__name__ does"
+            )
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -131,3 +149,132 @@ class ModelLayout:
         """The buffers that torch's norms write to in a forward without raising their version counters."""
         norms = {name for name, module in self.modules.items() if isinstance(module, NORMS)}
         return frozenset(name for name in self.buffers if name.rpartition(".")[0] in norms)
+
+    @cached_property
+    def undivided(self) -> frozenset[str]:
+        """The names of the modules whose weights are fetched all at once."""
+        kinds = {
+            kind: issubclass(kind, REACH_INSIDE)
+            or any(base.__name__ in self.at_once for base in kind.__mro__)
+            for kind in set(map(type, self.modules.values()))
+        }
+        return frozenset(name for name, module in self.modules.items() if kinds[type(module)])
+
+    @cached_property
+    def unit_names(self) -> Mapping[str, str]:
+        """The name of each tensor's unit: a unit is fetched when its module is called, and released at its end.
+
+        It is the outermost enclosing module whose weights are fetched all at once, else the innermost that is called.
+        """
+        only_hold = {name for name, module in self.modules.items() if isinstance(module, _ONLY_HOLD)}
+        if not (self.undivided or only_hold):
+            return {name: name.rpartition(".")[0] for name in self.tensors}
+        units: dict[str, str] = {}
+        for name in self.tensors:
+            around = list(enclosing_modules(name))
+            called = [outer for outer in around if outer not in only_hold]
+            innermost = called[-1] if called else ""
+            units[name] = next((outer for outer in around if outer in self.undivided), innermost)
+        return units
+
+
+class Unit(NamedTuple):
+    """A module with the tensors that its forward needs."""
+
+    name: str
+    module: nn.Module
+    # The module's own tensors, under the model's names; also those of its submodules if it stays whole.
+    tensors: Mapping[str, Tensor]
+
+
+def units_of(layout: ModelLayout, chosen: Container[str]) -> list[Unit]:
+    """Return the units of the chosen tensors, in the model's order. Pure."""
+    modules = layout.modules
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in layout.tensors.items():
+        if name in chosen:
+            held.setdefault(layout.unit_names[name], {})[name] = tensor
+    units = {
+        # A shared module is one unit, as it may be called under any of its names.
+        id(modules[name]): Unit(name, modules[name], held[name])
+        for name in reversed(modules)
+        if name in held
+    }
+    return list(reversed(units.values()))
+
+
+def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) -> None:
+    """Check that a single device computes each unit."""
+    for unit in units:
+        found = {devices[name] for name in unit.tensors}
+        if len(found) > 1:
+            raise DeviceMapError(
+                f"device_map: {', '.join(sorted(map(str, found)))} compute parts of {unit.name or 'the model'!r}, "
+                "whose weights come all at once: give all of it to one of them, or leave its class out of "
+                "preload_module_classes"
+            )
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    special_dtypes: Mapping[str, torch.dtype] | None = None,
+    special_sizes: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Return the bytes of the parameters and buffers of a model, of each of its modules, and of each tensor.
+
+    A tied tensor counts once in every module that contains several of its names; each of its own names has its full
+    size. Works on the meta device.
+
+    The sizes are those after a conversion of floating-point and complex tensors to `dtype`, as by `Module.to(dtype)`.
+    `special_dtypes` and then `special_sizes`, as `quantized_sizes` returns them, take precedence for single tensors.
+
+    Returns:
+        The bytes of each name; `""` is the model itself.
+
+    Raises:
+        ValueError: `special_dtypes` or `special_sizes` names a tensor that the model does not have.
+
+    Example:
+        >>> compute_module_sizes(torch.nn.Linear(4, 2, device="meta"))
+        {'': 40, 'weight': 32, 'bias': 8}
+    """
+    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
+    sizes = dict.fromkeys(layout.modules, 0) | layout.sizes
+    counted: set[tuple[str, object]] = set()
+    for name, tensor in layout.tensors.items():
+        key = identity(tensor)
+        for module in enclosing_modules(name):
+            if (module, key) not in counted:
+                counted.add((module, key))
+                sizes[module] += layout.sizes[name]
+    return sizes
+
+
+def enclosing_modules(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a tensor or module, from the model itself, `""`, inwards."""
+    yield ""
+    for position, character in enumerate(name):
+        if character == ".":
+            yield name[:position]
+
+
+def nearest_entry(name: str, entries: Container[str]) -> str | None:
+    """Return the longest entry that is a tensor's name or the name of a module around it; None if there is none."""
+    if name in entries:
+        return name
+    return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in entries), None)
+
+
+def identity(tensor: Tensor) -> object:
+    """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
+    has_memory = not tensor.is_meta and tensor.numel() > 0
+    if has_memory and is_quantized(tensor):
+        return tuple(map(identity, parts_of(tensor)))
+    return memory_key(tensor)
+
+
+def listed(names: str | Collection[str]) -> Collection[str]:
+    """Return names as a collection; a single string becomes a tuple of one."""
+    return (names,) if isinstance(names, str) else names

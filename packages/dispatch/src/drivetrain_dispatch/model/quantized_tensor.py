@@ -39,6 +39,14 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
+def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the parts of a tensor by their names in a file; a tensor that is not packed keeps its name."""
+    parts = parts_of(tensor)
+    if parts[0] is tensor:
+        return {name: tensor}
+    return {f"{name}/{index}": part for index, part in enumerate(parts)}
+
+
 def made_of(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Return the same weight made of other parts in the order of `parts_of`; they may be on another device."""
     remaining = iter(parts)

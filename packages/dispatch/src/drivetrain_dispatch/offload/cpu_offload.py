@@ -11,11 +11,9 @@ from torch import nn
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.offload.device_transfer import InputMover
-from drivetrain_dispatch.offload.dispatch import dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import check_has_weights, check_not_dispatched
+from drivetrain_dispatch.offload.dispatch import check_has_weights, check_not_dispatched, dispatch_model
 from drivetrain_dispatch.offload.forward_hooks import NotCopied, hook_calls
-from drivetrain_dispatch.planning.device_map import Device, place_of
-from drivetrain_dispatch.planning.placement import check_places
+from drivetrain_dispatch.planning.device_map import Device, check_places, place_of
 
 _ATTRIBUTE = "_drivetrain_offload_hook"  # the name of the model's attribute
 
@@ -147,7 +145,7 @@ def cpu_offload_with_hook(
     check_not_dispatched(model)
     if any(_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
-    check_has_weights(ModelLayout.of(model).tensors.items())
+    check_has_weights(ModelLayout.of(model))
     device = place_of(_chosen(execution_device))
     check_places([device])
     if not isinstance(device, torch.device):

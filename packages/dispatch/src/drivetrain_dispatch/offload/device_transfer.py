@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain_dispatch.model.sizes import listed
+from drivetrain_dispatch.model.model_layout import listed
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, hook_calls
 
 

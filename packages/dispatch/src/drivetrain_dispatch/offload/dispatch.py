@@ -1,9 +1,11 @@
-"""Plan where the weights of a model go by a device map, move them there, and fetch offloaded ones at use."""
+"""Dispatch a model by a device map, read its counts and traces, and make it ordinary again."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -12,25 +14,38 @@ from torch import nn
 from drivetrain_dispatch.arguments import check_dtype
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
 from drivetrain_dispatch.errors import DeviceMapError, OffloadedError
-from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout, Unit, check_devices, units_of
 from drivetrain_dispatch.model.quantized_tensor import KeptLayout, why_unready
-from drivetrain_dispatch.model.units import Unit, check_devices, units_of
 from drivetrain_dispatch.offload.device_transfer import InputMover
-from drivetrain_dispatch.offload.dispatched_model import (
-    check_has_weights,
-    check_not_dispatched,
-    mark_dispatched,
-)
 from drivetrain_dispatch.offload.engine import OffloadEngine
-from drivetrain_dispatch.offload.forward_hooks import listen, listen_to_units
+from drivetrain_dispatch.offload.forward_hooks import (
+    MethodWrapper,
+    NotCopied,
+    check_removable,
+    listen,
+    listen_to_units,
+)
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine, check_release
 from drivetrain_dispatch.offload.parameter import is_offloaded, keep_in_place
 from drivetrain_dispatch.offload.relocate import relocate
-from drivetrain_dispatch.offload.residency import OffloadedTensor, TensorSlot
+from drivetrain_dispatch.offload.residency import OffloadedTensor, OffloadStats, TensorSlot
+from drivetrain_dispatch.offload.trace import OffloadTrace
 from drivetrain_dispatch.offload.transfer import TransferRequest, default_windows
-from drivetrain_dispatch.planning.device_map import HOST, Device, DeviceMap, as_others_see_it, place_of
-from drivetrain_dispatch.planning.placement import Placement, check_places, devices_of_parts, placements_of
+from drivetrain_dispatch.planning.device_map import (
+    HOST,
+    Device,
+    DeviceMap,
+    Placement,
+    as_others_see_it,
+    check_places,
+    devices_of_parts,
+    place_of,
+    placements_of,
+)
+from drivetrain_messages import list_some
 from drivetrain_weights import MappedFile
+
+_ATTRIBUTE = "_drivetrain_dispatch"  # the name of a dispatched model's attribute
 
 
 def dispatch_model(
@@ -81,70 +96,43 @@ def dispatch_model(
         torch.Size([1, 2])
     """
     check_release(release_pages)
-    plan = plan_dispatch(
-        model, device_map, main_device=main_device, write_back=write_back, offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes, dtypes=dtypes,
-    )  # fmt: skip
-    files = relocate(plan.layout, plan.placements, mapped or {}, offload_dir, write_back=write_back)
-    dispatched = mark_dispatched(model)
-    units = plan.fetched_units
-    if units:
-        engine = _offload_engine(plan, files, device_map)
-        dispatched.engines.append(engine)
-        dispatched.handles += listen_to_units(model, [unit.module for unit in units], engine)
-        dispatched.handles += keep_in_place(plan.layout, plan.fetched)
-    # The host uses tensors in files in place, unless they are converted.
-    if in_place := units_of(plan.layout, files.keys() - set(plan.fetched)):
-        engine = MappedWeightsEngine(in_place, files, releases=release_pages)
-        dispatched.engines.append(engine)
-        dispatched.handles += listen(model, engine)
-    quantized = plan.layout.quantized
-    dispatched.handles += [
-        KeptLayout(unit.module) for unit in [*units, *in_place] if not quantized.isdisjoint(unit.tensors)
-    ]
-    if any(placement.device != HOST for placement in plan.placements.values()):
-        # Inputs go to the device that computes: those of the model, and of each module on another device.
-        modules = dict(model.named_modules())
-        for name, device in devices_of_parts(modules, plan.placements).items():
-            dispatched.handles += InputMover(device, skip_keys, returns=name == "").attach(modules[name])
-    # Other libraries read the map. For encoder-decoders, `generate` would look for Accelerate's hooks then
-    # (transformers 5.23).
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module
-    return model
+    layout = ModelLayout.of(model, at_once=preload_module_classes)
+    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
+    plan = plan_dispatch(layout, placements, mapped=mapped or {}, dtypes=dtypes or {}, write_back=write_back)
+    return carry_out(plan, device_map, offload_dir, release_pages=release_pages, skip_keys=skip_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchPlan:
-    """A decision where each tensor of a model is stored and computed, and which are fetched."""
+    """A decision where each tensor of a model is stored and computed, and which are fetched or used in their file."""
 
     layout: ModelLayout
     placements: Mapping[str, Placement]
     compute_dtypes: Mapping[str, torch.dtype]
-    fetched: Sequence[str]
+    mapped: Mapping[str, MappedFile]
+    write_back: bool
+    fetched: Collection[str]
     fetched_units: Sequence[Unit]
+    units_in_place: Sequence[Unit]  # the units whose tensors the host uses in the pages of their files
 
 
 def plan_dispatch(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
+    layout: ModelLayout,
+    placements: Mapping[str, Placement],
     *,
-    main_device: Device | None = None,
+    mapped: Mapping[str, MappedFile],
+    dtypes: Mapping[str, torch.dtype],
     write_back: bool = False,
-    offload_buffers: bool = False,
-    preload_module_classes: Collection[str] = (),
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> DispatchPlan:
     """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`."""
-    layout, given = ModelLayout.of(model), dtypes or {}
-    placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
-    if unknown := sorted(given.keys() - layout.tensors.keys()):
+    tensors = layout.tensors
+    if unknown := sorted(dtypes.keys() - tensors.keys()):
         raise ValueError(
             f"dtypes={unknown}: the model has no such parameter or buffer; see named_parameters()"
         )
-    for name, dtype in given.items():
+    for name, dtype in dtypes.items():
         check_dtype(f"dtypes[{name!r}]", dtype)
-        if name in layout.quantized and dtype != layout.tensors[name].dtype:
+        if name in layout.quantized and dtype != tensors[name].dtype:
             raise DeviceMapError(
                 f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
             )
@@ -155,25 +143,34 @@ def plan_dispatch(
         )
     check_dispatchable(layout, placements)
     # Norms write to running statistics in a forward, and nothing tells so: these keep their dtype.
-    compute_dtypes = {name: dtype for name, dtype in given.items() if name not in layout.running_statistics}
-    fetched = [
-        name for name, placement in placements.items() if name in compute_dtypes or placement.is_fetched
-    ]
-    units = units_of(layout, fetched, whole=preload_module_classes)
-    check_devices(units, {name: placement.device for name, placement in placements.items()})
-    return DispatchPlan(
-        layout=layout,
-        placements=placements,
-        compute_dtypes=compute_dtypes,
-        fetched=fetched,
-        fetched_units=units,
+    compute_dtypes = {name: dtype for name, dtype in dtypes.items() if name not in layout.running_statistics}
+    fetched = {
+        name: placement.device
+        for name, placement in placements.items()
+        if name in compute_dtypes or placement.is_fetched
+    }
+    # The host uses tensors in files in place, unless they are converted. An empty tensor is in no file.
+    in_files = {id(tensors[name]) for name in mapped}
+    in_files.update(
+        id(tensor) for name, tensor in tensors.items() if placements[name].on_disk and tensor.numel()
     )
+    in_place = [
+        name
+        for name, tensor in tensors.items()
+        if id(tensor) in in_files and name not in fetched and placements[name].device == HOST
+    ]
+    fetched_units = units_of(layout, fetched)
+    check_devices(fetched_units, fetched)
+    return DispatchPlan(
+        layout=layout, placements=placements, compute_dtypes=compute_dtypes, mapped=mapped, write_back=write_back,
+        fetched=fetched.keys(), fetched_units=fetched_units, units_in_place=units_of(layout, in_place),
+    )  # fmt: skip
 
 
 def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
     """Check all of a model that can be checked before any tensor is moved."""
     check_not_dispatched(layout.model)
-    check_has_weights(layout.tensors.items())
+    check_has_weights(layout)
     for name, tensor in layout.tensors.items():
         if is_offloaded(tensor):
             raise OffloadedError(
@@ -191,6 +188,59 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
                 "dispatched, or load it with load_checkpoint_and_dispatch(quantization=...)"
             )
     check_places([place for placement in placements.values() for place in placement])
+
+
+class Removable(Protocol):
+    """A handle of something that was changed in a model."""
+
+    def remove(self) -> None:
+        """Undo the change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched(NotCopied):
+    """The engines of a dispatched model, and the handles to remove in reverse order."""
+
+    offload: OffloadEngine | None
+    mapped: MappedWeightsEngine | None
+    handles: Sequence[Removable]
+
+
+def carry_out(
+    plan: DispatchPlan,
+    device_map: Mapping[str, Device],
+    offload_dir: Path | str | None,
+    *,
+    release_pages: bool,
+    skip_keys: Collection[str],
+) -> nn.Module:
+    """Carry out a plan, and return its model; see `dispatch_model`."""
+    layout, placements, model = plan.layout, plan.placements, plan.layout.model
+    files = relocate(layout, placements, plan.mapped, offload_dir, write_back=plan.write_back)
+    handles: list[Removable] = [
+        KeptLayout(unit.module)
+        for unit in [*plan.fetched_units, *plan.units_in_place]
+        if not layout.quantized.isdisjoint(unit.tensors)
+    ]
+    offload = mapped = None
+    if plan.fetched_units:
+        offload = _offload_engine(plan, files, device_map)
+        handles += listen_to_units(model, [unit.module for unit in plan.fetched_units], offload)
+    if plan.units_in_place:
+        mapped = MappedWeightsEngine(plan.units_in_place, files, releases=release_pages)
+        handles += listen(model, mapped)
+    handles += keep_in_place(layout, plan.fetched)
+    if any(placement.device != HOST for placement in placements.values()):
+        # Inputs go to the device that computes: those of the model, and of each module on another device.
+        modules = dict(model.named_modules())
+        for name, device in devices_of_parts(modules, placements).items():
+            handles += InputMover(device, skip_keys, returns=name == "").attach(modules[name])
+    setattr(model, _ATTRIBUTE, Dispatched(offload=offload, mapped=mapped, handles=handles))
+    # Other libraries read the map. For encoder-decoders, `generate` would look for Accelerate's hooks then
+    # (transformers 5.23).
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        model.hf_device_map = as_others_see_it(device_map)  # type: ignore[assignment] no module
+    return model
 
 
 def _offload_engine(
@@ -236,3 +286,100 @@ def _offload_engine(
         window_bytes=windows,
         files=list(dict.fromkeys(files[name] for name in plan.fetched if name in files)),
     )
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Return whether a model is dispatched."""
+    return _ATTRIBUTE in model.__dict__
+
+
+def check_not_dispatched(model: nn.Module) -> None:
+    """Check that neither a model nor a part of it is dispatched."""
+    for name, module in model.named_modules():
+        if is_dispatched(module):
+            whose = f"{name!r} of the model" if name else "the model"
+            raise OffloadedError(
+                f"{whose} is dispatched already: call remove_hooks(model) on it before it is dispatched anew"
+            )
+
+
+def check_has_weights(layout: ModelLayout) -> None:
+    """Check that all tensors of a model have values."""
+    if empty := [name for name, tensor in layout.tensors.items() if tensor.is_meta]:
+        raise DeviceMapError(
+            f"{list_some(map(repr, empty), most=1)} on the meta device: load weights first, with "
+            "load_checkpoint_in_model, or with load_checkpoint_and_dispatch at once"
+        )
+
+
+def remove_hooks(model: nn.Module) -> nn.Module:
+    """Make a dispatched model an ordinary one again.
+
+    Remove its hooks, and make its weights ordinary tensors with their current values: offloaded weights on the host,
+    weights on the disk as mapped pages of their file, the others on their device. A model that is not dispatched is
+    unchanged.
+
+    Raises:
+        OffloadedError: A forward is running, or the forward, `encode` or `decode` of a module was replaced after the
+            dispatch. The model is unchanged.
+
+    Example:
+        >>> import torch
+        >>> from drivetrain_dispatch import dispatch_model
+        >>> model = dispatch_model(torch.nn.Linear(4, 2), {"": "cpu"})
+        >>> type(remove_hooks(model))
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+    dispatched: Dispatched | None = model.__dict__.get(_ATTRIBUTE)
+    if dispatched is not None:
+        engines = [engine for engine in (dispatched.offload, dispatched.mapped) if engine is not None]
+        if any(engine.is_busy() for engine in engines):
+            raise OffloadedError(
+                "a forward of the model is under way: call remove_hooks(model) when it is over"
+            )
+        check_removable([handle for handle in dispatched.handles if isinstance(handle, MethodWrapper)])
+        for handle in reversed(dispatched.handles):
+            handle.remove()
+        for engine in engines:
+            engine.close()
+        model.__dict__.pop("hf_device_map", None)  # other libraries may have deleted it
+        delattr(model, _ATTRIBUTE)
+    return model
+
+
+def offload_stats(model: nn.Module) -> OffloadStats:
+    """Return how many bytes the forwards of a dispatched model have fetched, and how often they stalled.
+
+    Raises:
+        OffloadedError: The model is not dispatched.
+    """
+    engine = _engine_of(model)
+    return OffloadStats() if engine is None else replace(engine.stats)
+
+
+@contextmanager
+def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
+    """Run the block with a trace of a dispatched model: when each unit was fetched, waited for and computed.
+
+    Weights that the host uses in place are not fetched, and so not traced.
+
+    Raises:
+        OffloadedError: The model is not dispatched.
+    """
+    trace = OffloadTrace()
+    engine = _engine_of(model)
+    if engine is not None:
+        engine.trace = trace
+    try:
+        yield trace
+    finally:
+        if engine is not None:
+            engine.trace = None
+
+
+def _engine_of(model: nn.Module) -> OffloadEngine | None:
+    """Return the engine that fetches weights of a dispatched model; None if all stay where they are used."""
+    dispatched: Dispatched | None = model.__dict__.get(_ATTRIBUTE)
+    if dispatched is None:
+        raise OffloadedError("the model is not dispatched: nothing is fetched for it")
+    return dispatched.offload

@@ -1,13 +1,11 @@
 """Overlap transfers with computation: fetch each unit of a model before its turn, and release it after."""
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from html import escape
 from time import perf_counter
-from typing import NamedTuple
 from weakref import finalize
 
 import torch
@@ -16,13 +14,10 @@ from torch import Tensor
 from drivetrain_dispatch.compat import call_after_backward
 from drivetrain_dispatch.offload.execution_order import BackwardOrder, ExecutionOrder, OrderRecorder
 from drivetrain_dispatch.offload.parameter import make_ordinary, mark_offloaded
-from drivetrain_dispatch.offload.prefetch import Prefetcher
 from drivetrain_dispatch.offload.residency import OffloadedTensor, Residency
 from drivetrain_dispatch.offload.saved_tensors import save_references
+from drivetrain_dispatch.offload.trace import OffloadTrace, UnitUse
 from drivetrain_weights import MappedFile
-
-_WIDTH, _LEFT, _TOP, _LANE, _GAP = 900, 90, 40, 34, 12  # pixels
-_COLOURS = {"fetched": "#4c78a8", "waited for": "#e45756", "computed": "#54a24b"}
 
 
 class OffloadEngine:
@@ -262,6 +257,77 @@ class OffloadEngine:
             self._residency.release(viewed)
 
 
+class Prefetcher:
+    """The units that one run has requested and not used yet. Callers hold the engine's lock."""
+
+    __slots__ = ("_out_of_order", "_requested", "_residency", "_units")
+
+    def __init__(self, units: Sequence[Sequence[OffloadedTensor]], residency: Residency) -> None:
+        self._units = units
+        self._residency = residency
+        self._requested: deque[int] = deque()  # the next ones in the order, without a gap
+        self._out_of_order: list[int] = []  # requested too, before an unexpected unit came in between
+
+    def take(self, unit: int, order: Sequence[int], position: int) -> bool:
+        """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
+
+        Requested units that are not near `position`, which follows this unit in the order, are cancelled.
+        """
+        requested = self._requested
+        if requested and requested[0] == unit:
+            requested.popleft()
+            return True
+        if not requested:
+            return False
+        if found := unit in requested:
+            requested.remove(unit)
+        near = list(order[position : position + len(requested) + 1])
+        for other in requested:
+            if other in near:
+                near.remove(other)
+                self._out_of_order.append(other)
+            else:
+                self._residency.cancel(self._units[other])
+        requested.clear()
+        return found
+
+    def request(self, order: Sequence[int], position: int) -> None:
+        """Request the units from a position of an order on, as long as there is room."""
+        requested, out_of_order = self._requested, self._out_of_order
+        next_position = position + len(requested)
+        while next_position < len(order):
+            unit = order[next_position]
+            if out_of_order and unit in out_of_order:
+                out_of_order.remove(unit)
+            elif self._residency.fits(self._units[unit]):
+                self._residency.request(self._units[unit])
+            else:
+                break
+            requested.append(unit)
+            next_position += 1
+        while out_of_order:
+            self._residency.cancel(self._units[out_of_order.pop()])
+
+    def make_room(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Cancel requested units, the last ones first, until there is room for tensors or none is left."""
+        while (self._requested or self._out_of_order) and not self._residency.fits(tensors):
+            self._cancel_last()
+
+    def cancel_from(self, unit: int) -> None:
+        """Cancel a requested unit, and all units after it."""
+        while unit in self._requested:
+            self._residency.cancel(self._units[self._requested.pop()])
+
+    def cancel_all(self) -> None:
+        """Cancel all requested units."""
+        while self._requested or self._out_of_order:
+            self._cancel_last()
+
+    def _cancel_last(self) -> None:
+        last = self._out_of_order.pop() if self._out_of_order else self._requested.pop()
+        self._residency.cancel(self._units[last])
+
+
 class _ThreadState:
     """The state of one thread: the forward that it is in, its prefetched units, and what it uses."""
 
@@ -303,59 +369,3 @@ class _Threads(threading.local):
 def _unmark(tensors: Iterable[OffloadedTensor]) -> None:
     for tensor in tensors:
         make_ordinary(tensor.tensor)
-
-
-class UnitUse(NamedTuple):
-    """A use of a unit; each time span is its begin and end in seconds."""
-
-    name: str
-    # The span in which its weights were copied or read; empty if they were there already.
-    fetched: tuple[float, float]
-    waited: tuple[float, float]  # the span in which the forward waited for them
-    # The span from then until the module returned; on an accelerator, until its work was enqueued.
-    computed: tuple[float, float]
-
-
-class OffloadTrace:
-    """The uses of units in forwards, in the order in which they ended."""
-
-    def __init__(self) -> None:
-        self.uses: list[UnitUse] = []
-
-    def svg(self) -> str:
-        """Return an SVG plot over time, with a lane each for transfers, waits (in red) and computation."""
-        if not self.uses:
-            raise ValueError(
-                "nothing was traced: call the model within trace_offload(model); weights that stay, or that the host "
-                "uses in their file, do not come and go and leave no trace"
-            )
-        start = min(min(use.fetched[0], use.waited[0]) for use in self.uses)
-        end = max(use.computed[1] for use in self.uses)
-        scale = _WIDTH / max(end - start, 1e-9)
-        lanes = list(_COLOURS)
-        height = _TOP + len(lanes) * (_LANE + _GAP) + 30
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
-            'font-family="sans-serif" font-size="12">',
-            f'<rect width="100%" height="100%" fill="white"/><text x="{_LEFT}" y="20">'
-            f"{len(self.uses)} units in {(end - start) * 1e3:.1f} ms</text>",
-        ]
-        for number, lane in enumerate(lanes):
-            top = _TOP + number * (_LANE + _GAP)
-            parts.append(f'<text x="8" y="{top + _LANE / 2 + 4}">{lane}</text>')
-            for use in self.uses:
-                begin, stop = (use.fetched, use.waited, use.computed)[number]
-                if stop > begin:
-                    parts.append(
-                        f'<rect x="{_LEFT + (begin - start) * scale:.1f}" y="{top}" '
-                        f'width="{max((stop - begin) * scale, 0.5):.1f}" height="{_LANE}" '
-                        f'fill="{_COLOURS[lane]}" stroke="white" stroke-width="0.5">'
-                        f"<title>{escape(use.name)}: {(stop - begin) * 1e3:.2f} ms</title></rect>"
-                    )
-        for tenth in range(11):
-            x = _LEFT + tenth * _WIDTH / 10
-            parts.append(
-                f'<text x="{x:.0f}" y="{height - 8}" text-anchor="middle">'
-                f"{(end - start) * tenth * 100:.1f} ms</text>"
-            )
-        return "\n".join([*parts, "</svg>\n"])

@@ -9,11 +9,9 @@ from torch import nn
 
 from drivetrain_dispatch.arguments import check_computed, check_dtype
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout
-from drivetrain_dispatch.model.sizes import listed
-from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model
-from drivetrain_dispatch.offload.dispatched_model import is_dispatched
-from drivetrain_dispatch.planning.placement import placements_of
+from drivetrain_dispatch.model.model_layout import NORMS, ModelLayout, listed
+from drivetrain_dispatch.offload.dispatch import check_dispatchable, dispatch_model, is_dispatched
+from drivetrain_dispatch.planning.device_map import placements_of
 
 # Norms, by their usual names and classes, and embeddings: a small dtype hurts them most and saves least.
 _SENSITIVE_NAMES = ("norm", "embed")

@@ -8,10 +8,16 @@ from functools import partial
 from weakref import ref
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.units import Unit
+from drivetrain_dispatch.model.model_layout import Unit
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
-from drivetrain_dispatch.offload.page_reader import MappedPart, PageLimits, PageReader
-from drivetrain_dispatch.offload.pages import can_release, merge, some_missing
+from drivetrain_dispatch.offload.pages import (
+    MappedPart,
+    PageLimits,
+    PageReader,
+    can_release,
+    merge,
+    some_missing,
+)
 from drivetrain_dispatch.planning.memory_budget import free_of_host
 from drivetrain_weights import MappedFile
 

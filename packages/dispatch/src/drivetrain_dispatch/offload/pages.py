@@ -1,22 +1,31 @@
-"""Query, read ahead and release the pages of mapped files. Linux only."""
+"""Read the pages of mapped files ahead of a forward, and release them behind it. Linux only."""
 
 import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import CDLL, c_char, c_int, c_size_t, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from drivetrain_dispatch.model.quantized_tensor import parts_of
+from drivetrain_dispatch.offload.execution_order import ExecutionOrder
+from drivetrain_weights import MappedFile
 
 _PAGE_BYTES = mmap.PAGESIZE
 _DONTNEED = 4  # madvise: MADV_DONTNEED
 _POPULATE_READ = 22  # madvise: MADV_POPULATE_READ, from Linux 5.14 on
 _PAGEMAP = "/proc/self/pagemap"
 _STEP_BYTES = 8 << 20  # read in one call; a thread can stop only between two calls
+_FOLIO_BYTES = 2 << 20  # the largest folio of the page cache
+_NUM_READERS = 2  # one waits for the disk while the other requests the next piece
 
 
 class Pages(NamedTuple):
@@ -116,3 +125,146 @@ def _libc() -> CDLL | None:
     libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
     libc.madvise.restype = c_int
     return libc
+
+
+class MappedPart(NamedTuple):
+    """The pages of a tensor, or of one part of a quantized tensor."""
+
+    pages: Pages
+    file: MappedFile
+    tensor: ref[Tensor] | None  # A weak reference to the tensor; None if it is quantized
+
+    @classmethod
+    def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[MappedPart]":
+        """Return the pages of each part of a tensor."""
+        parts = parts_of(tensor)
+        reference = ref(tensor) if parts[0] is tensor else None
+        return [cls(Pages.of(part), file, reference) for part in parts]
+
+    def is_used(self) -> bool:
+        """Return whether the tensor still has its values in these pages: it may have been converted."""
+        if self.tensor is None:
+            return True
+        tensor = self.tensor()
+        return tensor is not None and Pages.of(tensor) == self.pages
+
+
+class PageLimits(NamedTuple):
+    """The limits on the pages that a forward holds in memory."""
+
+    ahead_bytes: int
+    # The bytes that stay in memory after their use, those used first; None for all.
+    kept_bytes: int | None = None
+    # Whether released pages leave the page cache too, where they would evict the pages used next.
+    leaves_cache: bool = False
+
+
+class PageReader:
+    """The threads that read the pages of one forward in order, unless all are there; pages are released behind it."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module | None],
+        units: Sequence[Sequence[MappedPart]],
+        order: ExecutionOrder,
+        limits: PageLimits,
+        *,
+        reads: bool,
+    ) -> None:
+        self.order = order
+        self.used: list[int] = []
+        self._units = units
+        self._limits = limits
+        self._uses_left = Counter(order.units)
+        self._ends: dict[int, int] = {}  # of each unit, the bytes to read up to its end
+        self._steps: list[_Step] = []
+        total = 0
+        for index in dict.fromkeys(order.units):
+            for part in units[index]:
+                for address, size_bytes in part.pages.steps() if part.is_used() else ():
+                    self._steps.append(_Step(address, size_bytes, before_bytes=total, unit=index))
+                    total += size_bytes
+            self._ends[index] = total
+        self._next = 0
+        self._used_bytes = 0
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._reached, index))
+            for index, module in enumerate(modules)
+            if module is not None
+        ]
+        self._threads = [
+            threading.Thread(target=self._read, name=f"drivetrain-read-ahead-{number}", daemon=True)
+            for number in range(_NUM_READERS if reads else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _reached(self, index: int, _module: nn.Module, _args: object) -> None:
+        """Record that the forward uses a unit: read on, and release the unit before."""
+        previous = self.used[-1] if self.used else index
+        self.used.append(index)
+        self._uses_left[index] -= 1
+        used_bytes = self._ends.get(index, 0)
+        if used_bytes > self._used_bytes:
+            with self._changed:
+                self._used_bytes = used_bytes
+                self._changed.notify_all()
+        if self._is_done(previous):
+            self._release(previous)
+
+    def stop(self) -> None:
+        """Stop reading, remove the hooks, and release the remaining pages."""
+        for handle in self._handles:
+            handle.remove()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._limits.kept_bytes is not None:
+            for thread in self._threads:
+                thread.join()  # pages that it reads after the release would stay
+            for index in range(len(self._units)):
+                self._release(index)
+
+    def _release(self, index: int) -> None:
+        kept_bytes = self._limits.kept_bytes
+        if kept_bytes is None or self._ends.get(index, kept_bytes + 1) <= kept_bytes:
+            return
+        for part in self._units[index]:
+            if part.is_used() and release(part.pages) and self._limits.leaves_cache:
+                # A folio of the page cache may begin in the part before, which is not used any more either.
+                part.file.forget(part.pages.first - _FOLIO_BYTES, part.pages.size_bytes + _FOLIO_BYTES)
+
+    def _is_done(self, index: int) -> bool:
+        """Return whether the forward has left a unit that it does not use again."""
+        return bool(self.used) and self.used[-1] != index and self._uses_left[index] <= 0
+
+    def _read(self) -> None:
+        """Read the pieces in order, each once there is room for it."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_read)
+                if self._stopped or self._next == len(self._steps):
+                    return
+                step = self._steps[self._next]
+                self._next += 1
+                if self._is_done(step.unit):  # a reader that fell behind must not read what was released
+                    continue
+            if not populate(step.address, step.size_bytes):
+                return  # the forward reads the rest by page faults
+
+    def _may_read(self) -> bool:
+        """Return whether a reader has something to do now, or nothing any more."""
+        if self._stopped or self._next == len(self._steps):
+            return True
+        return self._steps[self._next].before_bytes <= self._used_bytes + self._limits.ahead_bytes
+
+
+class _Step(NamedTuple):
+    """A piece that is read at once."""
+
+    address: int
+    size_bytes: int
+    before_bytes: int  # the bytes of all pieces before it
+    unit: int

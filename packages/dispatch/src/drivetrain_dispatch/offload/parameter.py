@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import APPLY, READ_VERSION
 from drivetrain_dispatch.errors import OffloadedError
-from drivetrain_dispatch.model.model_layout import ModelLayout
+from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules
 from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
-from drivetrain_dispatch.model.sizes import enclosing_modules
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
 
 # The attributes and methods of a tensor that need none of its values.
@@ -195,12 +194,10 @@ def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[Metho
     """
     quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
     holds_quantized: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
-    for name, module in layout.modules.items():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        found = [quantized[id(tensor)] for tensor in own if id(tensor) in quantized]
-        for outer in [*enclosing_modules(name), name] if found else ():
+    for name, tensor in layout.tensors.items():
+        for outer in enclosing_modules(name) if id(tensor) in quantized else ():
             around = layout.modules[outer]
-            holds_quantized[around] = holds_quantized.get(around, False) or any(found)
+            holds_quantized[around] = holds_quantized.get(around, False) or quantized[id(tensor)]
     return [
         MethodWrapper(module, APPLY, partial(_refuse_changes, quantized_too))
         for module, quantized_too in holds_quantized.items()

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from drivetrain_dispatch.errors import DeviceMapError, WeightFilesError
 from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.quantized_tensor import parts_of, put_parts, restore_scales, size_in_bytes
-from drivetrain_dispatch.planning.placement import Placement
+from drivetrain_dispatch.model.quantized_tensor import (
+    parts_in_file,
+    parts_of,
+    put_parts,
+    restore_scales,
+    size_in_bytes,
+)
+from drivetrain_dispatch.planning.device_map import Placement
 from drivetrain_messages import format_size, list_some
 from drivetrain_weights import MappedFile
 from drivetrain_weights.aligned_file import write_aligned
@@ -30,8 +36,7 @@ def relocate(
     """
     restore_scales(layout.model)
     tensors = layout.tensors
-    first: dict[int, str] = {}
-    names = [name for name, tensor in tensors.items() if first.setdefault(id(tensor), name) == name]
+    names = [aliases[0] for aliases in layout.aliases]
     in_files = {id(tensors[name]): file for name, file in mapped.items()}
     written = {
         name: tensors[name]
@@ -51,14 +56,28 @@ def relocate(
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         for name in names:
-            tensor, placement, device = tensors[name], placements[name], tensors[name].device
+            tensor, device = tensors[name], tensors[name].device
+            home, stays = placements[name].home, placements[name].stays
             if file is not None and name in written:
-                put_parts(tensor, [file.tensor(key) for key in parts[name]])
+                new = [file.tensor(key) for key in parts[name]]
                 in_files[id(tensor)] = file
-            elif placement.home == "disk" or (placement.stays and device == placement.home):
+            elif home == "disk" or (stays and device == home):
                 continue  # already in place: it stays the same tensor
             else:  # one after the other: each move frees the source's memory
-                put_parts(tensor, _parts_at(name, tensor, placement.home, stays=placement.stays))
+                try:
+                    new = [part.data.to(home) for part in parts_of(tensor)]
+                    if not stays and home.type == "cpu":
+                        # An accelerator copies from pinned memory without the processor.
+                        new = [part.pin_memory() for part in new]
+                except (
+                    RuntimeError
+                ) as error:  # torch.OutOfMemoryError, or a driver's on memory that it cannot pin
+                    raise DeviceMapError(
+                        f"{home} has no room for {name!r} ({format_size(size_in_bytes(tensor))}; {error}): give the "
+                        f"map's inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use "
+                        "another device"
+                    ) from error
+            put_parts(tensor, new)
             moved.append((tensor, device))
     except BaseException:
         for tensor, device in moved:
@@ -67,19 +86,6 @@ def relocate(
             file.path.unlink()
         raise
     return {name: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
-
-
-def _parts_at(name: str, tensor: Tensor, home: torch.device, *, stays: bool) -> list[Tensor]:
-    """Return the parts of a tensor on the device that stores them; the same parts if they are there."""
-    try:
-        kept = [part.data.to(home) for part in parts_of(tensor)]
-        # An accelerator copies from pinned memory without the processor.
-        return kept if stays or home.type != "cpu" else [part.pin_memory() for part in kept]
-    except RuntimeError as error:  # torch.OutOfMemoryError, or a driver's error on memory that it cannot pin
-        raise DeviceMapError(
-            f"{home} has no room for {name!r} ({format_size(size_in_bytes(tensor))}; {error}): give the map's "
-            f"inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use another device"
-        ) from error
 
 
 class WritableFile(MappedFile):
@@ -99,14 +105,6 @@ class WritableFile(MappedFile):
     def check_unchanged(self) -> None:
         """Check that the file is the one that was opened; training may have changed its contents."""
         self.check_in_place()
-
-
-def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the parts of a tensor by their names in a file; a tensor that is not packed keeps its name."""
-    parts = parts_of(tensor)
-    if parts[0] is tensor:
-        return {name: tensor}
-    return {f"{name}/{index}": part for index, part in enumerate(parts)}
 
 
 def write_offloaded(

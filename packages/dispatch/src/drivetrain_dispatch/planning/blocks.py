@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import enclosing_modules, identity, listed
-from drivetrain_dispatch.model.units import UnitNames
+from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules, identity, listed
 
 
 class Block(NamedTuple):
@@ -44,7 +42,6 @@ def blocks_of(
     layout: ModelLayout,
     *,
     no_split: Collection[str] = (),
-    whole: Collection[str] = (),
     offload_buffers: bool = True,
 ) -> list[Block]:
     """Return the blocks of a model, in its order. Pure; works on the meta device.
@@ -55,7 +52,6 @@ def blocks_of(
     """
     kept = frozenset(listed(no_split))
     modules = layout.modules
-    unit_of = UnitNames(modules, whole)
     if absent := sorted(kept.difference({type(module).__name__ for module in modules.values()})):
         warnings.warn(
             f"no_split_module_classes: the model has no module of class {', '.join(absent)}; classes are named as "
@@ -63,12 +59,12 @@ def blocks_of(
             stacklevel=2,
         )
     stays = layout.running_statistics if offload_buffers else layout.buffers.keys()
-    undivided = unit_of.at_once.union(
+    undivided = layout.undivided.union(
         name for name, module in modules.items() if kept and type(module).__name__ in kept
     )
     found, places = _numbered(list(modules), undivided, layout.tensors)
     at = [places[name] if name in places else places[name.rpartition(".")[0]] for name in layout.tensors]
-    units = [None if name in stays else unit_of(name) for name in layout.tensors]
+    units = [None if name in stays else unit for name, unit in layout.unit_names.items()]
     return _summed(found, at, layout.tensors.values(), layout.sizes.values(), units)
 
 

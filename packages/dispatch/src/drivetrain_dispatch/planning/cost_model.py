@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_init import meta_copy
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import nearest_entry
+from drivetrain_dispatch.model.model_layout import ModelLayout, nearest_entry
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.op_recorder import FusedAttention, OpRecorder, kept_memories, peaks

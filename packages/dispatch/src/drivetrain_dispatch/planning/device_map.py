@@ -1,21 +1,25 @@
-"""The device map: a dict from names of a model's parts to devices, with validation, lookup and printing."""
+"""The device map: a dict from names of a model's parts to devices, its table, and its meaning for each tensor."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from math import isclose
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
 import torch
+from torch import nn
 
+from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_messages import format_size, format_table
+from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules, nearest_entry
+from drivetrain_messages import format_size, format_table, list_some, suggest
 
 # A device as users write it: an accelerator's index, a string such as "cuda:1", "cpu" or "disk", or a torch.device.
 Device: TypeAlias = int | str | torch.device
 # The same in canonical form; "disk" only stores weights, another device computes with them.
 Place: TypeAlias = torch.device | Literal["disk"]
 HOST = torch.device("cpu")
+_NUM_SHOWN = 5  # names in an error message
 
 
 class Tier(IntEnum):
@@ -159,3 +163,122 @@ def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
     if first is None:
         return dict.fromkeys(device_map, "cpu")
     return {first: device_map[first]} | dict(device_map)
+
+
+class Placement(NamedTuple):
+    """The placement of a tensor."""
+
+    home: Place  # the place that holds the tensor's values while no forward uses them
+    device: torch.device  # the device that computes with it
+
+    @property
+    def on_disk(self) -> bool:
+        """True if the tensor's values are in a file while no forward uses them."""
+        return self.home == "disk"
+
+    @property
+    def stays(self) -> bool:
+        """True if the tensor always stays on the device that computes with it."""
+        return self.home == self.device
+
+    @property
+    def is_fetched(self) -> bool:
+        """True if an accelerator fetches the tensor at each use; the host uses tensors where they are."""
+        return not self.stays and self.device != HOST
+
+
+def read_device_map(
+    layout: ModelLayout, device_map: Mapping[str, Device], *, main_device: Device | None = None
+) -> dict[str, Placement]:
+    """Check a device map, and return the placement of each tensor by its entry alone, whatever it is tied to. Pure.
+
+    The accelerator named last before an offloaded entry computes it; the main device computes offloaded entries at
+    the beginning of the map. Without any accelerator the host computes.
+    """
+    check_map(
+        device_map, "; infer_auto_device_map(model) plans one, as load_checkpoint_and_dispatch can at once"
+    )
+    if unknown := sorted(device_map.keys() - layout.modules.keys() - layout.tensors.keys()):
+        known = [*layout.modules, *layout.tensors]
+        meant = suggest(unknown[0], known) or "; see model.named_modules()"
+        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{meant}")
+    places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
+    entries = {name: nearest_entry(name, device_map) for name in layout.tensors}
+    if left := [name for name, entry in entries.items() if entry is None]:
+        raise DeviceMapError(
+            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
+        )
+    if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
+        # A plan that offloads everything names its computing device only in its windows.
+        main_device = next(iter(device_map.window_bytes), None)
+    main = None if main_device is None else place_of(main_device)
+    if main == "disk":
+        raise DeviceMapError("main_device='disk' does not compute: give an accelerator or 'cpu'")
+    current = next(filter(_computes, places.values()), HOST) if main is None else main
+    placements: dict[str, Placement] = {}  # of each entry
+    for name, place in places.items():
+        current = place if _computes(place) else current
+        placements[name] = Placement(place, current)
+    return {name: placements[entry] for name, entry in entries.items() if entry is not None}
+
+
+def placements_of(
+    layout: ModelLayout,
+    device_map: Mapping[str, Device],
+    *,
+    main_device: Device | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, Placement]:
+    """Return where each parameter and buffer of a model is kept and computed, under every name that it has.
+
+    A tied tensor has one home: the first computing device among its names, otherwise the host rather than the disk.
+    Buffers stay where they are computed, unless they are offloaded; running statistics always do.
+    """
+    placements = read_device_map(layout, device_map, main_device=main_device)
+    for name in layout.running_statistics if offload_buffers else layout.buffers:
+        placements[name] = placements[name]._replace(home=placements[name].device)
+    for group in layout.aliases:
+        if len(computing := {placements[name].device for name in group}) > 1:
+            raise DeviceMapError(
+                f"device_map: {' and '.join(map(repr, group))} are one tensor, which "
+                f"{' and '.join(sorted(map(str, computing)))} would compute with: give them to one device"
+            )
+        fastest = min((placements[name] for name in group), key=lambda placement: tier_of(placement.home))
+        placements.update(dict.fromkeys(group, fastest))
+    return placements
+
+
+def _computes(place: Place) -> TypeGuard[torch.device]:
+    return tier_of(place) < Tier.HOST
+
+
+def devices_of_parts(
+    modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]
+) -> dict[str, torch.device]:
+    """Return the devices of the model and of the outermost modules that one device computes alone."""
+    inside: dict[str, set[torch.device]] = {}
+    for name, placement in placements.items():
+        for outer in enclosing_modules(name):
+            inside.setdefault(outer, set()).add(placement.device)
+    chosen = {"": next(iter(placements.values())).device}
+    for name in modules:
+        alone = name and len(inside.get(name, ())) == 1
+        if alone and all(len(inside[outer]) > 1 for outer in enclosing_modules(name)):
+            (chosen[name],) = inside[name]
+    return chosen
+
+
+def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
+    """Check that this machine has the devices that an argument names."""
+    for place in dict.fromkeys(places):
+        if place == "disk" or tier_of(place) is not Tier.DEVICE:
+            continue
+        found = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count() if found is not None and found.type == place.type else 0
+        if (place.index or 0) >= count:
+            here = f"{count} of the kind {place.type}" if count else f"none of the kind {place.type}"
+            raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
+
+
+def _shown(names: list[str]) -> str:
+    return list_some(map(repr, names), most=_NUM_SHOWN)

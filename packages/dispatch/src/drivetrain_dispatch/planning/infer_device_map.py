@@ -6,17 +6,15 @@ import torch
 from torch import nn
 
 from drivetrain_dispatch.errors import DeviceMapError
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import enclosing_modules
+from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block, blocks_of
-from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Tier, place_of, tier_of
+from drivetrain_dispatch.planning.device_map import Device, DeviceMap, Tier, check_places, place_of, tier_of
 from drivetrain_dispatch.planning.hardware import assumed_rates
 from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
-from drivetrain_dispatch.planning.placement import check_places
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
 
 
@@ -67,13 +65,14 @@ def infer_auto_device_map(
         >>> dict(infer_auto_device_map(model, {"cpu": "6MB"}))
         {'0': 'cpu', '1': 'disk'}
     """
-    layout = ModelLayout.of(model, dtype=dtype, special_dtypes=special_dtypes, special_sizes=special_sizes)
-    blocks = blocks_of(
-        layout,
-        no_split=no_split_module_classes,
-        whole=preload_module_classes,
-        offload_buffers=offload_buffers,
+    layout = ModelLayout.of(
+        model,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        special_sizes=special_sizes,
+        at_once=preload_module_classes,
     )
+    blocks = blocks_of(layout, no_split=no_split_module_classes, offload_buffers=offload_buffers)
     return plan_device_map(
         blocks, get_max_memory(max_memory), converts=layout.converts, costs=costs or {}, rates=rates
     )

@@ -10,9 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.model_layout import ModelLayout
-from drivetrain_dispatch.model.sizes import enclosing_modules, listed
-from drivetrain_dispatch.model.units import REACH_INSIDE
+from drivetrain_dispatch.model.model_layout import REACH_INSIDE, ModelLayout, enclosing_modules, listed
 
 _OUTPUT_HEADS = ("lm_head",)  # skipped by default, since the output head suffers most from few bits
 
