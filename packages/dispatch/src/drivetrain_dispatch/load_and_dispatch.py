@@ -1,6 +1,7 @@
 """Load a checkpoint straight to the devices of a device map: plan, load and dispatch in one call."""
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -8,7 +9,6 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.loading.checkpoint_tensors import (
     Progress,
     WeightLoadOptions,
@@ -25,7 +25,7 @@ from drivetrain_dispatch.planning.blocks import blocks_of
 from drivetrain_dispatch.planning.device_map import (
     HOST,
     Device,
-    DeviceMap,
+    check_map,
     check_places,
     place_of,
     placements_of,
@@ -88,15 +88,12 @@ def load_checkpoint_and_dispatch(
     )  # fmt: skip
     check_load_dtype(dtype)
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
-    check_not_dispatched(model)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
     layout = _with_fp32(layout, keep_in_fp32_modules)
+    check_not_dispatched(model)
     check_sharded(layout, device_map, options)
     opened = open_checkpoint(layout, Path(checkpoint), options)
     layout = with_quantized_sizes(layout, opened.specs, quantization)
-    if device_map is None:
-        load_tensors(layout, opened, None, options, EachRank())
-        return model
     if isinstance(device_map, str):
         blocks = blocks_of(layout, no_split=no_split_module_classes, offload_buffers=offload_buffers)
         budgets = get_max_memory(max_memory)
@@ -105,13 +102,17 @@ def load_checkpoint_and_dispatch(
         if device_map != "sequential":
             budgets = balanced_budgets(budgets, blocks, low_zero=device_map == "balanced_low_0")
         device_map = plan_device_map(blocks, budgets, converts=layout.converts)
-    placements = placements_of(layout, device_map, offload_buffers=offload_buffers)
+    placements = (
+        None if device_map is None else placements_of(layout, device_map, offload_buffers=offload_buffers)
+    )
     report = load_tensors(layout, opened, placements, options, EachRank())
-    # Tensors that the model computes are on the host now; a planned map's windows stay.
-    for name in report.computed:
-        placements[name] = placements[name]._replace(home=HOST)
-    windows = device_map.window_bytes if isinstance(device_map, DeviceMap) else None
-    placed = DeviceMap({**device_map, **dict.fromkeys(report.computed, "cpu")}, window_bytes=windows)
+    if device_map is None or placements is None:
+        return model
+    placed = (
+        copy(device_map) if isinstance(device_map, dict) else dict(device_map)
+    )  # a planned map has windows
+    for name in report.computed:  # the model computes it, and it is on the host now
+        placements[name], placed[name] = placements[name]._replace(home=HOST), "cpu"
     # The model has other tensors now, and a library's layers for packed weights, under the same names.
     layout = ModelLayout.of(model, at_once=preload_module_classes)
     plan = plan_dispatch(layout, placements, mapped=report.mapped, dtypes=report.converted_at_use)

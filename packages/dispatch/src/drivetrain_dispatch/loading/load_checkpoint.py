@@ -22,13 +22,14 @@ from drivetrain_dispatch.loading.checkpoint_tensors import (
 )
 from drivetrain_dispatch.loading.file_backed import with_files, write_converted
 from drivetrain_dispatch.loading.load_plan import LoadPlan, PlannedTensor, plan_load
-from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments, assignment, load_target
-from drivetrain_dispatch.loading.quantize_on_load import (
-    KeepStoredFP8,
-    QuantizeOnLoad,
+from drivetrain_dispatch.loading.load_target import (
+    Assignment,
+    apply_assignments,
+    assignment,
+    load_target,
     refuse_to_save,
-    with_quantized_sizes,
 )
+from drivetrain_dispatch.loading.quantize_on_load import KeepStoredFP8, QuantizeOnLoad, with_quantized_sizes
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
 from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout

@@ -4,11 +4,12 @@ All changes are prepared first, so that applying them cannot fail.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.quantized_tensor import is_quantized, takes
 from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
@@ -126,3 +127,17 @@ def apply_assignments(model: nn.Module, assignments: Sequence[Assignment]) -> No
         for name in names:
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, value)
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Make `save_pretrained` of a model with packed weights raise, if it has such a method."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        # The library would write packed weights that nothing reads, maybe over the full ones.
+        raise OffloadedError(
+            "the weights of this model are packed, and save_pretrained would write what no library reads: load the "
+            "model without quantization to save it, or save model.state_dict() by torch.save"
+        )
+
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = refuse

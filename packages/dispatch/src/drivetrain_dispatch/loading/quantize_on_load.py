@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
-from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.loading.checkpoint_tensors import TensorSpec, fp8_parts
 from drivetrain_dispatch.loading.load_plan import PlannedTensor
 from drivetrain_dispatch.model.model_layout import ModelLayout
@@ -74,20 +72,6 @@ def with_quantized_sizes(
     keeps = isinstance(quantization, StoredFP8)
     sizes = _kept_sizes(layout, stored) if keeps else packed_sizes(layout, quantization)
     return replace(layout, special_sizes=sizes)
-
-
-def refuse_to_save(model: nn.Module) -> None:
-    """Make `save_pretrained` of a model with packed weights raise, if it has such a method."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        # The library would write packed weights that nothing reads, maybe over the full ones.
-        raise OffloadedError(
-            "the weights of this model are packed, and save_pretrained would write what no library reads: load the "
-            "model without quantization to save it, or save model.state_dict() by torch.save"
-        )
-
-    if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = refuse
 
 
 class KeepStoredFP8:

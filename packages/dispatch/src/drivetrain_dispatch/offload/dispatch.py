@@ -28,9 +28,15 @@ from drivetrain_dispatch.offload.forward_hooks import (
 from drivetrain_dispatch.offload.mapped_weights import MappedWeightsEngine, check_release
 from drivetrain_dispatch.offload.parameter import is_offloaded, keep_in_place
 from drivetrain_dispatch.offload.relocate import relocate
-from drivetrain_dispatch.offload.residency import OffloadedTensor, OffloadStats, TensorSlot
+from drivetrain_dispatch.offload.residency import (
+    OffloadedTensor,
+    OffloadStats,
+    Residency,
+    TensorSlot,
+    default_windows,
+)
 from drivetrain_dispatch.offload.trace import OffloadTrace
-from drivetrain_dispatch.offload.transfer import TransferRequest, default_windows
+from drivetrain_dispatch.offload.transfer import TransferRequest
 from drivetrain_dispatch.planning.device_map import (
     HOST,
     Device,
@@ -216,18 +222,18 @@ def carry_out(
 ) -> nn.Module:
     """Carry out a plan, and return its model; see `dispatch_model`."""
     layout, placements, model = plan.layout, plan.placements, plan.layout.model
+    in_place = plan.units_in_place
     files = relocate(layout, placements, plan.mapped, offload_dir, write_back=plan.write_back)
     handles: list[Removable] = [
         KeptLayout(unit.module)
-        for unit in [*plan.fetched_units, *plan.units_in_place]
+        for unit in [*plan.fetched_units, *in_place]
         if not layout.quantized.isdisjoint(unit.tensors)
     ]
-    offload = mapped = None
-    if plan.fetched_units:
-        offload = _offload_engine(plan, files, device_map)
+    offload = _offload_engine(plan, files, device_map) if plan.fetched_units else None
+    mapped = MappedWeightsEngine(in_place, files, releases=release_pages) if in_place else None
+    if offload is not None:
         handles += listen_to_units(model, [unit.module for unit in plan.fetched_units], offload)
-    if plan.units_in_place:
-        mapped = MappedWeightsEngine(plan.units_in_place, files, releases=release_pages)
+    if mapped is not None:
         handles += listen(model, mapped)
     handles += keep_in_place(layout, plan.fetched)
     if any(placement.device != HOST for placement in placements.values()):
@@ -269,23 +275,15 @@ def _offload_engine(
         for unit in plan.fetched_units
     ]
     names = [unit.name for unit in plan.fetched_units]
-    windows = default_windows(
-        [
-            (name, unit[0].request.device, sum(tensor.request.device_bytes for tensor in unit))
-            for name, unit in zip(names, units, strict=True)
-        ]
-    )
+    windows = default_windows(names, units)
     planned = device_map.window_bytes if isinstance(device_map, DeviceMap) else {}
     for device, size_bytes in planned.items():
         place = place_of(device)
         if isinstance(place, torch.device) and place in windows:
             windows[place] = size_bytes
-    return OffloadEngine(
-        units,
-        names=names,
-        window_bytes=windows,
-        files=list(dict.fromkeys(files[name] for name in plan.fetched if name in files)),
-    )
+    residency = Residency(windows)
+    read = list(dict.fromkeys(files[name] for name in plan.fetched if name in files))
+    return OffloadEngine(units, residency, names=names, files=read)
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -34,9 +34,9 @@ class OffloadEngine:
     def __init__(
         self,
         units: Sequence[Sequence[OffloadedTensor]],
+        residency: Residency,
         *,
         names: Sequence[str],
-        window_bytes: Mapping[torch.device, int],
         files: Collection[MappedFile] = (),
     ) -> None:
         self.trace: OffloadTrace | None = None
@@ -44,14 +44,14 @@ class OffloadEngine:
         self._units = units
         self._files = files
         self._lock = threading.RLock()
-        self._residency = Residency(window_bytes)
-        self.stats = self._residency.stats
+        self._residency = residency
+        self.stats = residency.stats
         # The order of each method that computes with the model, by its name.
         self._orders = defaultdict[str, ExecutionOrder](partial(ExecutionOrder, range(len(units))))
-        self._threads = _Threads(units, self._residency)
+        self._threads = _Threads(units, residency)
         self._forwards: list[_ThreadState] = []  # of each forward that is running, the nested ones too
         self._backward = BackwardOrder()
-        self._backward_prefetcher = Prefetcher(units, self._residency)
+        self._backward_prefetcher = Prefetcher(units, residency)
         self._backward_unit: int | None = None  # the unit that the backward uses, whose claim it holds
         self._unit_of: dict[OffloadedTensor, int] = {}  # the first unit of each tensor
         for index, tensors in enumerate(units):

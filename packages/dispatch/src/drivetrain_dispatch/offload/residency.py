@@ -282,6 +282,30 @@ class Residency:
             self._windows[device].release(size_bytes, None if pending is None else pending.completion())
 
 
+def default_windows(
+    names: Sequence[str], units: Sequence[Sequence[OffloadedTensor]]
+) -> dict[torch.device, int]:
+    """Return the default window of each device in bytes: the largest three consecutive units there.
+
+    Units that enclose the first of the three are in use with it, and count too. Pure.
+    """
+    windows: dict[torch.device, int] = {}
+    for device in dict.fromkeys(unit[0].request.device for unit in units):
+        sizes = [
+            (name, sum(tensor.request.device_bytes for tensor in unit))
+            for name, unit in zip(names, units, strict=True)
+            if unit[0].request.device == device
+        ]
+        enclosing: list[tuple[str, int]] = []
+        for index, (name, size_bytes) in enumerate(sizes):
+            while enclosing and not name.startswith(enclosing[-1][0]):
+                enclosing.pop()
+            held = sum(size for _, size in enclosing) + sum(size for _, size in sizes[index : index + 3])
+            windows[device] = max(windows.get(device, 0), held)
+            enclosing.append((f"{name}." if name else "", size_bytes))
+    return windows
+
+
 # The bytes that are released, by device and, unless it is over, by transfer.
 _ReleasedBytes: TypeAlias = dict[tuple[torch.device, PendingTransfer | None], int]
 

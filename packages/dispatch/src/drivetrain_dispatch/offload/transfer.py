@@ -294,21 +294,3 @@ class TransferWindow:
             cancelled = event = torch.Event(self._device)
             event.record(torch.accelerator.current_stream(self._device))
         self._released.append((cancelled, size_bytes))
-
-
-def default_windows(units: list[tuple[str, torch.device, int]]) -> dict[torch.device, int]:
-    """Return the default window of each device in bytes: the largest three consecutive units there.
-
-    Units that enclose the first of the three are in use with it, and count too. Pure.
-    """
-    windows: dict[torch.device, int] = {}
-    for device in dict.fromkeys(device for _, device, _ in units):
-        sizes = [(name, size_bytes) for name, at, size_bytes in units if at == device]
-        enclosing: list[tuple[str, int]] = []
-        for index, (name, size_bytes) in enumerate(sizes):
-            while enclosing and not name.startswith(enclosing[-1][0]):
-                enclosing.pop()
-            held = sum(size for _, size in enclosing) + sum(size for _, size in sizes[index : index + 3])
-            windows[device] = max(windows.get(device, 0), held)
-            enclosing.append((f"{name}." if name else "", size_bytes))
-    return windows

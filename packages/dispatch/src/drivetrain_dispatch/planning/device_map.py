@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from math import isclose
-from typing import Literal, NamedTuple, TypeAlias, TypeGuard
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
 
-from drivetrain_dispatch.arguments import check_map
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules, nearest_entry
 from drivetrain_messages import format_size, format_table, list_some, suggest
@@ -185,6 +184,26 @@ class Placement(NamedTuple):
     def is_fetched(self) -> bool:
         """True if an accelerator fetches the tensor at each use; the host uses tensors where they are."""
         return not self.stays and self.device != HOST
+
+
+def check_map(device_map: object, otherwise: str = "") -> None:
+    """Check that a device map is a mapping from names to devices."""
+    if isinstance(device_map, Mapping):
+        names = [name for name in cast("Mapping[object, object]", device_map) if not isinstance(name, str)]
+        if names:
+            raise DeviceMapError(
+                f"device_map={{{names[0]!r}: ...}}: names are text, as named_modules() gives them: {str(names[0])!r}"
+            )
+        return
+    example = 'give a map from names to devices, such as {"": "cpu"}'
+    try:
+        is_device = device_map == "disk" or bool(torch.device(cast("str", device_map)))
+    except (RuntimeError, TypeError):
+        is_device = False
+    if is_device:
+        shown = device_map if isinstance(device_map, int) else str(device_map)
+        example += f'; for the whole model on one device {{"": {shown!r}}}'
+    raise DeviceMapError(f"device_map={device_map!r}: {example}{otherwise}")
 
 
 def read_device_map(
