@@ -127,7 +127,12 @@ class MappedFile:
         direct = target.device.type == "cpu" and target.dtype == mapped.dtype
         size = mapped.element_size()
         read = target if direct else buffer[: target.numel() * size].view(mapped.dtype)
-        self._fill(bytes_of(read), self._starts[name] + start * size)
+        memory, position = bytes_of(read), self._starts[name] + start * size
+        while memory:
+            count = os.preadv(self._file, [memory], position)
+            if not count:
+                raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
+            memory, position = memory[count:], position + count
         if not direct:
             target.copy_(read)
 
@@ -137,13 +142,6 @@ class MappedFile:
         if name in self._starts and hasattr(os, "posix_fadvise"):
             begin = self._starts[name] + start * self._tensors[name].element_size()
             os.posix_fadvise(self._file, begin, size_bytes, os.POSIX_FADV_WILLNEED)
-
-    def _fill(self, memory: memoryview, start: int) -> None:
-        while memory:
-            count = os.preadv(self._file, [memory], start)
-            if not count:
-                raise WeightFilesError(f"{self.path} was cut while it was read: fetch it again")
-            memory, start = memory[count:], start + count
 
     def forget(self, address: int, size_bytes: int) -> None:
         """Ask the system to drop a part of the file from the page cache, except pages that a process has mapped."""

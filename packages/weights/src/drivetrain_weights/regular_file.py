@@ -22,10 +22,7 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file to read, and return its descriptor. Links are followed; nothing is waited for.
-
-    A WeightFilesError names what else the path leads to.
-    """
+    """Open a regular file to read, behind any links and without waiting, and return its descriptor."""
     # Opening a device may do something, and a socket cannot be opened.
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -38,7 +35,7 @@ def open_regular(path: Path) -> int:
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path names a regular file, for libraries that open it by themselves; see `open_regular`."""
+    """Check that a path names a regular file, for libraries that open files by themselves."""
     os.close(open_regular(path))
 
 
@@ -49,10 +46,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes | str, *, where: str) -> Any:
-    """Parse JSON in which no object has one key twice: readers disagree on which of the two counts.
-
-    A WeightFilesError, with the name of the text, says what else is wrong: its depth or length, or that it is none.
-    """
+    """Parse JSON in which no object has one key twice; a WeightFilesError names the text by `where`."""
     if len(text) > MOST_JSON_BYTES:
         raise WeightFilesError(f"{where} holds more than {MOST_JSON_BYTES} bytes of JSON: it is damaged")
     try:

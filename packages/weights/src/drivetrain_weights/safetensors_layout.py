@@ -148,10 +148,7 @@ class StoredHeader:
 
 
 def read_header(path: Path) -> StoredHeader:
-    """Read the header of a safetensors file, which `safetensors.safe_open` has found to be valid.
-
-    A WeightFilesError names a key that is there twice, of which the library takes the last.
-    """
+    """Read the header of a safetensors file, after `safetensors.safe_open` has checked all but repeated keys."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = parse_json(file.read(length), where=f"the header of {path}")

@@ -23,7 +23,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def slices(self, *, within: "Box | None" = None) -> tuple[slice, ...]:
-        """Return the slices that select it from the tensor, or from another box that contains it."""
+        """Return the slices that select the box from the tensor, or from a box around it."""
         starts = self.offsets if within is None else map(int.__sub__, self.offsets, within.offsets)
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 

@@ -96,18 +96,14 @@ def _chosen(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parame
         raise TiedParametersError("tied=[[]]: a group holds the names of one parameter, at least one of them")
     real = [name for name in group if not by_name[name].is_meta]
     keeper = real[0] if real else group[0]
+    kept = by_name[keeper]
     for name in group:
-        if not _agree(by_name[keeper], by_name[name]):
+        other = by_name[name]
+        is_alike = (other.shape, other.dtype) == (kept.shape, kept.dtype)
+        is_equal = is_alike and (other.is_meta or torch.equal(kept.detach(), other.detach().to(kept.device)))
+        if not (other is kept or is_equal):
             raise TiedParametersError(
                 f"{keeper!r} and {name!r} are to be one parameter but differ in shape, dtype or values, so one "
                 "would be lost: load only one of the two, or leave the pair out of `tied`"
             )
-    return by_name[keeper]
-
-
-def _agree(kept: Tensor, other: Tensor) -> bool:
-    if kept is other:
-        return True
-    if kept.shape != other.shape or kept.dtype != other.dtype:
-        return False
-    return other.is_meta or torch.equal(kept.detach(), other.detach().to(kept.device))
+    return kept

@@ -42,8 +42,12 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
     except FileNotFoundError as error:
         raise WeightFilesError(f"{path} is missing") from error
     except UnpicklingError as error:
-        if (found := _unsafe(path, arrays)) is None:
+        try:
+            with _allowed(arrays):
+                names = sorted(get_unsafe_globals_in_checkpoint(path))
+        except (UnpicklingError, RuntimeError, ValueError):  # it is no archive of `torch.save`
             raise _damaged(path, error) from error
+        found = ", ".join(names[:_NUM_SHOWN]) or "instructions of pickle"
         raise UnsafePickleError(
             f"{path} is refused: to build what it holds ({found}) would run code out of it. If you trust who "
             "wrote it, load it with torch.load yourself, and save its weights with safetensors.torch.save_file",
@@ -86,16 +90,6 @@ def _described(held: object) -> str:
         if others
         else "names that are not strings"
     )
-
-
-def _unsafe(path: Path, arrays: bool) -> str | None:
-    """Return the names of globals that a file would import; None if it is not an archive of `torch.save`."""
-    try:
-        with _allowed(arrays):
-            found = sorted(get_unsafe_globals_in_checkpoint(path))
-    except (UnpicklingError, RuntimeError, ValueError):
-        return None
-    return ", ".join(found[:_NUM_SHOWN]) or "instructions of pickle"
 
 
 def _allowed(arrays: bool) -> AbstractContextManager[object]:

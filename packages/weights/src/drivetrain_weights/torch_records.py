@@ -22,10 +22,10 @@ _ITEM_BYTES = {
 
 @contextmanager
 def checked_records(path: Path) -> Generator[None]:
-    """Check before the block that maps a file of `torch.save`, and after it, that each record is what torch maps.
+    """Run the block that maps a file of `torch.save` between two checks that its records are what torch maps.
 
-    Before: none is compressed, and none is there twice. After, when torch has found the file to be safe: each has the
-    size of the storage in it. A file that is no archive is left to torch.
+    Before it, none is compressed or there twice. After it, when torch has found the file to be safe, each has its
+    storage's size. A file that is no archive is left to torch.
     """
     if not zipfile.is_zipfile(path):
         yield
@@ -69,17 +69,7 @@ class _Inert:
     def __call__(self, *_: object, **__: object) -> "_Inert":
         return self
 
-    def __setitem__(self, name: object, value: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-    def extend(self, items: object) -> None:
-        """Take items that a pickle appends."""
-
-    def append(self, item: object) -> None:
-        """Take an item that a pickle appends."""
+    __setitem__ = __setstate__ = extend = append = __init__
 
 
 class _StorageSizes(pickle.Unpickler):

@@ -99,11 +99,7 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
 
 
 def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> dict[str, MappedFile]:
-    """Open the files of an index, and return the one that holds each tensor, in the order of the files.
-
-    A WeightFilesError names a file that is missing or lacks a tensor. Tensors that the index leaves out are returned
-    too if they may be `unlisted`.
-    """
+    """Open the files of an index, and return each tensor's, in their order; `unlisted` adds what the index lacks."""
     held: dict[str, MappedFile] = {}
     for file in sorted(set(index.weight_map.values())):
         if not (path.parent / file).exists():
@@ -124,14 +120,10 @@ def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> d
 
 
 def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> Path:
-    """Return the file of a folder's weights, or the index of several.
+    """Return the file of a folder's weights, or the index of several; `kinds` are in order of preference.
 
-    These are, in this order: a file or index of the name that transformers or diffusers give it; the only other
-    index or file, such as a variant (`model.fp16.safetensors`); the same in torch's files instead of safetensors.
-
-    Args:
-        folder: The folder to look into.
-        kinds: The kinds of files to look for, ".safetensors" and ".bin", in order of preference.
+    First comes a file or index of the name that transformers or diffusers give it, then the only other index or file,
+    such as a variant (`model.fp16.safetensors`).
 
     Raises:
         NoWeightsError: The folder holds no weights, or only shards without their index.
