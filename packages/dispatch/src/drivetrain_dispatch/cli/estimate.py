@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from drivetrain_dispatch.cli.flags import flag
 from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
@@ -32,38 +33,34 @@ class EstimateArguments:
             "help": "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
         }
     )
-    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = field(
-        default=("inference", "fp32", "mixed", "bf16", "lora"),
-        metadata={"help": f"Ways to train, of {', '.join(MODES)}; by default, all of them."},
+    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = flag(
+        ("inference", "fp32", "mixed", "bf16", "lora"),
+        f"Ways to train, of {', '.join(MODES)}; by default, all of them.",
     )
-    batch: int = field(default=1, metadata={"help": "Number of samples in a step of one process."})
-    seq: int = field(default=1024, metadata={"help": "Number of tokens in a sample."})
-    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = field(
-        default="adamw",
-        metadata={"help": f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."},
+    batch: int = flag(1, "Number of samples in a step of one process.")
+    seq: int = flag(1024, "Number of tokens in a sample.")
+    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = flag(
+        "adamw", f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."
     )
-    recompute: bool = field(
-        default=False,
-        metadata={"help": "Compute activations again in the backward (activation checkpointing)."},
+    recompute: bool = flag(False, "Compute activations again in the backward (activation checkpointing).")
+    lora_rank: int = flag(16, "Rank of the adapters of mode lora.")
+    num_processes: int = flag(1, "Number of processes that share the training.")
+    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = flag(
+        "fsdp", f"What processes divide among them: {', '.join(SHARDINGS)}."
     )
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters of mode lora."})
-    num_processes: int = field(default=1, metadata={"help": "Number of processes that share the training."})
-    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = field(
-        default="fsdp", metadata={"help": f"What processes divide among them: {', '.join(SHARDINGS)}."}
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+    json: bool = flag(False, "Print JSON, for programs.")
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "lora_rank", "num_processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for flag, values, allowed in (
+        for name, values, allowed in (
             ("mode", self.mode, tuple(MODES)),
             ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
             ("sharding", (self.sharding,), tuple(SHARDINGS)),
         ):
             if unknown := [value for value in values if value not in allowed]:
-                raise ValueError(f"--{flag} {unknown[0]}: say one of {', '.join(allowed)}")
+                raise ValueError(f"--{name} {unknown[0]}: say one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

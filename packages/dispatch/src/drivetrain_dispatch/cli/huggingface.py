@@ -57,10 +57,7 @@ def read_config(folder: Path) -> tuple[Any, Any]:
 
 
 def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the language model that a folder describes, without memory; its weights need not be there.
-
-    Without a dtype its tensors have the configuration's, or float32.
-    """
+    """Build the language model that a folder's config.json describes, without memory."""
     transformers, config = read_config(folder)
     return _build(
         folder, transformers.AutoModelForCausalLM.from_config, config, dtype, "language model"
@@ -70,11 +67,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 def build_to_train(
     folder: Path, *, dtype: torch.dtype | None, lora_rank: int | None = None, recompute: bool = False
 ) -> nn.Module:
-    """Build the model that a folder's config.json describes, in training mode, on the meta device.
-
-    Its class is the one that the configuration names, else the one for language models. With a `lora_rank`, adapters
-    on all linear layers are trained in place of the model.
-    """
+    """Build the model of a folder's config.json to train it, or with a `lora_rank` its adapters, without memory."""
     transformers, config = read_config(folder)
     named = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     build = named or transformers.AutoModelForCausalLM.from_config

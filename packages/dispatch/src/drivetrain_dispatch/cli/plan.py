@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from drivetrain_dispatch.cli.flags import flag
 from drivetrain_dispatch.cli.forecast import Forecast, forecast
 from drivetrain_dispatch.cli.huggingface import (
     build_empty,
@@ -59,49 +60,35 @@ class PlanArguments:
     model_dir: str = field(
         metadata={"positional": True, "help": "Folder of a Hugging Face model; config.json alone is enough."}
     )
-    gpu: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this "
-            "machine. 0GB for none."
-        },
+    gpu: tuple[str, ...] = flag(
+        (),
+        "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this machine. 0GB for "
+        "none.",
     )
-    cpu: str | None = field(
-        default=None, metadata={"help": "Memory of the host, such as 64GB; by default, what is free here."}
+    cpu: str | None = flag(None, "Memory of the host, such as 64GB; by default, what is free here.")
+    batch: int = flag(1, "Number of prompts at once.")
+    seq: int | None = flag(None, "Tokens per prompt; by default 4096, or the model's limit if less.")
+    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = flag(
+        None, "bf16, fp16 or fp32; by default, the dtype in config.json."
     )
-    batch: int = field(default=1, metadata={"help": "Number of prompts at once."})
-    seq: int | None = field(
-        default=None, metadata={"help": "Tokens per prompt; by default 4096, or the model's limit if less."}
+    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = flag(
+        None, "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."
     )
-    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = field(
-        default=None, metadata={"help": "bf16, fp16 or fp32; by default, the dtype in config.json."}
+    link: str | None = flag(
+        None, "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
     )
-    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = field(
-        default=None,
-        metadata={"help": "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."},
+    disk: str = flag("3GB", "Bytes per second from the disk.")
+    tflops: float | None = flag(
+        None,
+        "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if unknown, or "
+        "0.5 without one.",
     )
-    link: str | None = field(
-        default=None,
-        metadata={
-            "help": "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
-        },
+    bandwidth: str | None = flag(
+        None,
+        "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's kind, 1TB if "
+        "unknown, or 50GB without one.",
     )
-    disk: str = field(default="3GB", metadata={"help": "Bytes per second from the disk."})
-    tflops: float | None = field(
-        default=None,
-        metadata={
-            "help": "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if "
-            "unknown, or 0.5 without one."
-        },
-    )
-    bandwidth: str | None = field(
-        default=None,
-        metadata={
-            "help": "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's "
-            "kind, 1TB if unknown, or 50GB without one."
-        },
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+    json: bool = flag(False, "Print JSON, for programs.")
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):

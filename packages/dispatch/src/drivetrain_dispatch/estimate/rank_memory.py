@@ -41,24 +41,13 @@ class RankMemory:
 def memory_of_rank(
     step: StepMemory, *, sharding: ShardedParts, world_size: int, largest_block_bytes: int
 ) -> RankMemory:
-    """Return the memory of one of `world_size` ranks.
-
-    `step` is the memory of one rank's batch on one device that holds everything.
-    """
-    if not sharding.divides_states or world_size == 1:
-        return RankMemory(
-            weights=step.weights,
-            gradients=step.gradients,
-            optimizer_states=step.optimizer_states,
-            gathered=0,
-            activations=step.activations,
-            peak=step.peak,
-        )
-    weights = _part(step.weights, world_size) if sharding.divides_weights else step.weights
-    gradients = _part(step.gradients, world_size) if sharding.divides_gradients else step.gradients
-    states = _part(step.optimizer_states, world_size)
-    gathered = _NUM_GATHERED * largest_block_bytes if sharding.divides_weights else 0
-    if sharding.divides_gradients and step.weights:
+    """Return the memory of one of `world_size` ranks, from that of its batch on one device that holds everything."""
+    divided = sharding if world_size > 1 else SHARDINGS["ddp"]
+    weights = _part(step.weights, world_size) if divided.divides_weights else step.weights
+    gradients = _part(step.gradients, world_size) if divided.divides_gradients else step.gradients
+    states = _part(step.optimizer_states, world_size) if divided.divides_states else step.optimizer_states
+    gathered = _NUM_GATHERED * largest_block_bytes if divided.divides_weights else 0
+    if divided.divides_gradients and step.weights:
         gathered += int(largest_block_bytes * step.gradients / step.weights)
     computing = weights + gradients + states + gathered + step.computing
     stepping = weights + gradients + states + _part(step.stepping, world_size)
@@ -68,7 +57,7 @@ def memory_of_rank(
         optimizer_states=states,
         gathered=gathered,
         activations=step.activations,
-        peak=max(computing, stepping),
+        peak=max(computing, stepping) if divided.divides_states else step.peak,
     )
 
 

@@ -107,8 +107,7 @@ def measure_step(
 ) -> StepMemory:
     """Measure the memory of a training step from the second one on, when optimizer states exist.
 
-    Runs forward, backward and step once, on tensors of a `FakeTensorMode` whose context the caller is in: nothing is
-    computed. Gradients are set to None between steps, as `zero_grad` does.
+    Run forward, backward and step once on tensors without data, in the caller's `FakeTensorMode`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -167,11 +166,8 @@ def _size_bytes(tensor: Tensor) -> int:
 
 
 def give_fake_tensors(model: nn.Module) -> None:
-    """Exchange a model's meta tensors for ones of the CPU that have no data; tied tensors stay tied.
-
-    The caller is in the context of a `FakeTensorMode`. Meta tensors themselves would not do: autocast passes over
-    them, and attention takes its slowest kernel, which holds all scores.
-    """
+    """Exchange a model's meta tensors for fake ones of the CPU, in a `FakeTensorMode`; tied tensors stay tied."""
+    # Autocast passes over meta tensors, and attention takes its slowest kernel for them, which holds all scores.
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, whose id is free otherwise
     for module in model.modules():
         entries: Any

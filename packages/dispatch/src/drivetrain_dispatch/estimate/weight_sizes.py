@@ -1,7 +1,7 @@
 """The parameters of a model by block and dtype, from the model or from the headers of its files."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,29 +36,25 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
         for name, module in model.named_modules()
         if type(module).__name__ in block_classes or not list(module.children())
     }
-    largest = max(blocks, key=lambda name: blocks[name], default="")
-    return WeightSizes(
-        model=type(model).__name__,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        largest_block=largest,
-        largest_block_parameters=blocks.get(largest, 0),
-    )
+    return _with_largest(type(model).__name__, sum(each.numel() for each in model.parameters()), blocks)
 
 
 def sizes_of_files(path: Path) -> WeightSizes:
     """Count the tensors in files of weights by their headers; a block is what has a number in its name."""
     blocks: dict[str, int] = defaultdict(int)
-    num_parameters = 0
     for name, file in open_weights(path).items():
-        count = prod(file.tensor_shape(name))
         # A block's name ends with the first number, "model.layers.3"; else it is the module's.
         parts = name.split(".")
         at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
-        blocks[".".join(parts[: at + 1])] += count
-        num_parameters += count
+        blocks[".".join(parts[: at + 1])] += prod(file.tensor_shape(name))
+    return _with_largest(path.name, sum(blocks.values()), blocks)
+
+
+def _with_largest(model: str, num_parameters: int, blocks: Mapping[str, int]) -> WeightSizes:
+    """Return the sizes of a model that has blocks of these numbers of parameters."""
     largest = max(blocks, key=lambda name: blocks[name], default="")
     return WeightSizes(
-        model=path.name,
+        model=model,
         num_parameters=num_parameters,
         largest_block=largest,
         largest_block_parameters=blocks.get(largest, 0),
