@@ -207,12 +207,13 @@ def _from_diffusers(
         raise ValueError(
             f"{path / _CONFIG} describes a {made}, not a {model_class.__name__}: give that class"
         )
-    with (
-        _described(path, model_class),
-        init_empty_weights(),
-        _default_dtype(dtype or torch.get_default_dtype()),
-    ):
-        model: nn.Module = model_class.from_config(config, **options)
+    before = torch.get_default_dtype()
+    try:  # constructors compute some buffers in the default dtype, and positions in fp32
+        torch.set_default_dtype(dtype or before)
+        with _described(path, model_class), init_empty_weights():
+            model: nn.Module = model_class.from_config(config, **options)
+    finally:
+        torch.set_default_dtype(before)
     for tensor in model.state_dict(keep_vars=True).values():  # non-persistent buffers keep their dtype
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -249,25 +250,9 @@ def _described(path: Path, model_class: Any) -> Generator[None]:
         ) from error
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """Run the block with a default dtype.
-
-    Constructors compute buffers as in the library's own loading then: some in this dtype, positions in fp32.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _keep_in_fp32(model: Any) -> None:
-    """Convert the parameters that the model's class keeps in fp32, on the meta device.
-
-    transformers has two lists of modules: one for fp16 alone, one for bf16 too.
-    """
+    """Convert the parameters that the model's class keeps in fp32, on the meta device."""
+    # transformers has two lists of modules: one for fp16 alone, one for bf16 too.
     dtype = getattr(model, "dtype", torch.float32)
     parts = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16 or not hasattr(model, "_keep_in_fp32_modules_strict"):

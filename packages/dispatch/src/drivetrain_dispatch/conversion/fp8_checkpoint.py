@@ -20,10 +20,7 @@ class Fp8Weights(NamedTuple):
 
 
 def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> Fp8Weights:
-    """Find the fp8 weights that have scales: those of `NAME` are called `NAME_scale_inv`.
-
-    Scales among the model's own tensors (`wanted`) are not applied.
-    """
+    """Find the fp8 weights that have scales, `NAME_scale_inv`, but for scales that the model wants itself."""
     found = Fp8Weights({}, {})
     for name, tensor in tensors.items():
         scales = tensors.get(f"{name}{_SUFFIX}")
@@ -57,16 +54,13 @@ def dequantised(tensors: Mapping[str, LazyTensor], fp8: Fp8Weights) -> dict[str,
 
 
 def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
-    """Return whether converted scales still match the blocks of the converted weight.
-
-    They match if every tensor that the weight is joined from begins at a block's boundary: two stacked matrices of
-    64 rows, for example, would be one block with two scales.
-    """
+    """Return whether converted scales still match the blocks of the converted weight."""
     if values.dim() < 2 or tuple(scales.shape) != grid_of(values.shape):
         return False
     of_values, of_scales = _places(values), _places(scales)
     if of_values is None or of_scales is None or of_values.keys() != of_scales.keys():
         return False
+    # Every part must begin at a block's boundary: two matrices of 64 rows would be one block with two scales.
     # A part that begins within a block follows a partial block with a scale of its own. The part's scale therefore
     # has a larger index than its row or column divided by 128.
     return all(
@@ -76,10 +70,7 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
 
 
 def _places(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
-    """Return the coordinates at which each stored tensor begins in a joined tensor, by the name of the weight.
-
-    Return None if the tensor is made in another way than by joining, or if one of its parts is transposed.
-    """
+    """Return where each stored tensor begins in a joined one; None if it is not joined, or a part is transposed."""
     target = torch.empty(joined.shape, device="meta")
     places: dict[str, tuple[int, ...]] = {}
     for lazy, part in joined.parts(target):

@@ -1,8 +1,8 @@
 """The lazy tensors of a conversion: they record the operations applied to them, and run these on demand.
 
 A conversion written for ordinary tensors (split, stack, transpose, dequantise) is applied to `LazyTensor`s before any
-file is read. The result gives the shape of each tensor, the stored tensors that it needs, and, if it is joined from
-several tensors, the part that each of them fills, so that they are read directly into their place.
+file is read. Each of the results knows its shape, the stored tensors that it needs, and the part that each of these
+fills if it is joined from several, so that they are read directly into their place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,10 +56,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def made_by(cls, func: Callable[..., Any], *args: Any, **kwargs: Any) -> "LazyTensor":
-        """Create the lazy tensor that a function makes from arguments with lazy tensors among them.
-
-        The function is called now on the meta device, and later with values.
-        """
+        """Create the lazy tensor that a function makes, which is called now on the meta device, later with values."""
         return _lazy(func(*_map(args, _plain), **_map(kwargs, _plain)), Operation(func, args, kwargs, None))
 
     @classmethod
@@ -88,10 +85,7 @@ class LazyTensor(Tensor):
         return result
 
     def values(self) -> Tensor:
-        """Compute the values on the host.
-
-        A stored tensor and views of it are returned as the file's pages.
-        """
+        """Compute the values on the host; a stored tensor and views of it are the file's pages."""
         if isinstance(self.origin, TensorInFile):
             return self.origin.file.tensor(self.origin.name)
         func, args, kwargs, index = self.origin
@@ -184,11 +178,8 @@ class LazyTensor(Tensor):
                     yield from tensor._lazy_inputs()
 
     def parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
-        """Yield the lazy tensor that fills each part of the target, with that part.
-
-        A join is undone, so that each of the joined tensors fills a part. An operation on a join that only reorders
-        elements is undone on the target. The result of any other operation is computed as a whole.
-        """
+        """Yield the lazy tensor that fills each part of the target, with that part: a join is undone."""
+        # An operation on a join that only reorders elements is undone on the target; any other is computed in full.
         if isinstance(self.origin, Operation) and self.origin.position is None:
             func, args, kwargs, _ = self.origin
             if func in _JOINS:

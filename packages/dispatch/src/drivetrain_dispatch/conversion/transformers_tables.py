@@ -1,8 +1,7 @@
-"""Convert checkpoints of transformers to the names and shapes of its models.
+"""Apply transformers' own conversion tables (`transformers.conversion_mapping`, from 5.0 on) to lazy tensors.
 
 `save_pretrained` writes many models in the form in which they were first published, and `from_pretrained` renames,
-splits and stacks tensors on load. This module applies transformers' own conversion tables
-(`transformers.conversion_mapping`, from 5.0 on) to lazy tensors.
+splits and stacks tensors on load.
 """
 
 import re
@@ -23,10 +22,7 @@ _COMPUTED_TABLES = ("inv_freq", "position_ids")
 
 
 def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a checkpoint's tensors with the names and shapes of a transformers model; of another, as they are.
-
-    Unexpected tensors that the model's class allows are dropped. Other tensors that the model lacks keep their names.
-    """
+    """Return a checkpoint's tensors with the names and shapes of a transformers model; of another, as they are."""
     model, wanted = layout.model, layout.state
     if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         return dict(tensors)
@@ -39,7 +35,7 @@ def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> d
     if not isinstance(model, base):
         return dict(tensors)
     found = _convert(model, loading, mapping.get_model_conversion_mapping(model), tensors, wanted)
-    # Older versions stored these tables in every layer; the model computes them now.
+    # The model's class allows some unexpected tensors, and older versions stored tables that the model computes now.
     tables = {buffer.rpartition(".")[2] for buffer in layout.buffers if buffer.endswith(_COMPUTED_TABLES)}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     found = {
@@ -92,10 +88,7 @@ def _convert(
 
 
 def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:
-    """Return tensors that checkpoints may omit because the model computes them, such as position tables.
-
-    Tensors that the model initialises at random are not among them.
-    """
+    """Return tensors that checkpoints may omit because the model computes them, not at random: position tables."""
     patterns = getattr(layout.model, "_keys_to_ignore_on_load_missing", None)
     computed: dict[str, LazyTensor] = {}
     for names in layout.aliases:

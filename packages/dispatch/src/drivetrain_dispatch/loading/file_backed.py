@@ -24,11 +24,7 @@ logger = logging.getLogger(__name__)
 def with_files(
     plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None, *, maps_host: bool
 ) -> LoadPlan:
-    """Return a plan that says what stays in which file: computed tensors do not, and some are written first.
-
-    With `maps_host`, the host's tensors stay pages of the files that hold them as they are in memory. Check that
-    there is a folder for tensors that the disk keeps in another form than the checkpoint's.
-    """
+    """Plan the files of tensors: computed ones are in none, some are written first; the host's may stay in theirs."""
     computed: list[str] = []
     tensors: list[PlannedTensor] = []
     for planned in plan.tensors:
@@ -64,10 +60,7 @@ def with_files(
 def write_converted(
     plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None
 ) -> tuple[LoadPlan, dict[str, LazyTensor]]:
-    """Write tensors that the disk keeps in another form than the checkpoint's, unless an earlier load has.
-
-    Return the plan, in which these tensors are stored in their compute dtype, and the tensors as the file holds them.
-    """
+    """Write tensors that the disk keeps in another form; return the plan with their new dtype, and the tensors."""
     if not plan.to_write or folder is None:
         return plan, {}
     file = _write_converted_file(sources, plan.to_write, Path(folder).expanduser())
@@ -83,11 +76,8 @@ def write_converted(
 def _write_converted_file(
     tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype], folder: Path
 ) -> MappedFile:
-    """Write converted tensors to a file in a folder, or open the file that an earlier call has written.
-
-    The file's name contains a hash of the tensors' recipes and of the sizes and times of the checkpoint's files.
-    The file is never deleted here. Tensors are written one after the other, into the file's pages.
-    """
+    """Write converted tensors to a file in a folder, or open the file that an earlier call has written."""
+    # A recipe contains the sizes and times of the checkpoint's files.
     recipes = "\n".join(f"{name} {dtypes[name]} {tensors[name].recipe()}" for name in sorted(dtypes))
     path = folder / f"converted-{hashlib.sha256(recipes.encode()).hexdigest()[:16]}.safetensors"
     if path.exists():
@@ -132,11 +122,8 @@ def _write_converted_file(
 
 
 def _mapped_on_host(planned: PlannedTensor, sources: Mapping[str, LazyTensor]) -> PlannedTensor:
-    """Return the plan of a tensor that is not copied if the host can use it as it is in a safetensors file.
-
-    A write to it copies the page, never into the file. It stays whole if the file is deleted, or replaced as all that
-    write safetensors replace files. Files of torch's own are read: `torch.save` writes into the file that it finds.
-    """
+    """Return the plan of a tensor that is not copied if the host can use it as it is in a safetensors file."""
+    # A write copies the page, and the file may be deleted or replaced; `torch.save` writes into an existing file.
     is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
     is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype
     if not is_kept:

@@ -31,7 +31,7 @@ from drivetrain_dispatch.loading.load_target import (
 )
 from drivetrain_dispatch.loading.quantize_on_load import KeepStoredFP8, QuantizeOnLoad, with_quantized_sizes
 from drivetrain_dispatch.loading.rank0_broadcast import Rank0Broadcast
-from drivetrain_dispatch.loading.tensor_reader import EachRank, ReadProgress, pieces_of
+from drivetrain_dispatch.loading.tensor_reader import EachRank, pieces_of
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.planning.device_map import (
     HOST,
@@ -150,9 +150,9 @@ def load_tensors(
     options: WeightLoadOptions,
     reader: WeightReader,
 ) -> LoadReport:
-    """Load the tensors of an open checkpoint; all ranks that the reader reads for call it.
+    """Load the tensors of an open checkpoint to their placements, or to the devices that they are on.
 
-    Without `placements` each tensor stays on its device, and those on the meta device go to the host.
+    All ranks that the reader reads for call it.
     """
     load = _Load(layout=layout, checkpoint=checkpoint, placements=placements, options=options, reader=reader)
     with load:
@@ -184,7 +184,7 @@ class _Load:
     placements: Mapping[str, Placement] | None
     options: WeightLoadOptions
     reader: WeightReader
-    # By the checkpoint's names: values, and sources, those of tensors that were written in another form first.
+    # By the checkpoint's names; the sources of tensors that were written in another form come first.
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     sources: ChainMap[str, LazyTensor] = field(default_factory=ChainMap[str, LazyTensor])
     packer: WeightPacker | None = None
@@ -241,10 +241,16 @@ class _Load:
         names = self.reader.wanted_by_any(name for planned in plan.tensors for name in planned.reads)
         pieces = pieces_of(self.checkpoint.specs, names, boxes)
         mapped = sum(planned.size_bytes for planned in plan.tensors if planned.maps and planned.in_memory)
-        progress = ReadProgress(self.options.progress, mapped + sum(piece.size_bytes for piece in pieces))
+        all_bytes, done_bytes = mapped + sum(piece.size_bytes for piece in pieces), 0
+
+        def add(size_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += size_bytes
+            if self.options.progress is not None:
+                self.options.progress(done_bytes, all_bytes)
 
         def read(targets: Mapping[str, Tensor]) -> None:
-            self.reader.read(self.checkpoint, targets, boxes, progress.add)
+            self.reader.read(self.checkpoint, targets, boxes, add)
 
         def packed(planned: PlannedTensor, packer: WeightPacker) -> nn.Parameter:
             memory = self.reader.together(lambda: packer.allocate(planned))  # one weight is held in full
@@ -252,7 +258,7 @@ class _Load:
             return self.reader.together(lambda: packer.pack(planned, memory))
 
         if mapped:
-            progress.add(mapped)
+            add(mapped)
         read(self.values)
         for index, planned in enumerate(plan.tensors):
             if planned.is_quantized and self.packer is not None:
@@ -299,13 +305,10 @@ class _Load:
 
 
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
-    """Allocate all tensors that are read, but for packed ones, which get their memory one by one.
-
-    The host needs room for those that stay pages of a file too, as they may be written to.
-    """
+    """Allocate all tensors that are read; packed ones get their memory later, one by one."""
     in_memory = [planned for planned in tensors if planned.in_memory]
     try:
-        # The system overcommits memory, and would kill the process later.
+        # The system overcommits memory, and would kill the process later. Pages of a file may be written to.
         free, taken = free_bytes(HOST), 0
         on_host = [planned for planned in in_memory if planned.tier is Tier.HOST]
         for index, planned in enumerate(on_host):

@@ -95,10 +95,7 @@ def plan_load(
     placements: Mapping[str, Placement],
     options: WeightLoadOptions,
 ) -> LoadPlan:
-    """Plan a load, and check all that can be known before any tensor is read. Works on the meta device.
-
-    A WeightsMismatchError names what does not fit, and what would stay on the meta device.
-    """
+    """Plan a load, and check all that can be known before any tensor is read. Works on the meta device."""
     stored = checkpoint.weights
     found: dict[str, str] = {}  # the name in the checkpoint of each name to look for in the model
     for name in stored:

@@ -1,7 +1,4 @@
-"""The tensors of a model that a load gives values, and the changes that it makes to the model.
-
-All changes are prepared first, so that applying them cannot fail.
-"""
+"""The tensors that a load fills, and the changes to the model, prepared so that applying them cannot fail."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -116,10 +113,8 @@ def assignment(names: tuple[str, ...], target: LoadTarget, value: Tensor) -> Ass
 
 
 def apply_assignments(model: nn.Module, assignments: Sequence[Assignment]) -> None:
-    """Apply changes to a model in place.
-
-    Layers come first, so that a layer's other tensors go into the layer that replaces it.
-    """
+    """Apply changes to a model in place."""
+    # Layers come first, so that a layer's other tensors go into the layer that replaces it.
     for names, value, kept in sorted(assignments, key=lambda each: not isinstance(each.value, nn.Module)):
         if kept is not None and isinstance(value, Tensor):
             kept.put(value)

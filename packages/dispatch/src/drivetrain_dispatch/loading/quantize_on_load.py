@@ -20,10 +20,7 @@ from drivetrain_weights import MappedFile
 
 
 class QuantizeOnLoad:
-    """A packer that reads weights in full on the device that computes them, and quantises them there.
-
-    A load calls `allocate`, reads the values of that memory, and calls `pack`, one weight after the other.
-    """
+    """A packer that takes weights in full on the device that computes them, one by one, and quantises them there."""
 
     def __init__(
         self, quantization: Quantization, placements: Mapping[str, Placement], folder: Path | str | None

@@ -76,12 +76,10 @@ class Rank0Broadcast:
         boxes: Mapping[str, Box],
         progress: Callable[[int], object],
     ) -> None:
-        """Read the values of all tensors on rank 0, for every rank that has memory for them; none is sharded.
-
-        A rank holds two pieces of `PIECE_BYTES` beyond its tensors. Rank 0 reads one while it broadcasts the other.
-        """
+        """Read the values of all tensors on rank 0, for every rank that has memory for them; none is sharded."""
         pieces = pieces_of(checkpoint.specs, self.wanted_by_any(targets), boxes)
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
+        # Rank 0 reads into one while it broadcasts the other.
         buffers = [staging_buffer(targets.values(), size_bytes=room) for _ in range(2)]
         failure: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:

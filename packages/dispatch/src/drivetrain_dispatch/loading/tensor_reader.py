@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, Progress, TensorSpec
+from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_weights import Box
 
 PIECE_BYTES = 8 * 2**20  # of a file: enough for a disk's full rate, and small beside large tensors
@@ -62,13 +62,11 @@ class EachRank:
         boxes: Mapping[str, Box],
         progress: Callable[[int], object],
     ) -> None:
-        """Read the values of all tensors that have memory, in several threads.
-
-        Each thread also holds `PIECE_BYTES` of host memory, for tensors whose device or dtype is not that of their
-        file.
-        """
+        """Read the values of all tensors that have memory, in several threads."""
         pieces, sources = pieces_of(checkpoint.specs, targets, boxes), checkpoint.sources
-        buffers: SimpleQueue[Tensor] = SimpleQueue()
+        buffers: SimpleQueue[Tensor] = (
+            SimpleQueue()
+        )  # for tensors whose device or dtype is not that of their file
         for _ in range(self._num_threads if pieces else 0):
             buffers.put(staging_buffer(targets.values()))
 
@@ -101,21 +99,6 @@ class EachRank:
                     progress(future.result())
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-class ReadProgress:
-    """A counter of the bytes that all reads of a load have read."""
-
-    def __init__(self, tell: Progress | None, all_bytes: int) -> None:
-        self._tell = tell
-        self._all_bytes = all_bytes
-        self._done_bytes = 0
-
-    def add(self, size_bytes: int) -> None:
-        """Count a piece that has been read, and tell the user."""
-        self._done_bytes += size_bytes
-        if self._tell is not None:
-            self._tell(self._done_bytes, self._all_bytes)
 
 
 def pieces_of(

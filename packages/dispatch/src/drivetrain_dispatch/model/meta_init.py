@@ -1,8 +1,7 @@
-"""Build models without memory, or directly on a device.
+"""Build models without memory, or directly on a device, by torch's registration hooks.
 
-Torch's registration hooks move weights as soon as a module registers them. These hooks are global to all threads, so
-each one acts only in the thread that made it. Other tensors that a constructor computes keep their data, so that
-`torch.linspace(0, 1, depth)[i].item()` works there.
+These are global to all threads, so each one acts only in the thread that made it. Other tensors that a constructor
+computes keep their data, so that `torch.linspace(0, 1, depth)[i].item()` works there.
 """
 
 import copy
@@ -24,11 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_dispatch.model.model_layout import ModelLayout
 
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-
+AnyObject = TypeVar("AnyObject")
 # The mover of the innermost open block of a thread, the only one that acts.
 _INNERMOST: "ContextVar[_Mover | None]" = ContextVar("drivetrain_dispatch_innermost", default=None)
-AnyObject = TypeVar("AnyObject")
 
 
 @contextmanager
@@ -64,12 +61,13 @@ def init_on_device(device: torch.device | str | int, *, include_buffers: bool = 
         device: The device of the parameters.
         include_buffers: Whether buffers go to the device too.
     """
-    place = torch.device(device)
-    mover = _Mover(place)
+    mover = _Mover(torch.device(device))
+    # torch takes the tensor that a hook returns, though its annotation says None.
+    move = cast("Callable[..., None]", mover.move)
     with ExitStack() as hooks:
-        hooks.callback(register_module_parameter_registration_hook(mover.hook(mover.parameter)).remove)
+        hooks.callback(register_module_parameter_registration_hook(move).remove)
         if include_buffers:
-            hooks.callback(register_module_buffer_registration_hook(mover.hook(mover.buffer)).remove)
+            hooks.callback(register_module_buffer_registration_hook(move).remove)
         hooks.callback(_INNERMOST.reset, _INNERMOST.set(mover))
         yield
 
@@ -82,47 +80,24 @@ class _Mover:
         self._thread = get_ident()
         self._moved = WeakIdKeyDictionary()
 
-    def hook(self, move: Callable[[AnyTensor], AnyTensor]) -> Callable[..., None]:
-        """Return a registration hook that acts in this thread only, while no inner block is open there."""
-
-        def registered(_: nn.Module, __: str, tensor: AnyTensor | None) -> AnyTensor | None:
-            if tensor is None or get_ident() != self._thread or _INNERMOST.get() is not self:
-                return tensor
-            return move(tensor)
-
-        # torch takes the tensor that a hook returns, though its annotation says None.
-        return cast("Callable[..., None]", registered)
-
-    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self._stays(parameter):
-            return parameter
-        if parameter not in self._moved:
-            # A subclass of nn.Parameter has the same constructor; its own attributes, such as scales, are copied.
-            moved = type(parameter)(
-                parameter.detach().to(self._device), requires_grad=parameter.requires_grad
-            )
-            vars(moved).update(vars(parameter))
-            self._moved[parameter] = moved
-        return self._moved[parameter]
-
-    def buffer(self, buffer: Tensor) -> Tensor:
-        if self._stays(buffer):
-            return buffer
-        if buffer not in self._moved:
-            self._moved[buffer] = buffer.to(self._device)
-        return self._moved[buffer]
-
-    def _stays(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device already, or has no shape yet since its module is lazy."""
-        return tensor.device == self._device or is_lazy(tensor)
+    def move(self, _module: nn.Module, _name: str, tensor: Tensor | None) -> Tensor | None:
+        """Return the tensor for a module to register, moved if its thread is in this block and in no inner one."""
+        if tensor is None or get_ident() != self._thread or _INNERMOST.get() is not self:
+            return tensor
+        if tensor.device == self._device or is_lazy(tensor):  # a lazy module's tensor has no shape yet
+            return tensor
+        if tensor not in self._moved:
+            moved = tensor.to(self._device)
+            if isinstance(tensor, nn.Parameter):
+                # A subclass of nn.Parameter has the same constructor; its own attributes, such as scales, are copied.
+                moved = type(tensor)(moved.detach(), requires_grad=tensor.requires_grad)
+                vars(moved).update(vars(tensor))
+            self._moved[tensor] = moved
+        return self._moved[tensor]
 
 
 def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObject]:
-    """Return a deep copy of a model and of its inputs with all tensors on the meta device.
-
-    A tensor that occurs several times is one object in the copy too. No data is copied, and the arguments stay
-    unchanged. A TypeError says that some object cannot be copied.
-    """
+    """Return a deep copy of a model and of its inputs, without data on the meta device; tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for tensor in layout.tensors.values():
         empty = _empty(tensor)

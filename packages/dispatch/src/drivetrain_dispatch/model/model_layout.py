@@ -13,15 +13,8 @@ from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.quantized_tensor import is_quantized, parts_of, size_in_bytes
 from drivetrain_weights.tied_parameters import memory_key
 
-NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 # Modules of torch that use the weights of their submodules without calling the submodules.
 REACH_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Modules that are never called: the enclosing module uses the tensors that they hold.

@@ -6,7 +6,7 @@ name of their class's module, so that bitsandbytes is never imported without nee
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 from weakref import ref
 
@@ -47,26 +47,20 @@ def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{name}/{index}": part for index, part in enumerate(parts)}
 
 
-def made_of(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def made_of(tensor: Tensor, parts: Iterable[Tensor]) -> Tensor:
     """Return the same weight made of other parts in the order of `parts_of`; they may be on another device."""
-    remaining = iter(parts)
-    made = _made(tensor, remaining)
-    assert next(remaining, None) is None
-    return made
-
-
-def _made(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    remaining = iter(parts)  # a nested weight takes its parts from the same iterator
     if not is_quantized(tensor):
-        return next(parts)
+        return next(remaining)
     if _is_of_bitsandbytes(tensor):
-        data, kind = next(parts), cast("Any", type(tensor))
-        attributes = _attributes(vars(tensor), lambda _: next(parts))
+        data, kind = next(remaining), cast("Any", type(tensor))
+        attributes = _attributes(vars(tensor), lambda _: next(remaining))
         if "CB" in vars(tensor):
             attributes["CB"] = data
         return kind(data, requires_grad=False, **attributes)
     wrapper: Any = tensor
     names, context = wrapper.__tensor_flatten__()
-    inner = {name: _made(getattr(tensor, name), parts) for name in names}
+    inner = {name: made_of(getattr(tensor, name), remaining) for name in names}
     return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
@@ -139,11 +133,9 @@ def _state_with_scales(layer: nn.Module) -> Any:
 
 
 def lend_state(attributes: dict[str, Any], weight: Any) -> None:
-    """Set up an 8-bit layer, given by its attributes, to compute with a temporarily fetched weight.
-
-    A forward would move the scales from the weight, which may be used again, into the layer's state, where the
-    backward reads them too. Instead, the layer gets a copy of its state for this use, with the scales filled in.
-    """
+    """Set up an 8-bit layer, given by its attributes, to compute with a temporarily fetched weight."""
+    # A forward would move the scales from the weight, which may be used again, into the layer's state, where the
+    # backward reads them too. Instead, the layer gets a copy of its state for this use.
     state: Any = attributes.get("state")
     if hasattr(state, "CB"):
         lent = attributes["state"] = copy.copy(state)
@@ -159,11 +151,10 @@ def return_state(attributes: dict[str, Any]) -> None:
 
 
 class KeptLayout:
-    """A handle that stops a 4-bit layer on the host from changing its weight's layout, until it is removed.
+    """A handle that stops a 4-bit layer on the host from changing its weight's layout, until it is removed."""
 
-    On processors with AVX-512 bf16 the layer's forward converts the weight to a layout of its own. That would copy
-    weights that are pages of a file into memory, and change a fetched weight while other threads use it.
-    """
+    # On processors with AVX-512 bf16 the layer's forward converts the weight. That would copy weights that are pages
+    # of a file into memory, and change a fetched weight while other threads use it.
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = ref(layer)

@@ -114,13 +114,9 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, OffloadHook]:
     """Keep a model in host memory until it is called, then move all of it to the device and leave it there.
 
-    Its forward moves it, and so do its `encode` and `decode` if it has them.
-
-    For several models that are called in turn, many times each, such as the parts of a pipeline: moving one to the
-    device offloads the one before it.
-
-    `execution_device` computes, by default the current accelerator, or the host if there is none. The model of
-    `prev_module_hook` is offloaded when this one is called.
+    Its `encode` and `decode` move it too. For several models that are called in turn, many times each, such as the
+    parts of a pipeline: a call offloads the model of `prev_module_hook`. `execution_device` computes, by default the
+    current accelerator, or the host if there is none.
 
     Returns:
         The same model, and its hook: `offload()` moves the model to the host, `remove()` removes the hook.

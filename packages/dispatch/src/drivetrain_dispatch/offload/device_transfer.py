@@ -16,11 +16,7 @@ from drivetrain_dispatch.offload.forward_hooks import MethodWrapper, NotCopied, 
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """Return a nested value with its tensors on a device.
-
-    Lists, tuples, named tuples, mappings and dataclasses are searched for tensors; other objects, such as key-value
-    caches, are left to their owner.
-    """
+    """Return a nested value with its tensors on a device; other objects, such as key-value caches, stay."""
     if isinstance(value, Tensor):
         return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
     if isinstance(value, PackedSequence):
@@ -58,11 +54,7 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 
 
 class InputMover(NotCopied):
-    """A pair of hooks that move a module's inputs to its device at each call, and its outputs back.
-
-    They cover the forward of the module and its other methods that compute. Without `returns`, outputs stay on
-    the device for the next module.
-    """
+    """A pair of hooks that move a module's inputs to its device at each call, and, with `returns`, outputs back."""
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), *, returns: bool) -> None:
         self._device = device

@@ -21,14 +21,12 @@ from drivetrain_weights import MappedFile
 
 
 class OffloadEngine:
-    """The engine that fetches the units of a model in its forward and backward.
+    """The engine that fetches the units of a model in its forward and backward, in any number of threads.
 
     Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched whatever its
-    size. Threads may share a model: a weight stays on the device while any of them uses it. Between forwards nothing
-    is kept or in transfer, since stored weights may change then; the next forward ends a backward that failed.
-
-    The engine alone has a lock: it holds it whenever it calls the residency, a prefetcher or the backward's order,
-    also while it waits for a transfer. Autograd calls it from threads of its own.
+    size. Between forwards nothing is retained or in transfer, since stored weights may change then; the next forward
+    ends a backward that failed. Only the engine has a lock. It holds it whenever it calls the residency, a prefetcher
+    or the backward's order, also while it waits for a transfer.
     """
 
     def __init__(
@@ -152,14 +150,12 @@ class OffloadEngine:
             return [tensor.shown for tensor in offloaded if tensor.shown is not None]
 
     def release(self, tensors: Sequence[Tensor], result: object) -> None:
-        """Release tensors after an operation.
-
-        Those that the result is a view of stay until the forward ends, as the view may still be written to.
-        """
+        """Release tensors after an operation."""
         offloaded = [self._offloaded[id(tensor)] for tensor in tensors]
         with self._lock:
             viewed = self._residency.find_in_use(result) if isinstance(result, Tensor) else None
             if viewed is not None and viewed in offloaded:
+                # Until the forward ends, the view may still be written to.
                 offloaded.remove(viewed)
                 self._threads.state.viewed.append(viewed)
             self._residency.release(offloaded)
@@ -269,10 +265,7 @@ class Prefetcher:
         self._out_of_order: list[int] = []  # requested too, before an unexpected unit came in between
 
     def take(self, unit: int, order: Sequence[int], position: int) -> bool:
-        """Take a unit for its use, and return whether it was requested; its claim then passes to the caller.
-
-        Requested units that are not near `position`, which follows this unit in the order, are cancelled.
-        """
+        """Take a unit for its use, and return whether it was requested; its claim then passes to the caller."""
         requested = self._requested
         if requested and requested[0] == unit:
             requested.popleft()
@@ -281,6 +274,7 @@ class Prefetcher:
             return False
         if found := unit in requested:
             requested.remove(unit)
+        # Requested units that are not near the next position of the order are cancelled.
         near = list(order[position : position + len(requested) + 1])
         for other in requested:
             if other in near:

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 
 class ExecutionOrder:
-    """The order of the last complete run; before the first one, the model's own order.
-
-    Units are indices from 0 on. A unit may occur several times, and a run may skip units.
-    """
+    """The order of the last complete run, or of the model; a unit, an index, may occur several times."""
 
     def __init__(self, units: Sequence[int] = ()) -> None:
         self._set(tuple(units))
@@ -27,10 +24,7 @@ class ExecutionOrder:
         self._positions = dict(positions)
 
     def position_after(self, unit: int, position: int) -> int:
-        """Return the position that follows when a run at `position` uses a unit.
-
-        It is behind the unit's next occurrence, or else behind its first one; an unknown unit keeps the position.
-        """
+        """Return the position behind the next occurrence of a unit, or behind its first; an unknown unit keeps it."""
         units = self.units
         if position < len(units) and units[position] == unit:
             return position + 1
@@ -82,11 +76,7 @@ class OrderRecorder:
 
 
 class BackwardOrder:
-    """The order that is expected of a backward.
-
-    It is that of the last backward, if the forwards before both used the model in the same order; else the reverse
-    order of the forward. Recomputation (`torch.utils.checkpoint`) is predicted from the last backward only.
-    """
+    """The expected order of a backward: that of the last one after such a forward, else the forward's in reverse."""
 
     def __init__(self) -> None:
         self.forward = ExecutionOrder()
@@ -110,7 +100,7 @@ class BackwardOrder:
             recorder.use(unit)
         if self._learnt_after is self.forward.units and self._learnt.expects(unit):
             return self._learnt.units, recorder.position
-        if recomputed:
+        if recomputed:  # by torch.utils.checkpoint: only the last backward predicts its order
             return (), 0
         return self.forward.reversed_units, len(self.forward.units) - self.forward.last_position(unit)
 

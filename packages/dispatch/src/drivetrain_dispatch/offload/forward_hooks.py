@@ -1,8 +1,7 @@
-"""Wrap methods of modules: the forward of a model and of its units, and other methods that compute with a model.
+"""Wrap the forward of a model and of its units, and other methods that compute with a model.
 
 Forwards are replaced rather than hooked: torch's hooks cost a module more than all the rest of this package, cannot
-undo their work when an earlier hook fails, and cover no method but the forward. Autoencoders are used by `encode` and
-`decode`.
+undo their work when an earlier hook fails, and cover only the forward. Autoencoders have `encode` and `decode`.
 """
 
 import inspect
@@ -39,16 +38,15 @@ Around: TypeAlias = Callable[["MethodWrapper", tuple[Any, ...], dict[str, Any]],
 
 
 class MethodWrapper(NotCopied):
-    """A replacement for the forward of a module, or for another method, until it is removed.
-
-    The module holds it, so it must not hold the module: a model without other references is freed at once.
-    """
+    """A replacement for the forward of a module, or for another method, until it is removed."""
 
     def __init__(self, module: nn.Module, name: str, around: Around) -> None:
         method: Callable[..., Any] = getattr(module, name)
         self.name = name
         self._around: Around | None = around
-        self._module = ref(module)
+        self._module = ref(
+            module
+        )  # which holds the wrapper: a model without other references is freed at once
         self._was_own = name in module.__dict__
         self._binds = not self._was_own and isinstance(method, MethodType) and method.__self__ is module
         self._function = cast("MethodType", method).__func__ if self._binds else method
@@ -144,10 +142,9 @@ def hook_calls(
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
     after: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None,
 ) -> list[RemovableHandle | MethodWrapper]:
-    """Run hooks around the forward of a module, where torch has them, and around its other methods that compute.
+    """Run hooks around the methods of a module that compute; remove the handles in reverse order.
 
-    `before` returns the arguments and precedes the hooks of others. `after` returns the result, and gets None for
-    that of a failed call. Remove the handles in reverse order.
+    `before` returns the arguments, `after` the result, and gets None for that of a failed call.
     """
 
     def around(method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,10 +176,7 @@ class Listener(Protocol):
 
 
 class UnitListener(Listener, Protocol):
-    """The callbacks for uses of a model and of its units, which every thread that uses them calls.
-
-    Calls of units may be nested and in any order, also outside any call of the whole model.
-    """
+    """The callbacks for uses of a model and of its units, nested in any order and from any thread."""
 
     def enter(self, index: int) -> None:
         """Begin a call of a unit."""

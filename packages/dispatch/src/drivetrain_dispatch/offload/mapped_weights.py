@@ -41,14 +41,12 @@ def check_release(release_pages: object) -> None:
 
 
 class MappedWeightsEngine:
-    """The engine of a model that uses weights in place, in mapped files.
+    """The engine of a model that uses weights in place, in mapped files, which must stay unchanged.
 
-    At the beginning of each forward the files must be unchanged. If some of their pages are not in memory, threads
-    read them in the order of the last such forward, and hooks on the modules track its position. A forward that finds
-    all pages in memory registers no hooks: it costs the same as with weights in memory.
-
-    Where the host has no room for all pages, by its own memory or by a container's limit, a part stays and the others
-    are released behind the forward, so that no page is evicted before its use. With `releases` none stays.
+    If some pages are not in memory at the beginning of a forward, threads read them in the order of the last such
+    forward, and hooks on the modules track its position; otherwise the forward costs the same as with weights in
+    memory. Where the host or its container has no room for all pages, a part stays and the others are released behind
+    the forward, so that no page is evicted before its use. With `releases` none stays.
     """
 
     def __init__(self, units: Sequence[Unit], files: Mapping[str, MappedFile], *, releases: bool) -> None:
@@ -110,11 +108,9 @@ class MappedWeightsEngine:
                 self._reader.stop()
 
     def _some_are_missing(self) -> bool:
-        """Return whether pages are known to be missing from memory.
-
-        The system call takes about 10 ms per gigabyte, of which a model may use little, such as a few experts. After
-        it has found all pages in memory, it is repeated only once its time is a small share of the time since.
-        """
+        """Return whether pages are known to be missing from memory."""
+        # The system call takes about 10 ms per gigabyte. Once it has found all pages in memory, it is repeated only
+        # when that is a small share of the time since.
         start = time.perf_counter()
         if start < self._next_check:
             return False

@@ -47,11 +47,7 @@ class OptimizerOffload:
             self._optimizer.step = self._was_own  # type: ignore[method-assign]
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in an unnamed file of its own, which is freed with the copy.
-
-        A small tensor, or one that is in such a file or not on the host, is returned as it is. A WeightFilesError
-        says that the disk has no room.
-        """
+        """Return a large tensor of the host in an unnamed file, which is freed with it; any other as it is."""
         if tensor in self._kept or tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor
         path = self._folder / f"state-{uuid4().hex}"

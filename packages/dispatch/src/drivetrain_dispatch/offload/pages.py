@@ -78,23 +78,18 @@ def can_release() -> bool:
 
 
 def release(pages: Pages) -> bool:
-    """Release pages of a file from this process's memory, and return whether they were released.
+    """Release pages of a file to the page cache, unless one was written to, and return whether they were released.
 
-    None is if one was written to: changes to a private mapping are in no file, and would be lost. No thread may begin
-    to write to the pages meanwhile. Released pages stay in the page cache, and are mapped again at their next use.
+    No thread may begin to write to the pages meanwhile.
     """
-    libc = _libc()
+    libc = _libc()  # changes to a private mapping are in no file, and would be lost
     if libc is None or _some_are_written(pages):
         return False
     return libc.madvise(pages.first, pages.size_bytes, _DONTNEED) == 0
 
 
 def _some_are_written(pages: Pages) -> bool:
-    """Return whether any page is a private copy of the process; True where the system cannot tell.
-
-    proc_pid_pagemap(5) has 64 bits for each page: bit 63 is set if it is present, 62 if it is swapped out, 61 if it
-    belongs to a file.
-    """
+    """Return whether any page is a private copy of the process; True where the system cannot tell."""
     entries = bytearray(8 * -(-pages.size_bytes // _PAGE_BYTES))
     if not entries:
         return False
@@ -105,6 +100,7 @@ def _some_are_written(pages: Pages) -> bool:
                 return True
     except OSError:
         return True
+    # Of each page's 64 bits, proc_pid_pagemap(5): 63 is set if it is present, 62 if swapped out, 61 if in a file.
     bits = torch.frombuffer(entries, dtype=torch.int64) >> 61 & 0b111
     return bool(((bits == 0b100) | (bits & 0b010 != 0)).any())
 
@@ -244,7 +240,13 @@ class PageReader:
         """Read the pieces in order, each once there is room for it."""
         while True:
             with self._changed:
-                self._changed.wait_for(self._may_read)
+                self._changed.wait_for(
+                    lambda: (
+                        self._stopped
+                        or self._next == len(self._steps)
+                        or self._steps[self._next].before_bytes <= self._used_bytes + self._limits.ahead_bytes
+                    )
+                )
                 if self._stopped or self._next == len(self._steps):
                     return
                 step = self._steps[self._next]
@@ -253,12 +255,6 @@ class PageReader:
                     continue
             if not populate(step.address, step.size_bytes):
                 return  # the forward reads the rest by page faults
-
-    def _may_read(self) -> bool:
-        """Return whether a reader has something to do now, or nothing any more."""
-        if self._stopped or self._next == len(self._steps):
-            return True
-        return self._steps[self._next].before_bytes <= self._used_bytes + self._limits.ahead_bytes
 
 
 class _Step(NamedTuple):

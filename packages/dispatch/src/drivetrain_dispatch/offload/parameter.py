@@ -1,8 +1,8 @@
 """Fetch an offloaded weight for any operation that uses it, even if its own module is not called.
 
-The class of an offloaded parameter is `OffloadedParameter`, which torch calls before every operation (the
-`__torch_function__` protocol). In a forward, a module that uses the weight of another one (a tied head, `nn.LSTM`'s
-flat list) computes with the fetched weight, on the device that computes. Elsewhere, it is the stored tensor.
+An offloaded parameter is an `OffloadedParameter`, which torch calls before every operation (`__torch_function__`). In
+a forward, another module (a tied head, `nn.LSTM`'s flat list) computes with the fetched weight, on the computing
+device. Elsewhere, it is the stored tensor.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -162,20 +162,6 @@ def is_offloaded(tensor: Tensor) -> bool:
     return isinstance(tensor, OffloadedParameter | OffloadedBuffer)
 
 
-def kind_in_use(tensor: Tensor) -> tuple[torch.dtype, torch.device] | None:
-    """Return the dtype and device of an offloaded tensor: the fetched one's in a forward, else the stored one's.
-
-    None outside a forward if one device stores the tensor and another computes with it.
-    """
-    fetcher = _fetcher_of(tensor)
-    if fetcher is None:
-        return None
-    if fetcher.is_computing():
-        fetched = _fetched(tensor, fetcher)
-        return fetched.dtype, fetched.device
-    return (tensor.dtype, tensor.device) if fetcher.keeps_device(tensor) else None
-
-
 def _fetcher_of(tensor: Tensor) -> TensorFetcher | None:
     found = cast("ref[TensorFetcher] | None", tensor.__dict__.get("_fetcher"))
     return None if found is None else found()
@@ -187,11 +173,9 @@ def call_plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[MethodWrapper]:
-    """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed.
-
-    Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none where
-    a quantized weight is offloaded.
-    """
+    """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed."""
+    # Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none
+    # where a quantized weight is offloaded.
     quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
     holds_quantized: dict[nn.Module, bool] = {}  # of each module that holds an offloaded tensor
     for name, tensor in layout.tensors.items():
@@ -215,11 +199,11 @@ def _refuse_changes(always: bool, apply: MethodWrapper, args: tuple[Any, ...], k
 
 
 def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
-    """Return whether a function changes a tensor, tried on a few elements of its dtype and device."""
-    kind = kind_in_use(tensor)
-    if kind is None:
+    """Return whether a function changes a tensor, tried on a few elements of the dtype and device in use."""
+    fetcher = _fetcher_of(tensor)
+    if fetcher is None or not (fetcher.is_computing() or fetcher.keeps_device(tensor)):
         return True  # stored on one device, computed by another
-    dtype, device = kind
+    seen = _fetched(tensor, fetcher) if fetcher.is_computing() else tensor
     with torch.no_grad():
-        probe = torch.empty([min(size, 2) for size in tensor.shape], dtype=dtype, device=device)
+        probe = torch.empty([min(size, 2) for size in seen.shape], dtype=seen.dtype, device=seen.device)
         return fn(probe) is not probe

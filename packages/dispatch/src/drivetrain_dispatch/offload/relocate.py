@@ -30,10 +30,7 @@ def relocate(
     *,
     write_back: bool = False,
 ) -> dict[str, MappedFile]:
-    """Move tensors to where they are stored, and return the files of all tensors on the disk, by name.
-
-    Those on the disk are written to `offload_dir`, unless they are pages of a file in `mapped` already.
-    """
+    """Move tensors to their homes, and return the files of those on the disk: `mapped`, or one in `offload_dir`."""
     restore_scales(layout.model)
     tensors = layout.tensors
     names = [aliases[0] for aliases in layout.aliases]
@@ -110,11 +107,8 @@ class WritableFile(MappedFile):
 def write_offloaded(
     tensors: Mapping[str, Tensor], folder: Path | str, *, write_back: bool = False
 ) -> MappedFile:
-    """Write tensors to a new safetensors file in a folder, and map it; with `write_back`, changes go to the file.
-
-    The file has a unique name, so that two models may use one folder. The user deletes it. After an error nothing is
-    left of it.
-    """
+    """Write tensors to a new safetensors file in a folder, and map it; with `write_back`, changes go to the file."""
+    # A unique name, so that two models may use one folder.
     path = Path(folder).expanduser() / f"offloaded-{uuid4().hex[:12]}.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,18 +47,7 @@ class TensorSlot(NamedTuple):
 
 
 class OffloadedTensor:
-    """A parameter or buffer with values elsewhere, which several units may use; see the module for its states.
-
-    While it is in use, modules see a tensor with its values in place of it. A quantized weight is fetched for modules
-    only, and nothing is written to it.
-
-    Attributes:
-        num_claims: The number of requests for its values that are neither used nor cancelled yet.
-        index: The index of the values in the transfer.
-        requested_version: The version of the stored tensor when its values were requested.
-        value_version: The version of the values when they were last stored.
-        shown: The tensor that modules see, while in use.
-    """
+    """A parameter or buffer with values elsewhere, which several units may use; see the module for its states."""
 
     __slots__ = (
         "index", "num_claims", "num_users", "quantized", "request", "requested_version", "shown", "slots", "tensor",
@@ -76,11 +65,15 @@ class OffloadedTensor:
         self.tensor = tensor
         self.request = request
         self.slots = slots
+        self.quantized = quantized  # such a weight is fetched for modules only, and nothing is written to it
+        self.num_claims = 0  # requests that are neither used nor cancelled yet
+        self.num_users = 0
         self.transfer: PendingTransfer | None = None
+        self.index = 0  # of the values in the transfer
+        self.requested_version = 0  # of the stored tensor, at the request
         self.value: Tensor | None = None
-        self.shown: Tensor | None = None
-        self.index = self.num_claims = self.num_users = self.value_version = self.requested_version = 0
-        self.quantized = quantized
+        self.value_version = 0  # of the values, when they were last stored
+        self.shown: Tensor | None = None  # what modules see in place of the tensor, while it is in use
 
     @property
     def version(self) -> int:
@@ -232,10 +225,7 @@ class Residency:
         return tensor.transfer.wait()[tensor.index]
 
     def acquire(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """Turn the claims on tensors into uses: show their values to modules, once they have arrived.
-
-        After an error none is used or claimed.
-        """
+        """Turn the claims on tensors into uses of values that modules see; after an error, into nothing."""
         num_acquired = 0
         try:
             for tensor in tensors:
@@ -285,10 +275,7 @@ class Residency:
 def default_windows(
     names: Sequence[str], units: Sequence[Sequence[OffloadedTensor]]
 ) -> dict[torch.device, int]:
-    """Return the default window of each device in bytes: the largest three consecutive units there.
-
-    Units that enclose the first of the three are in use with it, and count too. Pure.
-    """
+    """Return the default window of each device in bytes: the largest three consecutive units there. Pure."""
     windows: dict[torch.device, int] = {}
     for device in dict.fromkeys(unit[0].request.device for unit in units):
         sizes = [
@@ -300,6 +287,7 @@ def default_windows(
         for index, (name, size_bytes) in enumerate(sizes):
             while enclosing and not name.startswith(enclosing[-1][0]):
                 enclosing.pop()
+            # Units that enclose the first of the three are in use with it.
             held = sum(size for _, size in enclosing) + sum(size for _, size in sizes[index : index + 3])
             windows[device] = max(windows.get(device, 0), held)
             enclosing.append((f"{name}." if name else "", size_bytes))

@@ -31,9 +31,7 @@ _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
 def measure_rates(device: torch.device | str | int, *, cache: Path | None = None) -> Bandwidths:
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
-    The link is measured once per machine, device and torch version, the disk once per machine and file system; later
-    calls read the cache. The disk is that of the cache: a temporary file of 32 MiB is read there, past the page cache
-    where possible.
+    Later calls read the cache, by machine, device and torch version. The disk is that of the cache's folder.
     """
     place, kept = torch.device(device), cache or default_cache()
     folder = next(folder for folder in kept.parents if folder.is_dir())
@@ -109,11 +107,7 @@ def default_cache() -> Path:
 
 
 def remembered(cache: Path, what: Sequence[str], measure: Callable[[], float]) -> float:
-    """Return a cached number, or measure and cache it.
-
-    A damaged file counts as missing and is replaced atomically. If the file cannot be written, each call measures
-    again.
-    """
+    """Return a cached number, or measure and cache it; each call measures if the file cannot be written."""
     key = json.dumps(list(what))
     if (known := _read(cache).get(key)) is not None:
         return known

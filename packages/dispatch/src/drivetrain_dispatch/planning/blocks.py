@@ -39,10 +39,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(
-    layout: ModelLayout,
-    *,
-    no_split: Collection[str] = (),
-    offload_buffers: bool = True,
+    layout: ModelLayout, *, no_split: Collection[str] = (), offload_buffers: bool = True
 ) -> list[Block]:
     """Return the blocks of a model, in its order. Pure; works on the meta device.
 

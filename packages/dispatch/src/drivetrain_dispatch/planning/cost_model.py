@@ -41,9 +41,7 @@ def measure_costs(
 
     An operation takes the longer of its compute time and its memory time, plus the launch overhead. Operations
     between two blocks, such as a residual connection, count towards the earlier block. Memory that outlives the
-    forward counts as kept, such as keys and values or a table that a module builds, but not the input tensors and
-    output tensors themselves, such as logits. The model and the inputs stay unchanged, and neither needs data. A
-    block that never runs costs nothing.
+    forward counts as kept: keys and values, or a table that a module builds, but neither inputs nor outputs.
     """
     layout = ModelLayout.of(model)
     if layout.quantized:
@@ -78,19 +76,12 @@ def measure_costs(
 
 def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:
     """Register hooks that tell a recorder when each block's forward begins and ends."""
-
-    def begin(block: int, *_: object) -> None:
-        recorder.begin(block)
-
-    def end(*_: object) -> None:
-        recorder.end()
-
     watched: set[int] = set()  # a module with several names runs under the first of them
     for name, module in modules.items():
         if name in places and id(module) not in watched:
             watched.add(id(module))
-            module.register_forward_pre_hook(partial(begin, places[name]))
-            module.register_forward_hook(end, always_call=True)
+            module.register_forward_pre_hook(partial(recorder.begin, places[name]))
+            module.register_forward_hook(recorder.end, always_call=True)
 
 
 def _costs(

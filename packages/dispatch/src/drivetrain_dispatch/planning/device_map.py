@@ -66,10 +66,7 @@ class DeviceMap(dict[str, Device]):
                 )
 
     def __str__(self) -> str:
-        """Return a table of modules, devices, sizes and predicted times if known, followed by windows and rates.
-
-        Consecutive layers that are alike share a line, such as `layers.0-21  13 on 0, 9 on cpu`.
-        """
+        """Return a table of modules, devices, sizes and predicted times if known, followed by windows and rates."""
         timed = any(self.seconds.values())
         lines = [["module", "device", "size of each", *(["time"] if timed else [])]]
         for row in rows_of(self, self.sizes, self.seconds):
@@ -103,10 +100,7 @@ class Row(NamedTuple):
 def rows_of(
     devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
 ) -> list[Row]:
-    """Return the rows of a device map's table. Pure.
-
-    Consecutively numbered modules that are alike share a row, as long as the same accelerator computes them.
-    """
+    """Return the rows of a table: consecutive modules that are alike and on one accelerator share a row. Pure."""
     rows: list[Row] = []
     stem, last, computing = "", "", None  # of the previous row
     for name, device in devices.items():
@@ -153,11 +147,8 @@ def tier_of(device: Device) -> Tier:
 
 
 def as_others_see_it(device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return an equivalent map whose first device computes: transformers' pipelines put inputs on that device.
-
-    The placement is the same, since weights on disk before the first accelerator are computed by that accelerator. A
-    map with only the disk becomes a map with only the host, which computes then.
-    """
+    """Return an equivalent map whose first device computes: transformers' pipelines put inputs on that device."""
+    # The first accelerator computes weights on disk before it anyway; the host does if there is only the disk.
     first = next((name for name, device in device_map.items() if tier_of(device) is not Tier.DISK), None)
     if first is None:
         return dict.fromkeys(device_map, "cpu")

@@ -86,10 +86,8 @@ def plan_device_map(
     costs: Mapping[str, BlockCost] | None = None,
     rates: Bandwidths | None = None,
 ) -> DeviceMap:
-    """Return the map of a plan, with the rates it was made for if the plan needed any.
-
-    Where dtypes change (`converts`), the host uses copies of weights on disk, not the files' pages.
-    """
+    """Return the map of a plan, with the transfer rates if the plan needed any."""
+    # Where dtypes change, the host uses copies of weights on disk, not the files' pages.
     computing, room = split_budgets(budgets, in_place=not converts)
     described: str | None = None  # the rates, once the plan asks for them
 
@@ -115,10 +113,7 @@ def plan_device_map(
 
 
 def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> DeviceMap | None:
-    """Return a map that fills the devices in their order with what they store, whatever a forward fetches.
-
-    The disk takes the rest: None if it has a budget that does not hold that. Tied blocks are on one device.
-    """
+    """Return a map that fills the devices in order, whatever a forward fetches; None if the disk is too small."""
     computing, _ = split_budgets(budgets)
     devices = [*computing, *(device for device in ("cpu",) if device in budgets and device not in computing)]
     left = [budgets.get(device, 0) for device in devices]
@@ -142,10 +137,7 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
 
 
 def split_budgets(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
-    """Split budgets into the computing devices, in the order given, and the rest; else the host computes.
-
-    `in_place` says that a host that computes uses weights on disk as pages of the files.
-    """
+    """Split budgets into those of the computing devices, and the rest; `in_place` is for the host, if it computes."""
     host = sum(size_bytes for device, size_bytes in budgets.items() if tier_of(device) is Tier.HOST)
     computing = [device for device in budgets if tier_of(device) < Tier.HOST]
     rooms = tuple(budgets[device] for device in computing)

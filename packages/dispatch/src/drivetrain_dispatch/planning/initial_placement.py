@@ -63,12 +63,9 @@ def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
 
 
 def strategies_of(groups: Groups, budgets: Budgets) -> list[OffloadStrategy]:
-    """Return the strategies to try, the smallest windows first.
-
-    A window holds the largest unit, a whole group, or several groups. The largest group that may be offloaded is the
-    largest of all, or the largest of the smaller nine tenths, so that the few larger ones stay. If the model has few
-    distinct group sizes, each of them is tried.
-    """
+    """Return the strategies to try, the smallest windows first: of the largest unit, a group or several groups."""
+    # The largest group that may be offloaded is the largest of all, or that of the smaller nine tenths, so that the
+    # few larger ones stay. If the model has few distinct group sizes, each of them is tried.
     ordered = sorted(groups.sizes)
     strategies: list[OffloadStrategy] = []
     sizes = set(ordered)
@@ -131,10 +128,7 @@ def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()
 def _spread(
     groups: Groups, segment: range, room: int, strategy: OffloadStrategy, *, first_stays: bool
 ) -> list[Tier] | None:
-    """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small.
-
-    The first group has to stay if its entry in the map names the device that computes the groups after it.
-    """
+    """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small."""
     sizes = groups.sizes[segment.start : segment.stop]
     sources: list[Tier] = []
     if sum(sizes) <= room:
@@ -147,6 +141,7 @@ def _spread(
         return None
     coming = 1 - min(1, room / free) if free else 0.0
     owed = 0.0
+    # The entry of the first group in the map names the device that computes the groups after it.
     if first_stays and sizes[0] <= strategy.largest:
         if sizes[0] > room:
             return None

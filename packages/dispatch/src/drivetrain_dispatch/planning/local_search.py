@@ -67,10 +67,7 @@ class Search:
         return Found(seconds, coming, placed, windows)
 
     def improved(self, found: Found, *, share: float = 1.0) -> Found:
-        """Return the best placement reached from one by changes that each shorten the forward.
-
-        The call may use a `share` of this plan's remaining trials, from 0 to 1.
-        """
+        """Return the best placement reached by changes that each shorten the forward, in a share of the trials."""
         least = self._left - int(self._left * share)
         better: Found | None = found
         while better is not None:
@@ -156,10 +153,7 @@ class Search:
             yield self._settled(_with(placed, changes), list(changes))
 
     def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
-        """Return a placement with all memory used: more groups stay beside the window of the rest; the host is full.
-
-        Groups in `fixed` must not move onto their device.
-        """
+        """Return a placement with all memory used: more groups stay, but for `fixed` ones, and the host is full."""
         groups, sources = self._groups, list(placed.sources)
         by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])
         for at, budget in enumerate(self._budgets.devices):
@@ -194,10 +188,8 @@ class Search:
 
 
 def _can_be_said(sources: Sequence[Tier], devices: Sequence[int]) -> bool:
-    """Return whether a device map can express a placement.
-
-    In a map, the nearest device named before an offloaded group computes it; before the first such device, that one.
-    """
+    """Return whether a device map can express a placement."""
+    # The nearest device named before an offloaded group computes it; before the first such device, that one.
     pairs = zip(sources, devices, strict=True)
     current = next((device for source, device in pairs if source is _DEVICE), devices[0])
     for source, device in zip(sources, devices, strict=True):

@@ -52,11 +52,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 def balanced_budgets(
     budgets: Mapping[Device, int], blocks: Iterable[Block], *, low_zero: bool = False
 ) -> dict[Device, int]:
-    """Return budgets that spread a model evenly over the accelerators instead of filling the first ones.
-
-    With `low_zero` the first accelerator gets only what the others cannot hold, which leaves it memory for
-    generation, for example.
-    """
+    """Return budgets that spread a model evenly over the accelerators; with `low_zero` the first gets the rest."""
     balanced = dict(budgets)
     spread = [device for device in budgets if tier_of(device) is Tier.DEVICE]
     if len(spread) < 2:
@@ -75,11 +71,8 @@ def balanced_budgets(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a device has free for this process now; None if the device does not report them.
-
-    On the host this includes the reclaimable page cache, and the free swap space unless a control group has a limit.
-    """
-    if device.type == "cpu":
+    """Return the bytes that a device has free for this process now; None if the device does not report them."""
+    if device.type == "cpu":  # with the reclaimable page cache
         of_swap = int(psutil.swap_memory().free) if available_host_bytes() is None else 0
         return free_of_host() + of_swap
     try:

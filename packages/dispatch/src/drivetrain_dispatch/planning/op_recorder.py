@@ -39,11 +39,7 @@ class MemoryChange(NamedTuple):
 
 
 class OpRecorder(TorchDispatchMode):
-    """A mode that records every operation that runs under it and the memory that operations use, except weights.
-
-    An operation belongs to the block whose forward is running; between two blocks, to the block whose weights it
-    uses, otherwise to the earlier block.
-    """
+    """A mode that records operations and the memory that they allocate, by block."""
 
     def __init__(self, weights: Iterable[tuple[Tensor, int]]) -> None:
         super().__init__()
@@ -67,14 +63,14 @@ class OpRecorder(TorchDispatchMode):
         super().__exit__(*raised)
         self._flops.__exit__(*raised)
 
-    def begin(self, block: int) -> None:
-        """Record that a block's forward begins."""
+    def begin(self, block: int, *_: object) -> None:
+        """Record that a block's forward begins; a hook before it."""
         self._running.append(block)
         self._last = block
         self.changes.append(MemoryChange(block, _NO_MEMORY, 0))
 
-    def end(self) -> None:
-        """Record that the innermost running forward ends."""
+    def end(self, *_: object) -> None:
+        """Record that the innermost running forward ends; a hook after it."""
         self._running.pop()
         if self._running:
             self._last = self._running[-1]
@@ -88,7 +84,9 @@ class OpRecorder(TorchDispatchMode):
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, flops: int, size_bytes: int
     ) -> None:
         """Record an operation that has run."""
-        if not self._running:
+        if (
+            not self._running
+        ):  # between two blocks: the one whose weights the operation uses, else the earlier
             owners = (self._owners.get(tensor.untyped_storage()) for tensor in inputs)
             self._last = next((owner for owner in owners if owner is not None), self._last)
         for tensor in chain(inputs, outputs):
@@ -129,10 +127,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode under which attention is one operation that stores no scores, as in accelerators' fused kernels.
-
-    On the meta device torch would take the unfused path, which materialises all scores.
-    """
+    """A mode for attention without scores, as in fused kernels; the meta device would take the unfused path."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()

@@ -29,20 +29,15 @@ class Bandwidths:
 
 
 def forward_seconds(
-    works: Iterable[tuple[float, int, Tier, int, int | None]],
-    rates: Bandwidths,
-    *,
-    windows: Sequence[float],
+    works: Iterable[tuple[float, int, Tier, int, int | None]], rates: Bandwidths, *, windows: Sequence[float]
 ) -> float:
     """Return the time of one forward that begins without transfers in flight, in seconds.
 
-    Each work is a part of the model: the seconds that it computes, its bytes, where they are, the device that
-    computes it, and the bytes of fetched weights that this device then releases, None for the part's own. Weights
-    of an enclosing part are released with the last part inside it.
+    Each work is a part of the model: its compute time in seconds, its bytes, their tier, the computing device, and
+    the bytes of fetched weights to release then, None for the part's own.
 
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
-    starts once its device's window has room, as earlier parts are computed and release their weights. A part larger
-    than the window is fetched when the window is empty.
+    starts once its device's window has room; a part larger than the window waits until the window is empty.
     """
     disk = link = compute = 0.0  # the times at which the reads, the copies and the computation end
     seconds_a_byte, read_seconds_a_byte = 1 / rates.to_device, 1 / rates.from_disk

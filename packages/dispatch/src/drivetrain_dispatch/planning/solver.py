@@ -44,14 +44,12 @@ def plan_places(
     budgets: Budgets,
     rates: Bandwidths | Callable[[], Bandwidths],
 ) -> PlacePlan:
-    """Plan where the blocks of a model are kept, so that peak memory stays within every budget.
+    """Plan where the blocks of a model are stored, so that peak memory stays within every budget.
 
     If the whole model fits, the devices are filled in order, so that activations seldom change devices. Otherwise as
-    many blocks as possible stay on the devices, and the offloaded ones are spread evenly between them: units are
-    prefetched while earlier ones compute, as many as fit into the device's window. The plan tries several window
-    sizes, improves the best placements by local search, and takes the shortest predicted forward. If transfers are
-    slower than computation, small windows win, because more blocks stay. The rest of a budget extends the window. A
-    device without room for the largest unit that it would fetch computes nothing.
+    many blocks as possible stay, and the others are spread evenly between them and prefetched into the device's
+    window. The plan tries several window sizes (small ones win if transfers are slower than computation), improves
+    the best placements by local search, and takes the shortest predicted forward.
     """
     each = costs_of(blocks, costs)
     groups, forward = groups_of(blocks, each), Forward(blocks, each)

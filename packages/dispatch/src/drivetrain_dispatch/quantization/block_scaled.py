@@ -34,11 +34,7 @@ def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
 
 
 class BlockScaledTensor(Tensor):
-    """A weight in fp8 with its scales, which each operation that computes with it dequantises.
-
-    Selecting one of several matrices (an expert of a stack) dequantises nothing. The shapes of the parts are those of
-    `dequantise`; `dtype` is the one that the tensor reports and computes in.
-    """
+    """A weight in fp8 with its scales, of the shapes of `dequantise`, which computes in the dtype that it reports."""
 
     values: Tensor  # type: ignore[assignment] Tensor.values is a method of sparse tensors
     scales: Tensor

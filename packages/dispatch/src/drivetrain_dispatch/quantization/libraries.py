@@ -155,11 +155,7 @@ class TorchAO:
         return size_in_bytes(self.pack(torch.empty(shape, dtype=dtype, device="meta")))
 
     def pack(self, weight: Tensor) -> nn.Parameter:
-        """Return the packed weight, on the device of the weight.
-
-        Raises:
-            ValueError: torchao cannot pack the weight; the message says why.
-        """
+        """Return the packed weight, on the device of the weight; a ValueError if torchao cannot pack it."""
         from torchao.quantization import quantize_
 
         shape = tuple(weight.shape)

@@ -82,21 +82,18 @@ def packed_sizes(layout: ModelLayout, quantization: Quantization) -> dict[str, i
 
 
 def layers_to_quantize(layout: ModelLayout, quantization: Quantization) -> dict[str, nn.Linear]:
-    """Return the layers whose weights are packed, by every name of those weights. Pure; works on the meta device.
-
-    These are layers of class `nn.Linear`, not of subclasses, except those inside modules of torch that use their
-    weights without calling them, those with tied or non-floating-point weights, and those whose weights have a
-    special dtype.
-    """
+    """Return the layers whose weights are packed, by every name of the weights. Pure; works on the meta device."""
     modules = layout.modules
     skipped = listed(_OUTPUT_HEADS if quantization.skip_modules is None else quantization.skip_modules)
     parts = {part for name in modules for part in (name, *name.split("."))}
     if quantization.skip_modules is not None and (unknown := sorted(set(skipped) - parts)):
         raise ValueError(f"skip_modules={unknown}: the model has no module called so; see named_modules()")
-    owners: dict[int, set[int]] = {}
-    for module in modules.values():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
+    tied = {
+        name
+        for names in layout.aliases
+        if len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1
+        for name in names
+    }
     left_out = {
         id(module)
         for name, module in modules.items()  # under any of its names
@@ -110,7 +107,7 @@ def layers_to_quantize(layout: ModelLayout, quantization: Quantization) -> dict[
         and type(module) is nn.Linear
         and id(module) not in left_out
         and not any(isinstance(modules[outer], REACH_INSIDE) for outer in enclosing_modules(name))
-        and len(owners[id(module.weight)]) == 1
+        and f"{name}.weight" not in tied
         and module.weight.is_floating_point()
         and f"{name}.weight" not in layout.quantized
     }
