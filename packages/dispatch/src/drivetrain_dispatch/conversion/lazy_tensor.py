@@ -1,8 +1,8 @@
 """The lazy tensors of a conversion: they record the operations applied to them, and run these on demand.
 
 A conversion written for ordinary tensors (split, stack, transpose, dequantise) is applied to `LazyTensor`s before any
-file is read. Each of the results knows its shape, the stored tensors that it needs, and the part that each of these
-fills if it is joined from several, so that they are read directly into their place.
+file is read. A result knows its shape and the stored tensors behind it; those of a join are read directly into their
+parts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,7 +109,7 @@ class LazyTensor(Tensor):
                 part.copy_(lazy.values())
 
     def divisible(self) -> bool:
-        """Return whether the tensor can be read piece by piece, which requires that a file stores it unconverted."""
+        """Return whether the tensor can be read piece by piece: only if a file stores it unconverted."""
         return isinstance(self.origin, TensorInFile) and self.origin.file.divisible(self.origin.name)
 
     def read_piece(self, target: Tensor, *, start: int, buffer: Tensor) -> None:

@@ -41,7 +41,7 @@ class RankMemory:
 def memory_of_rank(
     step: StepMemory, *, sharding: ShardedParts, world_size: int, largest_block_bytes: int
 ) -> RankMemory:
-    """Return the memory of one of `world_size` ranks, from that of its batch on one device that holds everything."""
+    """Return the memory of one of `world_size` ranks, from the memory of its batch on a single device."""
     divided = sharding if world_size > 1 else SHARDINGS["ddp"]
     weights = _part(step.weights, world_size) if divided.divides_weights else step.weights
     gradients = _part(step.gradients, world_size) if divided.divides_gradients else step.gradients

@@ -38,7 +38,7 @@ class StepMemory:
 
 
 class StorageTally(TorchDispatchMode):
-    """A mode that counts the bytes of all storages that operations under it create, until they are freed."""
+    """A mode that counts the bytes of all storages from their creation until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def measure_step(
 
 @contextmanager
 def _explained(model: nn.Module) -> Generator[None]:
-    """Run the block; what fails in it becomes an error that says whether values of tensors were needed."""
+    """Run the block, and explain its errors: whether it needed values of tensors."""
     try:
         yield
     except RuntimeError as error:

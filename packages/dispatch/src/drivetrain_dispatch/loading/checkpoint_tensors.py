@@ -101,7 +101,7 @@ class CheckpointTensors:
         return {name: spec for name, spec in self.specs.items() if name not in parts}
 
     def check_copies(self, name: str, copies: Sequence[str]) -> None:
-        """Check that tensors which are one tensor of the model are equal."""
+        """Check that several tensors are equal, as they become one tensor of the model."""
         for copy in copies:
             # The bytes of both, in pieces: they are pages of files.
             one, other = (self.sources[each].values().reshape(-1).view(torch.uint8) for each in (name, copy))

@@ -1,4 +1,4 @@
-"""Plan which tensor of a checkpoint becomes which of a model, on what device and in what dtype. Pure."""
+"""Plan a load: the tensor of the checkpoint for each tensor of the model, its device and its dtype. Pure."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -12,7 +12,7 @@ from drivetrain_weights.tensor_box import Box, box_of_dtensor, is_dtensor
 
 
 class LoadTarget:
-    """A tensor of a model that a load gives a value, here one that is stored plainly."""
+    """A tensor of a model for which a load has a value; this class is for plain tensors."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
@@ -20,7 +20,7 @@ class LoadTarget:
 
     @property
     def home(self) -> torch.device:
-        """The device that the tensor is on, or that it is allocated on if it has no memory yet."""
+        """The device of the tensor, or, if it has no memory yet, of its allocation."""
         return torch.device("cpu") if self.tensor.is_meta else self.tensor.device
 
     def box(self) -> Box | None:
@@ -57,7 +57,7 @@ class ShardedTarget(LoadTarget):
 
     @property
     def home(self) -> torch.device:
-        """The device that the shard is on, or that of its mesh if it has no memory yet."""
+        """The device of the shard, or of its mesh if it has no memory yet."""
         sharded: Any = self.tensor
         return torch.device(sharded.device_mesh.device_type) if self.tensor.is_meta else self.tensor.device
 

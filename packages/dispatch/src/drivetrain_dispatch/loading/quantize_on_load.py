@@ -20,7 +20,7 @@ from drivetrain_weights import MappedFile
 
 
 class QuantizeOnLoad:
-    """A packer that takes weights in full on the device that computes them, one by one, and quantises them there."""
+    """A packer that quantises full weights one by one, on their computing device."""
 
     def __init__(
         self, quantization: Quantization, placements: Mapping[str, Placement], folder: Path | str | None

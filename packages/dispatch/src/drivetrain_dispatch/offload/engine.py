@@ -323,7 +323,7 @@ class Prefetcher:
 
 
 class _ThreadState:
-    """The state of one thread: the forward that it is in, its prefetched units, and what it uses."""
+    """The state of one thread: its current forward, its prefetched units, and the weights in use."""
 
     __slots__ = ("hooks", "num_units", "prefetcher", "recorder", "viewed", "waits")
 

@@ -30,7 +30,7 @@ _MOST_AHEAD_BYTES = 128 << 20  # of read-ahead where pages are released: enough 
 
 
 def check_release(release_pages: object) -> None:
-    """Check that `release_pages` is a bool, and that the system can release pages if it is True."""
+    """Check that `release_pages` is a bool, and True only if the system can release pages."""
     if not isinstance(release_pages, bool):
         raise ValueError(f"release_pages={release_pages!r}: give True or False")
     if release_pages and not can_release():

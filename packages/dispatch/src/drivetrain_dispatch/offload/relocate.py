@@ -100,7 +100,7 @@ class WritableFile(MappedFile):
         return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
 
     def check_unchanged(self) -> None:
-        """Check that the file is the one that was opened; training may have changed its contents."""
+        """Check that no other file replaced this one; training may have changed its contents."""
         self.check_in_place()
 
 

@@ -83,7 +83,7 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Groups:
 
 
 def _needs(blocks: Sequence[Block]) -> list[int]:
-    """Return the window that each block needs, including the units around it, which may be fetched too."""
+    """Return the window for each block with the units around it, as those may be fetched too."""
     if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]
     needs: list[int] = []

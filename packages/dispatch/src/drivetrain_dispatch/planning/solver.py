@@ -116,7 +116,7 @@ def _plan(groups: Groups, found: Found) -> PlacePlan:
 
 
 def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
-    """Return an error message that says which budget is too small and what would suffice."""
+    """Return an error message with the budget that is too small, and a sufficient one."""
     total = sum(groups.sizes) + sum(groups.stays)
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)
     if budgets.disk is not None and held < total:

@@ -34,7 +34,7 @@ def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
 
 
 class BlockScaledTensor(Tensor):
-    """A weight in fp8 with its scales, of the shapes of `dequantise`, which computes in the dtype that it reports."""
+    """A weight in fp8 with its scales, in the shapes of `dequantise`; `dtype` is its compute dtype."""
 
     values: Tensor  # type: ignore[assignment] Tensor.values is a method of sparse tensors
     scales: Tensor
