@@ -65,10 +65,10 @@ def load_pretrained(
 ) -> AnyModel:
     """Load a model of transformers or diffusers that may be larger than the accelerator or the machine.
 
-    As the library's `from_pretrained(folder, device_map=...)` does, build the model without memory in the dtype of its
-    configuration. Plan a device map for its undivided modules, read each weight straight to its device, by the
-    library's own tables of names and stacks, and dispatch the model in evaluation mode. fp8 weights with block scales (DeepSeek-V3) are dequantised while they are read, or kept by
-    `quantization=StoredFP8()`.
+    As the library's `from_pretrained(folder, device_map=...)` does, build the model without memory in the dtype of
+    its configuration, plan a device map for its undivided modules, read each weight straight to its device by the
+    library's own tables of names and stacks, and dispatch the model in evaluation mode. fp8 weights with block scales
+    (DeepSeek-V3) are dequantised while they are read, or kept by `quantization=StoredFP8()`.
 
     `model_class` may be one of transformers' Auto classes. `dtype="auto"` takes the configuration's dtype, or fp32 if
     it has none. `variant` chooses among several weights in the folder, such as "fp16" for `model.fp16.safetensors`.
