@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drivetrain_tracking.values.records import LoggedRecord, flat_numbers
+from drivetrain_tracking.values.records import LoggedRecord
 
 # What wandb and ClearML leave for processes that are to join the tests' own runs.
 _LEFT_BEHIND = ("WANDB_SERVICE", "CLEARML_PROC_MASTER_ID", "TRAINS_PROC_MASTER_ID")
@@ -86,7 +86,7 @@ def numbered_records(num_records: int) -> list[LoggedRecord]:
 
 
 def numbered_rows(num_records: int) -> list[Row]:
-    return [(record.step, flat_numbers(record.values)) for record in numbered_records(num_records)]
+    return [(record.step, record.numbers) for record in numbered_records(num_records)]
 
 
 def distinct_rows(rows: Sequence[Row]) -> list[Row]:

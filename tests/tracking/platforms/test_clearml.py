@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain_tracking.platforms.clearml import ClearMLTracker
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 from killed_trackers import distinct_rows
 from optional_modules import import_later
 from tracking.platforms.platform_tests import PlatformTests
@@ -82,7 +82,7 @@ class TestClearML(PlatformTests):
         return read_rows(events_of(self.tmp_path, sessions_of(directory)))
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        return flat_numbers(values)
+        return LoggedRecord(time=0.0, values=values).numbers
 
     def killed_rows(self, directory: Path) -> Sequence[Any]:
         return distinct_rows(read_rows(events_of(directory, sessions_of(directory))))

@@ -11,7 +11,7 @@ import pytest
 
 from drivetrain_tracking.platforms.comet import CometTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 from killed_trackers import distinct_rows
 from tracking.platforms.platform_tests import PlatformTests
 
@@ -77,7 +77,7 @@ class TestComet(PlatformTests):
         return read_rows(directory)
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        return flat_numbers(values)
+        return LoggedRecord(time=0.0, values=values).numbers
 
     def killed_rows(self, directory: Path) -> Sequence[Any]:
         archives = list(directory.glob("comet/*.zip"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.mlflow import MLflowTracker
 from drivetrain_tracking.run.run_state import RunState
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 from tracking.platforms.platform_tests import PlatformTests, started
 
 mlflow = pytest.importorskip("mlflow")
@@ -64,7 +64,7 @@ class TestMLflow(PlatformTests):
         return list(read_rows(*only_run(self.store, str(directory))).values())
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        return flat_numbers(values)
+        return LoggedRecord(time=0.0, values=values).numbers
 
     def prepare_kills(self, directory: Path) -> Mapping[str, Any]:
         started(MLflowTracker(directory / "other")).finish()  # makes the tables, which takes seconds

@@ -1,1 +1,1 @@
-"""The platforms, a file for each: what it makes of a run's records, and how it says which of them it has."""
+"""The platforms, a file for each: the form of records on the platform, and the count of those that it holds."""

@@ -1,5 +1,6 @@
 """Aim: runs in the repository `DIRECTORY/.aim`, which `aim up --repo DIRECTORY` shows, or on an Aim server."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from drivetrain_tracking.platforms import compat
 from drivetrain_tracking.platforms.platform import Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 _MARK = "drivetrain"  # the run's attribute with the time and step of the last record, and how it ended
 
@@ -72,9 +73,9 @@ class AimTracker(Platform[AimOptions]):
         """Write each value on this thread, then note the time of the last record."""
         for record in records:
             self._step = self._step + 1 if record.step is None else record.step
-            for name, value in flat_numbers(record.values).items():
+            for name, value in record.numbers.items():
                 self._track(record, name, value)
-            for name, text in flat_texts(record.values).items():
+            for name, text in record.texts.items():
                 self._track(record, name, load_library("aim", extra=self.name).Text(text))
             for name, medium in record.media.items():
                 self._add_medium(record, name, medium)
@@ -84,8 +85,8 @@ class AimTracker(Platform[AimOptions]):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records up to the time that the run notes."""
-        last = self._mark().get("time")
-        return 0 if last is None else sum(record.time <= last for record in records)
+        last = self._mark().get("time", -math.inf)
+        return sum(record.time <= last for record in records)
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Set a document as an attribute of the run."""
@@ -94,16 +95,13 @@ class AimTracker(Platform[AimOptions]):
     def close(self) -> None:
         """Close the run, and add it to the index."""
         run, self._run = self._run, None
-        if self._given is not None:
-            return
         if self.state is not None:  # Aim itself knows running and ended alone
             run[_MARK] = {**run.get(_MARK, {}), "state": self.state_word}
         run.close()
-        if run.repo.is_remote_repo:
-            return
-        errors = load_library("aimrocks.errors", extra=self.name)
-        with suppress(errors.RocksIOError):  # a running `aim up` holds the index, and adds the run itself
-            compat.aim_add_to_index(run)
+        if not run.repo.is_remote_repo:
+            errors = load_library("aimrocks.errors", extra=self.name)
+            with suppress(errors.RocksIOError):  # a running `aim up` holds the index, and adds the run itself
+                compat.aim_add_to_index(run)
 
     def _open(self, run_name: str) -> Any:
         library = load_library("aim", extra=self.name)

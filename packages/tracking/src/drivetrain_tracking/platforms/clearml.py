@@ -11,7 +11,7 @@ from drivetrain_tracking.platforms.compat import CLEARML_EVENTS, clearml_has_key
 from drivetrain_tracking.platforms.platform import Platform, load_library, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class ClearMLTracker(Platform[ClearMLOptions]):
     Numbers and booleans are scalars, `lr/head` the series "head" of the plot "lr"; strings are lines of the console;
     None is left to the log. ClearML would report 0 for a value that is not finite: the series "loss is NaN",
     "loss is Infinity" or "loss is -Infinity" is 1 at that step instead. A step that is missing is the last one.
-    `drivetrain/time` holds each record's time. ClearML overwrites a step that is reported again, so that values which
-    a resumed run logs again are the series "loss (attempt 2)".
+    `drivetrain/time` holds each record's time. ClearML overwrites a step at its second report: repeated steps of a
+    resumed run are the series "loss (attempt 2)".
 
     Offline, `write` returns once all is in the session's file of events, which a kill does not change; online, once
     the server has taken all. The sessions are where ClearML keeps them, `~/.clearml/cache/offline` or
@@ -73,10 +73,10 @@ class ClearMLTracker(Platform[ClearMLOptions]):
             self._step = self._step if record.step is None else record.step
             for name, medium in record.media.items():
                 self._report_medium(name, medium)
-            for name, text in flat_texts(record.values).items():
+            for name, text in record.texts.items():
                 logger.report_text(f"{name}: {text}", print_console=False)
             suffix = f" (attempt {record.attempt})" if record.attempt > 1 else ""
-            for name, number in flat_numbers(record.values).items():
+            for name, number in record.numbers.items():
                 title, series = _place(name)
                 if not math.isfinite(number):
                     told = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
@@ -93,17 +93,14 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         self._task.connect_configuration(dict(document), name=name)
 
     def close(self) -> None:
-        """Close the task, unless it is the user's.
+        """Close the task, and mark one that has not finished at the server.
 
         A session has no place for its state: it is the last line of the console, and a configuration `state`.
         """
-        if self._given is not None:
-            return
         if self.has_ended_early:
             self.keep_document("state", {"state": self.state_word})
-            self._task.get_logger().report_text(
-                f"the run was not finished: {self.state}", print_console=False
-            )
+            told = f"the run was not finished: {self.state}"
+            self._task.get_logger().report_text(told, print_console=False)
         self._task.close()
         if self.has_ended_early and self._events is None:
             task = load_library("clearml", extra=self.name).Task.get_task(task_id=self._task.id)

@@ -15,7 +15,7 @@ from drivetrain_tracking.platforms.compat import COMET_MESSAGES, write_comet_hea
 from drivetrain_tracking.platforms.platform import Platform, load_library, wait_for_text
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
 
 _QUIET: Mapping[str, Any] = {
     "log_code": False,
@@ -92,9 +92,9 @@ class CometTracker(Platform[CometOptions]):
                 self._experiment.set_step(record.step)
             for name, medium in record.media.items():
                 self._log_medium(name, medium, record.step)
-            for name, text in flat_texts(record.values).items():
+            for name, text in record.texts.items():
                 self._experiment.log_other(name, text)
-            for name, number in flat_numbers(record.values).items():
+            for name, number in record.numbers.items():
                 self._experiment.log_metric(record.attempt_prefix + name, number, step=record.step)
             self._experiment.log_metric("drivetrain/time", float(record.time), step=record.step)
         if self._messages is not None and records:
@@ -107,12 +107,10 @@ class CometTracker(Platform[CometOptions]):
         self._experiment.log_asset_data(json.dumps(document, indent=2), name=f"{name}.json")
 
     def close(self) -> None:
-        """End the experiment, unless it is the user's; an offline one becomes an archive.
+        """End the experiment; an offline one becomes an archive.
 
         Its state at Comet is set; an archive has no place for it, but among the "others".
         """
-        if self._given is not None:
-            return
         if self.state is not None:
             self._experiment.log_other("drivetrain/state", self.state)
         self._experiment.end()
@@ -124,12 +122,8 @@ class CometTracker(Platform[CometOptions]):
         given, known = self._options, self.run_id(run_name)
         key = known or comet.generate_guid()
         self.remember_run_id(run_name, key)
-        common = {
-            "project_name": given.project,
-            "workspace": given.workspace,
-            "experiment_key": key,
-            **_QUIET,
-        }
+        names = {"project_name": given.project, "workspace": given.workspace, "experiment_key": key}
+        common = {**names, **_QUIET}
         api_key = comet.get_config("comet.api_key")
         if given.mode == "online" or (given.mode is None and api_key):
             return comet.ExistingExperiment(**common) if known else comet.Experiment(**common)
@@ -141,7 +135,7 @@ class CometTracker(Platform[CometOptions]):
             return kind(offline_directory=str(folder), **common)
 
     def _close_killed(self, folder: Path, key: str) -> None:
-        """Make archives of what killed processes left, and remove those that they only began."""
+        """Make archives of the messages that killed processes left, and remove archives without messages."""
         for archive in folder.glob(f"{key}*.zip"):
             with zipfile.ZipFile(archive) as file:
                 is_written = COMET_MESSAGES in file.namelist()
@@ -183,7 +177,7 @@ class CometTracker(Platform[CometOptions]):
 
 @contextmanager
 def _temporary_files_in(folder: Path) -> Generator[None]:
-    """Make Python's temporary files in a folder: Comet keeps an experiment in one until it ends, and asks nobody."""
+    """Make Python's temporary files in a folder: Comet keeps an experiment in such a file until it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:

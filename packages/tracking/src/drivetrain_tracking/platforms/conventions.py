@@ -54,25 +54,16 @@ _DOCUMENTS = r"^(plan|info|state)$"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conventions:
-    """The names that a platform takes, and its words for how a run ended.
+    """The names that a platform takes, and its words for how a run ended."""
 
-    Attributes:
-        values: The names of what is logged: metrics, texts and media.
-        separator: The text between the names of a nested configuration that is made flat; None for platforms that
-            take a nested one, of which the rule counts for the outermost names.
-        media: The names of media, where they become other things than values do.
-        files: The names of what becomes a file or folder: artifacts, runs.
-        states: The platform's words; a platform without any gets ours, as a text.
-    """
-
-    values: NameRule = NameRule()
-    parameters: NameRule = NameRule()
-    separator: str | None = None
-    media: NameRule | None = None
-    files: NameRule = _FILE
+    values: NameRule = NameRule()  # of metrics, texts and media
+    parameters: NameRule = NameRule()  # the outermost ones, where the platform takes a nested configuration
+    separator: str | None = None  # between the names of a configuration made flat; None where it stays nested
+    media: NameRule | None = None  # where the platform has another rule for them
+    files: NameRule = _FILE  # of artifacts and runs
     states: Mapping[RunState, str | int] = field(
-        default_factory=lambda: {"finished": "finished", "failed": "failed", "killed": "killed"}
-    )
+        default_factory=dict[RunState, str | int]
+    )  # ours where missing
 
 
 _MLFLOW = NameRule(unlike=r"[^\w\-. :/]", is_path=True, longest_bytes=250, taken=r"^(drivetrain/|mlflow\.)")
@@ -138,15 +129,11 @@ CONVENTIONS: Mapping[str, Conventions] = MappingProxyType(
 
 
 class PlatformNames:
-    """The names of one run on one platform; each one that the platform does not take is told of, once.
-
-    Args:
-        told: The names that were told of, which the kinds of names of one tracker share.
-    """
+    """The names of one run on one platform; warns once of each name that the platform does not take."""
 
     def __init__(self, tracker: str, rule: NameRule, *, told: set[str], separator: str = "/") -> None:
         self._tracker = tracker
-        self._told = told
+        self._told = told  # names already warned about, shared by the kinds of names of a tracker
         self._rule = rule
         self._separator = separator
         self._known: dict[str | tuple[str, ...], str] = {}  # the name, or the path of a value that has none

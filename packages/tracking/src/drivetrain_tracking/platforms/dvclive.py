@@ -1,6 +1,7 @@
 """DVCLive: tables, parameters and images in `DIRECTORY/dvclive/RUN`, which DVC and its editor extension show."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -98,8 +99,8 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records up to the time that was noted last."""
-        last = self._state().get("time")
-        return 0 if last is None else sum(record.time <= last for record in records)
+        last = self._state().get("time", -math.inf)
+        return sum(record.time <= last for record in records)
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Write a document as a parameter."""
@@ -108,8 +109,6 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
     def close(self) -> None:
         """End the run."""
         live, self._live = self._live, None
-        if self._given is not None:
-            return
         if self.has_ended_early:
             live.log_param("state", self.state_word)
         if self._options.save_experiment or compat.dvclive_sends_to_studio(live):
@@ -151,14 +150,8 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         folder = Path(self._live.dir)
         tables = {name: folder / "plots" / "metrics" / f"{name}.tsv" for name in set(self._names.values())}
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in tables.values()}
-        noted = {
-            "time": time,
-            "step": self._live.step,
-            "sizes": sizes,
-            "names": self._names,
-            "summary": self._live.summary,
-        }
-        replace_text(folder / _STATE, json.dumps(noted))
+        noted = {"time": time, "step": self._live.step, "sizes": sizes, "names": self._names}
+        replace_text(folder / _STATE, json.dumps({**noted, "summary": self._live.summary}))
 
     def _add_medium(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
         at = f"{record.attempt_prefix}{name}/{self._live.step}"
@@ -189,7 +182,7 @@ def free_name(name: str, taken: frozenset[str]) -> str:
 
 
 def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Cut tables to what the last whole `write` left, and remove files that a kill may have left in the middle."""
+    """Cut tables to their sizes after the last complete `write`, and remove files that a kill may have cut short."""
     for table in sorted(folder.glob("plots/metrics/**/*.tsv")):
         size = sizes.get(str(table.relative_to(folder)), 0)
         if size == 0:

@@ -11,14 +11,7 @@ from typing import Any
 from drivetrain_tracking.platforms.platform import Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import (
-    ALL_MEDIA,
-    LoggedRecord,
-    StoredMedium,
-    count_first_held,
-    flat_numbers,
-    flat_texts,
-)
+from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium, count_first_held
 
 _TIME, _ATTEMPT, _INFINITE = "drivetrain/time", "drivetrain/attempt", "drivetrain/infinite"
 _MOST_METRICS, _MOST_TAGS = 1000, 100  # MLflow's limits of one call, in which both together are at most 1000
@@ -93,7 +86,7 @@ class MLflowTracker(Platform[MLflowOptions]):
         for record in records:
             for name, medium in record.media.items():
                 self._log_medium(name, medium, record)
-            numbers = flat_numbers(record.values)
+            numbers, texts = record.numbers, record.texts
             num_infinite = sum(math.isinf(number) for number in numbers.values())
             more = {_INFINITE: num_infinite} if num_infinite else {}
             more |= {_ATTEMPT: record.attempt} if record.attempt > 1 else {}
@@ -103,7 +96,6 @@ class MLflowTracker(Platform[MLflowOptions]):
                 metric(name, number, self._last_milliseconds, record.step or 0)
                 for name, number in {**numbers, **more, _TIME: record.time}.items()
             ]
-            texts = flat_texts(record.values)
             if len(batch) + len(metrics) + _MOST_TAGS > _MOST_METRICS or len(tags | texts) > _MOST_TAGS:
                 self._commit(batch, tags)
                 batch, tags = [], {}
@@ -121,8 +113,8 @@ class MLflowTracker(Platform[MLflowOptions]):
         self._client.log_dict(self._run_id, dict(document), f"{name}.json")
 
     def close(self) -> None:
-        """Set the run's status, unless it is the user's."""
-        if self._given is None and self.state_word is not None:
+        """Set the run's status."""
+        if self.state_word is not None:
             self._client.set_terminated(self._run_id, status=self.state_word)
 
     def _open_own(self, mlflow: Any, run_name: str) -> None:

@@ -105,12 +105,7 @@ class Platform(ABC, Generic[Options]):
             raise MissingLibraryError(_missing_library(self.library, self.name))
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-            options: The fields of `options_type`.
+        """Start a run, or continue a stopped run of the same name. The options are the fields of `options_type`.
 
         Raises:
             TrackerStateError: It is started already.
@@ -174,10 +169,11 @@ class Platform(ABC, Generic[Options]):
         self.end("finished")
 
     def end(self, state: RunState | None) -> None:
-        """End the run, if it is started; None lets go of one that may go on, as far as the platform has that."""
+        """End the run, if it is started; None releases a run that may go on, where the platform can."""
         if self._is_started:
             self._is_started, self.state = False, state
-            self.close()
+            if self._given is None:
+                self.close()
 
     @property
     def has_ended_early(self) -> bool:
@@ -187,7 +183,7 @@ class Platform(ABC, Generic[Options]):
     @property
     def state_word(self) -> Any:
         """The platform's word for how the run ended; None if it may go on."""
-        return None if self.state is None else self.conventions.states[self.state]
+        return None if self.state is None else self.conventions.states.get(self.state, self.state)
 
     @abstractmethod
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
@@ -199,13 +195,13 @@ class Platform(ABC, Generic[Options]):
 
     @abstractmethod
     def close(self) -> None:
-        """End the run, with `state_word`, and release the library."""
+        """End the run, with `state_word`, and release the library; not called for a run of the user's."""
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Return how many of these records, counted from the first, the platform holds already.
 
-        A forwarder asks this of the records that were on their way when a writer was killed, or a call failed. 0, as
-        here, has it write them again, for a platform that cannot say what it holds: at least once.
+        A forwarder calls it with the records that it was sending when a writer was killed, or a call failed. 0, as
+        here, makes it write all of them again: a platform that cannot say gets each record at least once.
         """
         del records
         return 0

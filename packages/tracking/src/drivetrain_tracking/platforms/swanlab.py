@@ -11,7 +11,7 @@ from drivetrain_tracking.platforms import compat
 from drivetrain_tracking.platforms.platform import Platform, load_library
 from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_numbers, flat_texts
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
 _INTERNAL = "swanlab.sdk.internal"
 
@@ -101,11 +101,10 @@ class SwanLabTracker(Platform[SwanLabOptions]):
     def close(self) -> None:
         """Finish the run."""
         run, self._run = self._run, None
-        if self._given is None:
-            compat.swanlab_stop_watching(run)
-            with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
-                words = {"crashed": {"error": "the process ended before its training did"}}
-                run.finish(state=self.state_word or "success", **words.get(self.state_word, {}))
+        compat.swanlab_stop_watching(run)
+        with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
+            words = {"crashed": {"error": "the process ended before its training did"}}
+            run.finish(state=self.state_word or "success", **words.get(self.state_word, {}))
 
     def _open(self, run_name: str) -> Any:
         library = load_library("swanlab", extra=self.name)
@@ -139,9 +138,9 @@ class SwanLabTracker(Platform[SwanLabOptions]):
     def _entries(self, record: LoggedRecord) -> Iterator[tuple[str, Any]]:
         """Yield what a record becomes in SwanLab, by name."""
         library = load_library("swanlab", extra=self.name)
-        for name, number in flat_numbers(record.values).items():
+        for name, number in record.numbers.items():
             yield record.attempt_prefix + name, number
-        for name, text in flat_texts(record.values).items():
+        for name, text in record.texts.items():
             yield record.attempt_prefix + name, library.Text(text)
         for name, medium in record.media.items():
             if medium.kind != "artifact":
@@ -177,7 +176,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 
 
 def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:
-    """Return the mode of a run: what is asked, else what SwanLab's settings say, but never online without a key."""
+    """Return the mode of a run: the user's, else that of SwanLab's settings, but never online without a key."""
     return asked or ("offline" if configured == "online" and not has_key else configured)
 
 

@@ -13,14 +13,9 @@ from typing import Any, cast
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.platforms.platform import NoOptions, Platform, load_library
 from drivetrain_tracking.protocol import Metrics
+from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import (
-    LoggedRecord,
-    StoredMedium,
-    count_first_held,
-    flat_numbers,
-    flat_texts,
-)
+from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, count_first_held
 
 _FORMAT = "tensorboard.compat.proto"
 _HPARAMS = "tensorboard.plugins.hparams"
@@ -33,8 +28,8 @@ class TensorBoardTracker(Platform[NoOptions]):
     """A tracker that writes TensorBoard's event files, without TensorFlow or torch.
 
     Numbers and booleans are scalars, strings are texts; None is left out. A record without a step gets the last step.
-    The configuration is a text and a row of the HParams tab, the plan a text. Steps that a resumed run logs again are
-    a run of their own, `attempt-2`, since TensorBoard hides what it takes for an abandoned past.
+    The configuration is a text and a row of the HParams tab, the plan a text. Repeated steps of a resumed run are
+    another run, `attempt-2`: TensorBoard hides points that a restart seems to have abandoned.
 
     Each record is one event, with a checksum: a kill leaves it in its file whole or not at all.
     """
@@ -65,10 +60,8 @@ class TensorBoardTracker(Platform[NoOptions]):
         load_library("tensorboard", extra=self.name)
         if self._given is None:
             self._folder = self.directory / self.name / self.file_name(run_name)
-        told = _text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
-        self._add(
-            1, wall_time=0.0, values=[told, _hyperparameters(self.parameters(config), start_time=time.time())]
-        )
+        parameters = _hyperparameters(self.parameters(config), start_time=time.time())
+        self._add(1, wall_time=0.0, values=[_document("config", config), parameters])
         self._flush()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -76,9 +69,9 @@ class TensorBoardTracker(Platform[NoOptions]):
         summary = _proto("summary").Summary
         for record in records:
             self._step = self._step if record.step is None else record.step
-            numbers = flat_numbers(record.values)  # of which TensorBoard stores 32 bits
-            values = [summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-            values += [_text(name, content) for name, content in flat_texts(record.values).items()]
+            # Of a number, TensorBoard stores 32 bits.
+            values = [summary.Value(tag=name, simple_value=number) for name, number in record.numbers.items()]
+            values += [_text(name, content) for name, content in record.texts.items()]
             values += [_medium_value(name, medium) for name, medium in record.media.items()]
             self._add(record.attempt, wall_time=record.time, values=values)
         self._flush()
@@ -94,18 +87,19 @@ class TensorBoardTracker(Platform[NoOptions]):
 
     def keep_document(self, name: str, document: Metrics) -> None:
         """Write a document as a text."""
-        self._add(
-            1, wall_time=0.0, values=[_text(name, f"```json\n{json.dumps(dict(document), indent=2)}\n```")]
-        )
+        self._add(1, wall_time=0.0, values=[_document(name, document)])
         self._flush()
 
     def close(self) -> None:
-        """Close the event files, after a text `state` if the run did not finish, or did not before."""
-        told = self._given is None and self.has_ended_early
-        if told or (self.state == "finished" and self._folder.joinpath(_NOT_FINISHED).exists()):
+        """Write a text `state` if the run did not finish, or did not before."""
+        note = self._folder / _NOT_FINISHED
+        if self.has_ended_early or (self.state == "finished" and note.exists()):
             self._add(1, wall_time=time.time(), values=[_text("state", self.state_word)])
-            note = self._folder / _NOT_FINISHED
-            note.touch() if told else note.unlink()
+            note.touch() if self.has_ended_early else note.unlink()
+
+    def end(self, state: RunState | None) -> None:
+        """End the run, and close the event files; those of later attempts are ours in a user's run, too."""
+        super().end(state)
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -142,6 +136,10 @@ def _text(name: str, content: str) -> Any:
     metadata = summary.SummaryMetadata(plugin_data=summary.SummaryMetadata.PluginData(plugin_name="text"))
     stored = tensor.TensorProto(dtype=_proto("types").DT_STRING, string_val=[content.encode()])
     return summary.Summary.Value(tag=name, tensor=stored, metadata=metadata)
+
+
+def _document(name: str, document: Metrics) -> Any:
+    return _text(name, f"```json\n{json.dumps(dict(document), indent=2)}\n```")
 
 
 def _medium_value(name: str, medium: StoredMedium) -> Any:

@@ -70,27 +70,20 @@ class TrackioTracker(Platform[TrackioOptions]):
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
         """Open the project's database."""
-        storage = self._storage()
-        created = datetime.now(UTC).isoformat()
-        if self._given is not None:
-            self._project, self._run_name, self._run_id = (
-                self._given.project,
-                self._given.name,
-                self._given.id,
-            )
-            own = self._given.config
+        storage, given = self._storage(), self._given
+        if given is not None:
+            self._project, self._run_name, self._run_id = given.project, given.name, given.id
+            own = given.config
         else:
             self._project = self._options.project
             storage.validate_project_name(self._project)
             self._run_name, self._run_id = run_name, self.run_id(run_name) or uuid4().hex
-            own = {"_Created": created, "_Group": self._options.group}
+            own = {"_Created": datetime.now(UTC).isoformat(), "_Group": self._options.group}
             self.remember_run_id(run_name, self._run_id)
+        self._config = {**self.parameters(config), **own}
         known = storage.get_run_config(self._project, run_id=self._run_id) or {}
-        self._config = {
-            **self.parameters(config),
-            **own,
-            **{k: known[k] for k in ("_Created",) if k in known},
-        }
+        if "_Created" in known:
+            self._config["_Created"] = known["_Created"]
         self._attempts = set()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
@@ -114,8 +107,7 @@ class TrackioTracker(Platform[TrackioOptions]):
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records that have a row."""
-        wanted = [self._log_id(record) for record in records]
-        held: set[str] = set()
+        wanted, held = [self._log_id(record) for record in records], set[str]()
         storage = self._storage()
         if not storage.get_project_db_path(self._project).exists():
             return 0
@@ -142,11 +134,11 @@ class TrackioTracker(Platform[TrackioOptions]):
         self._attempts = set()
 
     def close(self) -> None:
-        """Forget the run; nothing of it is open.
+        """Write a state other than "finished" as a row, and to the configuration until the next record.
 
-        Trackio has no states: one that is not "finished" is a row, and in the configuration until the next record.
+        Trackio has no states, and nothing of a run is open.
         """
-        if self._given is None and self.has_ended_early:
+        if self.has_ended_early:
             self._storage().bulk_log(
                 self._project,
                 self._run_name,
@@ -154,7 +146,6 @@ class TrackioTracker(Platform[TrackioOptions]):
                 config={**self._config, "state": self.state_word},
                 run_id=self._run_id,
             )
-        self._attempts = set()
 
     def _storage(self) -> Any:
         return load_library("trackio.sqlite_storage", extra=self.name).SQLiteStorage
@@ -174,13 +165,12 @@ class TrackioTracker(Platform[TrackioOptions]):
             if medium.kind == "artifact":
                 self._add_artifact(record, name, medium)
             else:
-                kept = compat.trackio_medium(
+                row[name] = compat.trackio_medium(
                     self._medium(medium),
                     project=self._project,
                     run=self.file_name(self._name_of(record.attempt)),  # a folder's name there
                     step=record.step or 0,
                 )
-                row[name] = kept
         return row
 
     def _medium(self, medium: StoredMedium) -> Any:

@@ -124,9 +124,8 @@ class WandbTracker(Platform[WandbOptions]):
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """Finish the run, unless it is the user's."""
-        if self._given is None:
-            self._run.finish(exit_code=self.state_word or 0)
+        """Finish the run."""
+        self._run.finish(exit_code=self.state_word or 0)
 
     def _init(self, wandb: Any, run_name: str, run_id: str | None, config: Mapping[str, Plain]) -> Any:
         if WANDB_FLUSH_SETTING not in wandb.Settings.model_fields:

@@ -48,6 +48,17 @@ class LoggedRecord:
     media: Mapping[str, StoredMedium] = field(default_factory=dict[str, StoredMedium])
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers among the values, as one level; true and false are 1 and 0."""
+        values = flat_values(self.values)
+        return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The strings among the values, as one level."""
+        return {name: value for name, value in flat_values(self.values).items() if isinstance(value, str)}
+
+    @property
     def attempt_prefix(self) -> str:
         """The text before the names of a platform that keeps attempts apart by names; empty for the first."""
         return "" if self.attempt == 1 else f"attempt-{self.attempt}/"
@@ -76,15 +87,3 @@ def flat_leaves(values: Mapping[str, Plain]) -> list[tuple[tuple[str, ...], str 
         else:
             leaves.append((path, value))
     return leaves
-
-
-def flat_numbers(values: Mapping[str, Plain]) -> dict[str, float]:
-    """Return the numbers among nested values, as one level; true and false are 1 and 0."""
-    return {
-        name: float(value) for name, value in flat_values(values).items() if isinstance(value, (int, float))
-    }
-
-
-def flat_texts(values: Mapping[str, Plain]) -> dict[str, str]:
-    """Return the strings among nested values, as one level."""
-    return {name: value for name, value in flat_values(values).items() if isinstance(value, str)}
