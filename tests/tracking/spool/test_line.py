@@ -25,7 +25,7 @@ RECORDS = st.dictionaries(
 def test_a_record_comes_back_and_is_one_line_of_json(record: dict[str, object]) -> None:
     line = encode(record)
     assert line.count(b"\n") == 1
-    assert decode(line) == record
+    assert decode(line[:-1]) == record
     if "crc" not in record:
         assert {name: value for name, value in json.loads(line).items() if name != "crc"} == record
 
@@ -34,7 +34,7 @@ def test_a_record_comes_back_and_is_one_line_of_json(record: dict[str, object]) 
 def test_a_line_with_another_byte_or_a_missing_part_is_told(
     record: dict[str, object], data: st.DataObject
 ) -> None:
-    line = encode(record)
+    line = encode(record)[:-1]
     at = data.draw(st.integers(0, len(line) - 1))
     other = data.draw(st.integers(0, 255).filter(lambda byte: byte != line[at]))
     assert decode(line[:at] + bytes([other]) + line[at + 1 :]) is None
@@ -44,7 +44,7 @@ def test_a_line_with_another_byte_or_a_missing_part_is_told(
 
 def test_numbers_that_json_lacks_are_strings() -> None:
     record = {"loss": float("nan"), "norms": [float("inf"), {"low": float("-inf")}]}
-    assert decode(encode(record)) == {"loss": "NaN", "norms": ["Infinity", {"low": "-Infinity"}]}
+    assert decode(encode(record)[:-1]) == {"loss": "NaN", "norms": ["Infinity", {"low": "-Infinity"}]}
 
 
 def test_an_empty_record_has_no_line() -> None:

@@ -4,8 +4,8 @@
 {"step": 10, "time": 1763690003.9, "loss": 2.31, "crc": "5e3b12af"}
 ```
 
-The checksum is the CRC-32 of all bytes before `, "crc"`, so that a line that was cut, or that two programs wrote into
-at once, is told from a whole one. Readers that know nothing of it see one more member.
+The checksum is the CRC-32 of all bytes before `, "crc"`. It reveals a line that was cut, or that two programs wrote
+into at once. Readers that know nothing of it see one more member.
 """
 
 import json
@@ -27,13 +27,10 @@ NOT_FINITE: Mapping[str, float] = MappingProxyType(
     {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 )
 
-# What stands before the checksum of a line, which has eight hexadecimal digits, and what stands behind it.
-CHECKSUM_MARK = b', "crc": "'
-CHECKSUM_END = b'"}'
-
 _ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would make one for each line
-_END = CHECKSUM_END + b"\n"
-_TAIL = len(CHECKSUM_MARK) + 8 + len(_END)
+_MARK, _END = b', "crc": "', b'"}'  # before and behind the eight hexadecimal digits of a checksum
+_TAIL = len(_MARK) + 8 + len(_END)
+_AT_MARK, _AT_SUM = slice(-_TAIL, len(_MARK) - _TAIL), slice(-8 - len(_END), -len(_END))
 
 
 def encode(record: Mapping[str, Plain]) -> bytes:
@@ -44,19 +41,26 @@ def encode(record: Mapping[str, Plain]) -> bytes:
         body = _ENCODER.encode(_strict(dict(record))).encode()[:-1]
     if body == b"{":
         raise ValueError("an empty record has no line")
-    return b"%b%b%08x%b" % (body, CHECKSUM_MARK, crc32(body), _END)
+    return b"%b%b%08x%b\n" % (body, _MARK, crc32(body), _END)
+
+
+def has_checksum(line: bytes) -> bool:
+    """Return whether a line, without its break, has a checksum, of whatever value."""
+    return line[_AT_MARK] == _MARK
+
+
+def is_complete(line: bytes) -> bool:
+    """Return whether the checksum of a line, which it must have, is that of its bytes."""
+    return line[_AT_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line without its checksum, or None if the line is not whole."""
-    body, tail = line[:-_TAIL], line[-_TAIL:]
-    if not tail.startswith(CHECKSUM_MARK) or not tail.endswith(_END):
-        return None
-    if tail != b"%b%08x%b" % (CHECKSUM_MARK, crc32(body), _END):
+    """Return the record of a line, given without its break, or None if the line is not complete."""
+    if not (has_checksum(line) and is_complete(line) and line.endswith(_END)):
         return None
     try:
-        return json.loads(body + b"}")
-    except (ValueError, RecursionError):  # whole, and no record: another program has written it
+        return json.loads(line[:-_TAIL] + b"}")
+    except (ValueError, RecursionError):  # complete, and no record: another program has written it
         return None
 
 

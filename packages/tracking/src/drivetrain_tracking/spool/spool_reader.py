@@ -38,7 +38,7 @@ class SpoolReader:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     self.offset += len(line) + 1
-                    record = decode(line + b"\n")
+                    record = decode(line)
                     if record is None:
                         self.num_damaged += 1
                     else:

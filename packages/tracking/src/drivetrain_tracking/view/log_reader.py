@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from drivetrain_tracking.spool.files import open_regular
-from drivetrain_tracking.spool.line import CHECKSUM_END, CHECKSUM_MARK, LOG_NAME
+from drivetrain_tracking.spool.line import LOG_NAME, has_checksum, is_complete
 
 _MAX_DEPTH = 4  # folders below a given one: a sweep of groups of runs, not the files of a checkpoint
 # The parser holds the interpreter for about 10 ms then, and requests are answered between.
 _CHUNK_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 26
 _HEAD_BYTES = 256
-_SUM_BEGIN = -8 - len(CHECKSUM_END)
-_TAIL = len(CHECKSUM_MARK) - _SUM_BEGIN
-_SUM = slice(_SUM_BEGIN, -len(CHECKSUM_END))
-_MARK = slice(-_TAIL, _SUM_BEGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +106,15 @@ class LogReader:
 
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
     """Return the records of lines, and how many lines hold none: a checksum must match; older versions wrote none."""
-    marked = [line for line in lines if line[_MARK] == CHECKSUM_MARK]
-    whole = [line for line in marked if _is_whole(line)]
+    marked = list(filter(has_checksum, lines))
+    whole = list(filter(is_complete, marked))
     # As one JSON array they are parsed three times as fast. Lines that no checksum vouches for are parsed one by one:
     # two broken ones could be valid JSON together.
     found = _parse(b"[%b]" % b",".join(whole)) if len(marked) == len(lines) else None
     if found is None or len(found) != len(whole) or any(type(record) is not dict for record in found):
-        found = [_parse(line) for line in lines if line[_MARK] != CHECKSUM_MARK or _is_whole(line)]
+        found = [_parse(line) for line in lines if is_complete(line) or not has_checksum(line)]
     records: list[dict[str, Any]] = [record for record in found if isinstance(record, dict)]
     return records, len(lines) - len(records)
-
-
-def _is_whole(line: bytes) -> bool:
-    return line[_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 
 def _parse(text: bytes) -> Any:
