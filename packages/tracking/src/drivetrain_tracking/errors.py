@@ -26,7 +26,7 @@ class MissingLibraryError(ImportError):
 
 
 class DeliveryFileError(RuntimeError):
-    """The file that tells what was delivered to a platform is damaged; the message says what to do."""
+    """The file with the state of a delivery to a platform is damaged; the message says what to do."""
 
 
 class DeliveryInUseError(RuntimeError):

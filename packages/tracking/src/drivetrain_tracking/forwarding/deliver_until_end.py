@@ -23,11 +23,7 @@ def deliver_until_end(
 ) -> bool:
     """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
 
-    Args:
-        forwarder: The delivery to carry out.
-        seconds_after_end: The seconds for which a platform that takes nothing is tried again after the end.
-        is_over: A function that returns whether nothing more will be logged.
-        on_progress: A function that is called after each batch.
+    After the end, which `is_over` tells, a platform that takes nothing is tried again for `seconds_after_end`.
 
     Returns:
         Whether all records were delivered, and a run that did not say its end was shown as killed.
@@ -55,23 +51,16 @@ def deliver_until_end(
                 logger.error("%s: %s; given up", type(error).__name__, error)
                 return False
             logger.warning("%s: %s; tried again in %g s", type(error).__name__, error, pause)
-            # Little time is left from the run's end on: a long pause is cut there.
-            if _wait(pause, lambda was=had_ended: not was and has_run_ended()):
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            else:
-                pause = _FIRST_PAUSE_SECONDS
+            until = time.monotonic() + pause
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            while (left := until - time.monotonic()) > 0:
+                if not had_ended and has_run_ended():
+                    # Little time is left from the run's end on: a long pause is cut there.
+                    pause = _FIRST_PAUSE_SECONDS
+                    break
+                time.sleep(min(left, _POLL_SECONDS))
             continue
         pause = _FIRST_PAUSE_SECONDS
         if has_ended or was_over:
             return True
         time.sleep(_POLL_SECONDS)
-
-
-def _wait(seconds: float, is_cut: Callable[[], bool]) -> bool:
-    """Wait until a time has passed, or is cut; return whether all of it passed."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if is_cut():
-            return False
-        time.sleep(min(left, _POLL_SECONDS))
-    return True

@@ -10,22 +10,16 @@ from drivetrain_tracking.spool.files import read_json, replace_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The state of a delivery.
+    """The state of a delivery; offsets are those in the log, in bytes."""
 
-    Attributes:
-        offset: The offset in the log behind the last delivered record, in bytes.
-        sending_end: The offset behind the last record that was on its way when this was saved; `offset` if none was.
-        run_offset: The offset of the line that started the run, or -1 before the first.
-        num_refused: The number of records that the platform can never take; they stay in the log.
-        is_ended: Whether the platform was told how the last run ended.
-    """
-
-    offset: int = 0
-    sending_end: int = 0
-    run_offset: int = -1
+    offset: int = 0  # behind the last delivered record
+    sending_end: int = (
+        0  # behind the last record that was on its way when this was saved; `offset` if none was
+    )
+    run_offset: int = -1  # of the line that started the run; -1 before the first
     num_delivered: int = 0
-    num_refused: int = 0
-    is_ended: bool = False
+    num_refused: int = 0  # records that the platform can never take; they stay in the log
+    is_ended: bool = False  # whether the platform knows how the last run ended
 
     @classmethod
     def load(cls, path: Path) -> "Delivery":
@@ -39,7 +33,7 @@ class Delivery:
             ) from None
 
     def save(self, path: Path) -> None:
-        """Replace the file, so that a process that is killed leaves the old state or the new one."""
+        """Replace the file by a rename: a killed process leaves the old state or the new one."""
         replace_text(path, json.dumps(asdict(self)))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -51,8 +50,7 @@ class ForwardedTracker:
         drain_time: The time for what is left at the end, which the platforms of a run share; 30 s if None.
 
     Attributes:
-        drain_time: The time for what is left at the end.
-        platform: A tracker like the one in the other process, never started: it tells the options of `start`.
+        platform: A tracker like that of the writer process, never started, for its options and names.
 
     Raises:
         UnknownTrackerError: There is no tracker of this name.
@@ -96,7 +94,7 @@ class ForwardedTracker:
             import_path=[path for path in sys.path if path] if ":" in self._made_by else (),
         )
         self.drain_time.restart()
-        self._writer = WriterProcess(command, parent=os.getpid())
+        self._writer = WriterProcess(command)
         # A platform warns of names that it changes; here, in the training, the user reads it.
         if isinstance(self.platform, Platform):
             self.platform.parameters(plain_config(config))
@@ -120,7 +118,7 @@ class ForwardedTracker:
                 known.update(record.values)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Return how many records there are: the log holds them, and the writer process asks the platform."""
+        """Return the number of records: the log holds all, and the writer process compares with the platform."""
         return len(records)
 
     def finish(self) -> None:

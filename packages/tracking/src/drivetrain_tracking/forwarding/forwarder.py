@@ -29,21 +29,17 @@ _MOST_FAILURES = 4  # of a record by itself, before the platform is tried with a
 class Forwarder:
     """The delivery of one log to one tracker. Not thread-safe.
 
-    What is delivered is kept in a file beside the log. Before a batch is sent, the file says so: after a kill, and
-    after a call that failed, a `PlatformTracker` is asked which of these records it holds. Any other tracker gets the
-    records one by one, and the one that was on its way a second time.
+    A file beside the log keeps the state of the delivery, and notes each batch before it is sent. After a kill or a
+    failed call, a `PlatformTracker` says how many records of that batch it holds. Any other tracker gets the records
+    one by one, and after a kill the last one a second time.
 
-    A record that the tracker refuses as such, by a `ValueNotLoggableError`, is counted and passed over. Any other
-    error is raised: the platform may be back at the next call. So that no record stands in the way of all others for
-    good, one that failed by itself several times is sent without its media; if the platform refuses that as well, but
-    takes the next record, the platform is up and the record at fault: it is counted as refused, too.
+    A record that the tracker refuses by a `ValueNotLoggableError` is counted and passed over. Any other error is
+    raised: the platform may be back at the next call. No record may block all later ones: a record that fails by
+    itself several times is sent without its media. If the platform refuses that, too, but takes the next record, the
+    record is at fault, and counted as refused.
 
     Args:
         tracker: The tracker, which is not started yet.
-
-    Attributes:
-        place: The file in which it is kept.
-        num_damaged: The damaged lines that were passed over.
     """
 
     def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
@@ -78,11 +74,7 @@ class Forwarder:
         return len(self._waiting)
 
     def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
-        """Deliver what is in the log by now.
-
-        Returns:
-            Whether the run has ended by now: the last record is that of its end.
-        """
+        """Deliver what is in the log by now; return whether the last record is that of the run's end."""
         has_ended = False
         while self._waiting or self._read():
             has_ended = self._waiting[0].record.get("event") == "finish"
@@ -105,9 +97,8 @@ class Forwarder:
 
     def end_killed(self) -> None:
         """End the platform's run as killed, if the log ends without saying how, and no process writes it any more."""
-        if self.delivery.run_offset < 0 or self.delivery.is_ended or self.log_has_ended():
-            return
-        if is_locked(self._log):
+        has_open_run = self.delivery.run_offset >= 0 and not self.delivery.is_ended
+        if not has_open_run or self.log_has_ended() or is_locked(self._log):
             return
         if isinstance(self._tracker, StateTracker):
             self._ensure_started()
@@ -116,7 +107,7 @@ class Forwarder:
         self.delivery.save(self.place)
 
     def close(self) -> None:
-        """Let go of the platform's run, if it is open, and let other processes deliver; it may go on."""
+        """Release the platform's run, if it is open, and let other processes deliver; the run may go on."""
         try:
             self._end(None)
         finally:
@@ -161,14 +152,16 @@ class Forwarder:
                 self._refuse(batch[0], error)
         except Exception as error:
             self._singly_end = max(self._singly_end, batch[-1].end)
-            self._num_failures += len(batch) == 1
-            if self._num_failures < _MOST_FAILURES or not self._pass_over(batch[0], records[0], error):
+            if len(batch) > 1 or not self._pass_over(batch[0], records[0], error):
                 raise
         else:
             self._advance(batch)
 
     def _pass_over(self, found: SpooledRecord, failed: LoggedRecord, error: Exception) -> bool:
-        """Pass over a record if the platform is up: if it takes the record without its media, or the next one."""
+        """Pass over a record that failed often if the platform takes it without its media, or the next one."""
+        self._num_failures += 1
+        if self._num_failures < _MOST_FAILURES:
+            return False
         if failed.media and failed.values and self._takes(replace(failed, media={})):
             self._refuse(found, error)
             return True
@@ -218,7 +211,7 @@ class Forwarder:
             self._tracker.log(record.values, step=record.step)
 
     def _with_media_of(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
-        """Return the record with those of its media that the platform has a place for, and whose files exist."""
+        """Return the record with the media of the platform's kinds whose files exist."""
         taken: dict[str, StoredMedium] = {}
         for name, medium in record.media.items():
             if medium.kind not in tracker.media_kinds:
@@ -235,8 +228,7 @@ class Forwarder:
         record, event = found.record, found.record["event"]
         if event == "start":
             self._restart(record)
-            start_offset = self.delivery.offset
-            self._advance([found], run_offset=start_offset, is_ended=False)
+            self._advance([found], run_offset=self.delivery.offset)
             return
         if event in ("plan", "info"):
             self._ensure_started()
@@ -246,10 +238,7 @@ class Forwarder:
                 if event == "info" and isinstance(self._tracker, InfoTracker):
                     self._tracker.record_info(restore_numbers(record["info"]))
             except Exception as error:
-                self._num_failures += 1
-                if self._num_failures < _MOST_FAILURES or not self._pass_over(
-                    found, LoggedRecord(time=0.0), error
-                ):
+                if not self._pass_over(found, LoggedRecord(time=0.0), error):
                     raise
                 return
         elif event == "finish":
@@ -283,12 +272,13 @@ class Forwarder:
     ) -> None:
         if not batch:
             return
+        before = self.delivery
         self.delivery = replace(
-            self.delivery,
+            before,
             offset=batch[-1].end,
-            run_offset=self.delivery.run_offset if run_offset is None else run_offset,
-            num_delivered=self.delivery.num_delivered + len(batch) - num_refused,
-            num_refused=self.delivery.num_refused + num_refused,
+            run_offset=before.run_offset if run_offset is None else run_offset,
+            num_delivered=before.num_delivered + len(batch) - num_refused,
+            num_refused=before.num_refused + num_refused,
             is_ended=is_ended,
         )
         del self._waiting[: len(batch)]

@@ -26,16 +26,9 @@ def options_path(log: Path, platform: str) -> Path:
 
 
 def open_forwarder(log: Path, name: str) -> Forwarder:
-    """Open the delivery of a log to a tracker of this name, with the options that its run was started with.
-
-    Raises:
-        UnknownTrackerError: There is no tracker of this name.
-        DeliveryFileError: The file that tells what was delivered is damaged.
-        DeliveryInUseError: Another process delivers this log to this platform.
-        SpoolInUseError: The tracker would append to the log that is delivered.
-    """
+    """Open the delivery of a log to a tracker of this name, with the options that its run was started with."""
     tracker = make_tracker(name, log.parent)
-    if isinstance(tracker, JSONLTracker):
+    if isinstance(tracker, JSONLTracker):  # it would append to the log that it is fed from
         raise SpoolInUseError(
             f"tracker {name!r} writes {log} itself, where the records are already; name another"
         )

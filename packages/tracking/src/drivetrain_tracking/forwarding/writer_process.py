@@ -1,6 +1,7 @@
 """Start the process that writes to a platform, and start it again when it crashes; training never waits for it."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -26,19 +27,19 @@ class WriterCommand:
 
     log: Path
     tracker: str  # the name by which it makes its tracker
-    platform: str  # the tracker's own name, which its files beside the log have
+    platform: str  # the tracker's name, which its files beside the log have
     seconds_after_end: float  # for which it tries a failing platform again once this process is gone
     import_path: Sequence[str] = ()
     left_out: Sequence[str] = ()  # environment variables that the writer does not inherit
 
-    def arguments(self, parent: int) -> list[str]:
-        """Return the command line of a writer that belongs to the process `parent`."""
+    def arguments(self) -> list[str]:
+        """Return the command line of a writer that belongs to this process."""
         paths = [part for path in self.import_path for part in ("--import-path", path)]
         without = ["env", *(part for name in self.left_out for part in ("-u", name))] if self.left_out else []
         return [
             *without,
             *(sys.executable, "-m", "drivetrain_tracking.forwarding", str(self.log), self.tracker),
-            *("--parent", str(parent), "--seconds-after-end", str(self.seconds_after_end)),
+            *("--parent", str(os.getpid()), "--seconds-after-end", str(self.seconds_after_end)),
             *paths,
         ]
 
@@ -49,11 +50,10 @@ class WriterCommand:
 
 
 class WriterProcess:
-    """A writer process that is kept running by a thread of its own until `finish`."""
+    """A writer process that a thread keeps running until `finish`."""
 
-    def __init__(self, command: WriterCommand, *, parent: int) -> None:
+    def __init__(self, command: WriterCommand) -> None:
         self._command = command
-        self._parent = parent
         self._process = self._launch()
         self._is_finishing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name=f"drivetrain {command.platform}", daemon=True)
@@ -73,7 +73,7 @@ class WriterProcess:
     def _launch(self) -> "subprocess.Popen[bytes]":
         with self._command.output.open("ab") as output:
             return subprocess.Popen(
-                self._command.arguments(self._parent),
+                self._command.arguments(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -116,9 +116,8 @@ class WriterProcess:
 
     def _tell_end(self, what_next: str) -> None:
         code = self._process.returncode
-        how = "its failure" if code == EXIT_UNDELIVERED else f"exit code {code}"
-        if code < 0:
-            how = f"signal {-code}"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = "its failure" if code == EXIT_UNDELIVERED else how
         logger.warning(
             "the process that writes to %r ended with %s and %s (see %s)",
             self._command.platform,

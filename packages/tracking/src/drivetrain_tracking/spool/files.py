@@ -1,4 +1,4 @@
-"""Open regular files, lock them, and replace them whole.
+"""Open regular files, lock them, and replace them.
 
 A pipe in a file's place would be waited for, and a device may have no end. A lock lasts until its process unlocks or
 ends, by any signal too.
@@ -14,14 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 _MOST_JSON_BYTES = 1 << 26
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, and return its descriptor. Links are followed; nothing is waited for.
+    """Open a regular file without waiting, and return its descriptor; links are followed.
 
     Raises:
-        FileNotFoundError: The path names nothing, and `flags` creates nothing.
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be opened.
     """
     # A socket cannot be opened, and opening a device may do something.
@@ -55,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file by a rename, so that a process that is killed leaves the old content or the new one."""
+    """Write a file by a rename: a killed process leaves the old content or the new one."""
     written = path.with_name(f"{path.name}.new")
     written.write_text(text)
     written.replace(path)
@@ -65,9 +66,6 @@ def _irregular(path: Path) -> OSError:
     return OSError(
         errno.EINVAL, "is no regular file, but a pipe, a folder, a socket or a device: remove it", str(path)
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 def open_alone(path: Path, *, taken: Exception) -> int:

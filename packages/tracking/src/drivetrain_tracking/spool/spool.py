@@ -25,12 +25,12 @@ class Spool:
     A record is with the operating system when `append` returns: it survives the end of this process by any signal. It
     survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
 
-    A disk that is full or fails takes nothing from training: records that could not be written are counted, told
-    once, and a record of their number follows when the disk takes records again. A flush that fails is told once,
-    too, and so is the next one that does not.
+    A disk that is full or fails does not stop training. Records that could not be written are counted, with one
+    warning, and a record of their number follows when the disk takes records again. One warning comes with the first
+    flush that fails, and one with the next that succeeds.
 
     Args:
-        path: The file, created if it is missing; what a killed process left of a line is removed first.
+        path: The file, created if it is missing; an unfinished line of a killed process is removed first.
     """
 
     def __init__(self, path: Path, *, flush_seconds: float = 1.0) -> None:
@@ -47,6 +47,7 @@ class Spool:
             ),
         )
         self._end = _cut_unfinished_line(self._file)
+        self._can_flush = True
         self._written = threading.Event()
         self._closing = threading.Event()
         self._flusher = threading.Thread(
@@ -58,11 +59,24 @@ class Spool:
 
     def append(self, record: Mapping[str, Plain]) -> None:
         """Append a record; an error of the disk is counted, not raised."""
-        if self._file is None:
-            raise TrackerStateError(f"append() to {self._path}, which is closed")
         line = encode(record)
         with self._lock:
-            self._append_line(line)
+            if self._file is None:
+                raise TrackerStateError(f"append() to {self._path}, which is closed")
+            if self.num_lost > self._num_lost_told:
+                # One write for both: the record of what was lost goes only together with one that was not.
+                line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
+            try:
+                if os.pwrite(self._file, line, self._end) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                with suppress(OSError):  # a part of a line is no record, and the next one is written over it
+                    os.ftruncate(self._file, self._end)
+                self.lose(error)
+                return
+            self._end += len(line)
+            self._num_lost_told = self.num_lost
+            self._written.set()
 
     def lose(self, error: OSError) -> None:
         """Count a record, or a part of one, that could not be written to the folder; the first is told."""
@@ -96,39 +110,22 @@ class Spool:
             os.close(self._file)
             self._file = None
 
-    def _append_line(self, line: bytes) -> None:
-        if self._file is None:  # closed meanwhile, by another thread
-            raise TrackerStateError(f"append() to {self._path}, which is closed")
-        if self.num_lost > self._num_lost_told:
-            # One write for both: the record of what was lost goes only together with one that was not.
-            line = encode({"event": "lost", "count": self.num_lost - self._num_lost_told}) + line
-        try:
-            if os.pwrite(self._file, line, self._end) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            with suppress(OSError):  # a part of a line is no record, and the next one is written over it
-                os.ftruncate(self._file, self._end)
-            self.lose(error)
-            return
-        self._end += len(line)
-        self._num_lost_told = self.num_lost
-        self._written.set()
-
     def _flush_often(self, file: int, seconds: float) -> None:
-        can_flush = True
         while not self._closing.wait(seconds):
-            can_flush = self._flush(file, could_flush=can_flush)
+            self._flush(file)
             self._written.wait()
-        self._flush(file, could_flush=can_flush)
+        self._flush(file)
 
-    def _flush(self, file: int, *, could_flush: bool) -> bool:
-        """Flush what was written; tell when that begins to fail, and when it succeeds again."""
+    def _flush(self, file: int) -> None:
+        """Flush what was written; warn when that begins to fail, and when it succeeds again."""
         if not self._written.is_set():
-            return could_flush
+            return
         self._written.clear()
+        could_flush, self._can_flush = self._can_flush, True
         try:
             os.fdatasync(file)
         except OSError as error:
+            self._can_flush = False
             if could_flush:
                 logger.warning(
                     "%s cannot be flushed to the disk (%s): training goes on; if the machine stops before this is "
@@ -136,10 +133,8 @@ class Spool:
                     self._path,
                     os.strerror(error.errno or errno.EIO),
                 )
-            return False
-        if not could_flush:
+        if self._can_flush and not could_flush:
             logger.warning("%s is flushed to the disk again", self._path)
-        return True
 
 
 def _cut_unfinished_line(file: int) -> int:

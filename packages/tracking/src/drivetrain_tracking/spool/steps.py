@@ -1,4 +1,4 @@
-"""Distinguish the steps that a resumed run logs again from those that it logs for the first time."""
+"""Distinguish repeated steps of a resumed run from new ones."""
 
 import logging
 import operator
@@ -11,18 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepOrder:
-    """Count the attempts of a run. Not thread-safe.
+    """A count of the attempts of a run. Not thread-safe.
 
-    A run that was resumed from a checkpoint may log steps again that it logged before it stopped. They are a new
-    attempt, so that neither curve replaces the other in silence.
-
-    Attributes:
-        attempt: The attempt of the next step; 1 is the first.
-        last_step: The last step that was logged, or None.
+    A run that resumes from a checkpoint may repeat steps of before its stop. They are a new attempt, so that neither
+    curve replaces the other in silence.
     """
 
     def __init__(self, last_step: int | None = None, attempt: int = 1) -> None:
-        self.attempt = attempt
+        self.attempt = attempt  # of the next step
         self.last_step = last_step
         self._may_repeat = last_step is not None
         self._has_warned = False
