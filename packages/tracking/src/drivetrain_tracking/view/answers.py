@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any, Literal
 
@@ -101,13 +102,9 @@ def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str
             curve = run.curves.get(question.metric)
             if curve is None:
                 continue
-            origin = (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0
-            window = Window(
-                axis=_axis_of(question.axis),
-                low=low + origin,
-                high=high + origin,
-                num_columns=question.num_columns,
-            )
+            axis, origin = _axis_and_origin(run, question)
+            num_columns = question.num_columns
+            window = Window(axis=axis, low=low + origin, high=high + origin, num_columns=num_columns)
             answered.append({"run": index, **_describe_curve(curve, window, origin)})
     return {"metric": question.metric, "low": low, "high": high, "curves": answered}
 
@@ -153,25 +150,18 @@ def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, An
         kind: sorted({x - origin for branch in branches for x in marked_columns(branch.points, window)})
         for kind, branches in curve.marks.items()
     }
-    return {
-        "pieces": pieces,
-        "marks": marks,
-        "num_points": curve.num_points,
-    }
+    return {"pieces": pieces, "marks": marks, "num_points": curve.num_points}
 
 
 def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float, float]:
-    """Return the ends of the axis: those that were asked for, else the ends of the points."""
+    """Return the ends of the axis: those of the question, else those of the points."""
     low, high = inf, -inf
     for run in runs:
         with run.lock:
             curve = run.curves.get(question.metric)
-            origin = (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0
-            branches = (
-                [] if curve is None else [*curve.branches, *(b for bs in curve.marks.values() for b in bs)]
-            )
-            for branch in branches:
-                xs = branch.points.positions(_axis_of(question.axis))
+            axis, origin = _axis_and_origin(run, question)
+            for branch in [] if curve is None else chain(curve.branches, *curve.marks.values()):
+                xs = branch.points.positions(axis)
                 low, high = min(low, xs[0] - origin), max(high, xs[-1] - origin)
     if low > high:
         low = high = 0.0
@@ -180,5 +170,8 @@ def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float,
     return low, max(low, high)
 
 
-def _axis_of(axis: ShownAxis) -> Axis:
-    return "step" if axis == "step" else "time"
+def _axis_and_origin(run: RunIndex, question: CurveQuestion) -> tuple[Axis, float]:
+    """Return the axis of the points that a question needs, and where the shown axis begins on it."""
+    if question.axis == "step":
+        return "step", 0.0
+    return "time", (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0

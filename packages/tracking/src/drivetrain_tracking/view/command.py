@@ -60,7 +60,7 @@ def run(arguments: ViewArguments) -> int:
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """Check that each folder exists and holds a log, and that the logs are those of runs."""
+    """Check that each folder exists and holds logs of runs."""
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from drivetrain_tracking.view.sorted_points import SortedPoints
 
-NOT_FINITE = ("nan", "inf", "-inf")
 _MAX_BRANCHES = 32
 
 
@@ -32,19 +30,18 @@ class Curve:
     """The points of one metric of a run. Not thread-safe.
 
     An attempt is one branch as a rule. Where code logs the same metric with two step counters, the points go to
-    several branches, in each of which steps grow; points that find none of 32 are only counted.
-
-    Attributes:
-        branches: The finite values, by attempt.
-        marks: The places of values that are not finite, by kind: nan, inf and -inf.
-        num_left_out: The number of points that no branch could take.
+    several branches, in each of which steps grow; points beyond 32 branches are only counted.
     """
 
     def __init__(self) -> None:
-        self.branches: list[Branch] = []
-        self.marks: dict[str, list[Branch]] = {kind: [] for kind in NOT_FINITE}
+        self.branches: list[Branch] = []  # of finite values
+        self.marks: dict[str, list[Branch]] = {
+            "nan": [],
+            "inf": [],
+            "-inf": [],
+        }  # of other values, by their text
         self.num_points = 0
-        self.num_left_out = 0
+        self.num_left_out = 0  # points that no branch could take
         self.last = 0.0
 
     def extend(
@@ -59,21 +56,15 @@ class Curve:
             self._place(self.branches, attempt, steps, times, values)
             return
         rows = list(zip(steps, times, values, strict=True))
-        kinds = {"nan": [row for row in rows if row[2] != row[2]]}
-        kinds |= {
-            "inf": [row for row in rows if row[2] == inf],
-            "-inf": [row for row in rows if row[2] == -inf],
-        }
-        for kind, found in kinds.items():
-            if found:
-                self._place(
-                    self.marks[kind], attempt, *_columns([(step, time, 0.0) for step, time, _ in found])
-                )
         if finite := [row for row in rows if row[2] - row[2] == 0]:
             self._place(self.branches, attempt, *_columns(finite))
+        others = [row for row in rows if row[2] - row[2] != 0]
+        for kind, branches in self.marks.items():
+            if marked := [(step, time, 0.0) for step, time, value in others if str(value) == kind]:
+                self._place(branches, attempt, *_columns(marked))
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the branches in parts: those that are valid, and those whose steps a later attempt logged again."""
+        """Yield the branches in parts: valid ones, and those with steps that a later attempt repeated."""
         for branch in self.branches:
             later = [other.points.steps[0] for other in self.branches if other.attempt > branch.attempt]
             end = len(branch.points)

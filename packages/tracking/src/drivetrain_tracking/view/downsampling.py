@@ -1,7 +1,8 @@
 """Reduce points to those that a picture can show: the lowest and highest value of each column of pixels. Pure."""
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -21,18 +22,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedPoints:
-    """Some of the points of a window, in their order.
+    """Some of the points of a window, in their order, and means for smoothing."""
 
-    Attributes:
-        mean_xs: The position of each mean: that of a point if all are there, else the middle of a pixel column.
-        means: The mean value at each place of `mean_xs`, for smoothing.
-    """
-
-    xs: Sequence[float] = ()
-    ys: Sequence[float] = ()
-    mean_xs: Sequence[float] = ()
-    means: Sequence[float] = ()
-    num_points: int = 0
+    xs: Sequence[float]
+    ys: Sequence[float]
+    mean_xs: Sequence[float]  # those of the points if all are shown, else the middles of pixel columns
+    means: Sequence[float]
+    num_points: int
 
 
 def column_edges(window: Window) -> list[float]:
@@ -41,6 +37,17 @@ def column_edges(window: Window) -> list[float]:
     inner = [window.low + width * column for column in range(1, window.num_columns)]
     # Rounding must not carry an inner edge past the end.
     return [window.low, *(min(max(edge, window.low), window.high) for edge in inner), window.high]
+
+
+def _filled_columns(
+    xs: "array[int] | array[float]", window: Window, first: int, last: int
+) -> Iterator[tuple[float, int, int]]:
+    """Yield the middle of each column of pixels that holds points, and the indices of its first and next points."""
+    edges = column_edges(window)
+    bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
+    for (left, right), (begin, until) in zip(pairwise(edges), pairwise(bounds), strict=True):
+        if begin < until:
+            yield (left + right) / 2, begin, until
 
 
 def reduce_points(
@@ -64,17 +71,13 @@ def reduce_points(
         return ReducedPoints(
             xs=positions, ys=values, mean_xs=positions, means=values, num_points=last - first
         )
-    edges = column_edges(window)
-    bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
     shown = before
     mean_xs: list[float] = []
     means: list[float] = []
-    for column, (begin, until) in enumerate(pairwise(bounds)):
-        if begin == until:
-            continue
+    for column_middle, begin, until in _filled_columns(xs, window, first, last):
         lowest, highest = points.lowest(begin, until), points.highest(begin, until)
         shown += sorted({lowest, highest})
-        mean_xs.append((edges[column] + edges[column + 1]) / 2)
+        mean_xs.append(column_middle)
         mean = points.total(begin, until) / (until - begin)
         # The sum of values near the largest float is none; the middle of the two ends is a number always.
         middle = points.values[lowest] / 2 + points.values[highest] / 2
@@ -96,6 +99,4 @@ def marked_columns(points: SortedPoints, window: Window) -> list[float]:
     last = bisect_right(xs, window.high, first)
     if last - first <= window.num_columns:
         return sorted({float(xs[index]) for index in range(first, last)})
-    edges = column_edges(window)
-    bounds = [first, *(bisect_left(xs, edge, first, last) for edge in edges[1:-1]), last]
-    return [float(xs[begin]) for begin, until in pairwise(bounds) if begin < until]
+    return [float(xs[begin]) for _, begin, _ in _filled_columns(xs, window, first, last)]

@@ -1,4 +1,4 @@
-"""The media of a run: what each log entry names, and which files of the run's folder may be served."""
+"""The media of a run: the entries of its log, and the files of its folder that may be served."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,13 +33,12 @@ class LoggedMedium:
     name: str
     kind: str
     step: int | None
-    time: float  # in seconds since the epoch
     file: str | None  # its path in the log; None where `data` holds all
     data: Plain  # a table, a histogram or a text
     caption: str
 
 
-def read_media(entries: object, step: int | None, time: float) -> list[LoggedMedium]:
+def read_media(entries: object, step: int | None) -> list[LoggedMedium]:
     """Return the media of the member `media` of a record; entries of another shape are passed over."""
     if not isinstance(entries, dict):
         return []
@@ -48,7 +47,6 @@ def read_media(entries: object, step: int | None, time: float) -> list[LoggedMed
             name=name,
             kind=kind,
             step=step,
-            time=time,
             file=entry["file"] if isinstance(entry.get("file"), str) else None,
             data=entry.get("data"),
             caption=str(entry.get("caption", "")),

@@ -31,9 +31,7 @@ class RunFacts:
     last_time: float = 0.0
     last_step: int | None = None  # the newest one
     attempt: int = 1  # that of the newest step
-    ended: RunState | None = (
-        None  # the log's word; None while the run goes on, or where nobody could say its end
-    )
+    ended: RunState | None = None  # None while the run goes on, or where nothing could write its end
     num_damaged: int = 0
     num_lost: int = 0  # records that the run itself could not write
     num_foreign: int = 0  # lines that hold JSON of another kind
@@ -42,22 +40,15 @@ class RunFacts:
 
 
 class RunIndex:
-    """The index of one run. One thread calls `advance`; any thread reads, while it holds `lock`.
-
-    Attributes:
-        lock: The lock that a reader of the other attributes holds.
-        curves: The curves by metric, in the order of their first value.
-        version: A number, one more with each change.
-        problem: The reason why the log cannot be read at present; empty if it can.
-    """
+    """The index of one run. One thread calls `advance`; any thread reads, while it holds `lock`."""
 
     def __init__(self, place: LogPlace) -> None:
         self.place = place
         self.lock = threading.Lock()
         self.facts = RunFacts()
-        self.curves: dict[str, Curve] = {}
-        self.version = 0
-        self.problem = ""
+        self.curves: dict[str, Curve] = {}  # by metric, in the order of their first value
+        self.version = 0  # one more with each change
+        self.problem = ""  # why the log cannot be read at present; empty if it can
         self.read_bytes = 0
         self.size_bytes = 0
         self._reader = LogReader(place.path)
@@ -101,15 +92,16 @@ class RunIndex:
         ):
             self.facts.num_foreign += 1
         else:
-            facts = self.facts
-            facts.ended = None
-            facts.last_time = max(facts.last_time, time)
-            if facts.start_time is None:
-                facts.start_time = time
-            at = self._place(record, step)
-            self._take_values(record, at, float(time), rows)
+            self.facts.ended = None
+            self._note_time(time)
+            self._take_values(record, self._place(record, step), float(time), rows)
             if "media" in record:
-                facts.media += read_media(record["media"], step, float(time))
+                self.facts.media += read_media(record["media"], step)
+
+    def _note_time(self, time: float) -> None:
+        self.facts.last_time = max(self.facts.last_time, time)
+        if self.facts.start_time is None:
+            self.facts.start_time = time
 
     def _place(self, record: dict[str, Any], step: int | None) -> int:
         """Return the step of a line of values, and note its attempt.
@@ -153,21 +145,18 @@ class RunIndex:
             if name not in RESERVED_NAMES and type(value) is not float
         }
         for name, value in flat_values(others).items():
-            number = _number_of(value)
-            if number is None:
-                if isinstance(value, str):
-                    self.facts.texts[name] = value
-                continue
-            columns = by_name.setdefault(name, ([], [], []))
-            for column, item in zip(columns, (step, time, number), strict=True):
-                column.append(item)  # pyright: ignore[reportArgumentType] the first is of integers
+            if (number := _number_of(value)) is not None:
+                steps, times, numbers = by_name.setdefault(name, ([], [], []))
+                steps.append(step)
+                times.append(time)
+                numbers.append(number)
+            elif isinstance(value, str):
+                self.facts.texts[name] = value
 
     def _take_event(self, record: dict[str, Any]) -> None:
         facts, event, time = self.facts, record["event"], record.get("time")
         if _is_time(time):
-            facts.last_time = max(facts.last_time, time)
-            if facts.start_time is None:
-                facts.start_time = time
+            self._note_time(time)
         if event == "start":
             facts.ended = None
             self._may_repeat = facts.last_step is not None

@@ -136,15 +136,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride] no other server makes one
 
     def do_GET(self) -> None:
-        """Answer a request that names this server, unlike one by a foreign name that leads here (DNS rebinding)."""
-        if self.headers.get("Host") not in self.server.allowed_hosts:
-            self._send(
-                _answer_json(
-                    {"error": "open this page at the address that was printed"}, HTTPStatus.FORBIDDEN
-                )
-            )
-            return
-        self._send(self.server.answer(self.path))
+        """Answer a request, but refuse foreign names that lead to this server (DNS rebinding)."""
+        if self.headers.get("Host") in self.server.allowed_hosts:
+            self._send(self.server.answer(self.path))
+        else:
+            refusal = {"error": "open this page at the address that was printed"}
+            self._send(_answer_json(refusal, HTTPStatus.FORBIDDEN))
 
     def _send(self, answer: HTTPAnswer) -> None:
         self.send_response(answer.status)

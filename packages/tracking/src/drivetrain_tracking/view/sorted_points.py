@@ -1,7 +1,7 @@
 """Points in the order of their steps, with the lowest and highest value of each block of them.
 
-The blocks answer what the lowest of 10,000 neighbours is after a look at 40 blocks and two ends, so that a query over
-10 million points takes milliseconds with Python's own arrays.
+The lowest of 10,000 neighbours is found in 40 blocks and two ends: a query over 10 million points takes milliseconds
+with Python's own arrays.
 """
 
 from array import array
@@ -38,14 +38,9 @@ class SortedPoints:
         return bisect_left(self.positions(axis), position)
 
     def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
-        """Append points behind the last one.
-
-        Args:
-            steps: The steps, none less than the one before, nor than the last there is.
-            times: The times. One that is less than the one before, where a clock was set back, becomes equal to it.
-            values: The values, all finite.
-        """
+        """Append points behind the last one, with steps that never decrease and finite values."""
         self.steps.extend(steps)
+        # Where a clock was set back, a time becomes equal to the one before.
         last = self.times[-1] if self.times else times[0]
         if times[0] < last or sorted(times) != times:
             times = list(accumulate(times, max, initial=last))[1:]
