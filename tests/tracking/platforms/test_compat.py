@@ -117,7 +117,7 @@ def test_swanlab_leaves_no_thread_and_prints_nothing(
     before = threading.active_count()
     console = pytest.importorskip("swanlab.sdk.internal.pkg.console")
     compat.swanlab_stop_watching(swanlab_run)
-    with compat.swanlab_quiet(console):
+    with compat.swanlab_quiet():
         swanlab_run.finish()
     assert capfd.readouterr() == ("", "")
     assert (threading.active_count(), console.c.quiet) == (before - 2, False)

@@ -27,12 +27,7 @@ def check_tracker(tracker: object) -> None:
 
 
 def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapping[str, Any]) -> None:
-    """Check that a tracker's `start` or `log` takes the given options.
-
-    Raises:
-        TypeError: An option is unknown; the message lists the options that the tracker takes.
-        ValueError: An option of a platform is none of the values that its type lists.
-    """
+    """Check that a tracker's `start` or `log` takes these options, and that their values are among those allowed."""
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(
             f"options of the tracker {tracker.name!r}: {given!r} is no mapping of arguments by name"

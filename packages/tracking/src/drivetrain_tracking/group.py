@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -68,11 +69,9 @@ class TrackerGroup:
             check_tracker(tracker)
         names = [tracker.name for tracker in trackers]
         for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"trackers={names}: {name!r} is there {names.count(name)} times; name each once"
-                )
-        self._by_name = {tracker.name: tracker for tracker in trackers}
+            if (count := names.count(name)) > 1:
+                raise ValueError(f"trackers={names}: {name!r} is there {count} times; name each once")
+        self._by_name = dict(zip(names, trackers, strict=True))
         self._used = tuple(tracker for tracker in trackers if is_main or tracker.on_all_ranks)
         # Looked at once: a check of a protocol takes as long as the whole rest of a call.
         self._platforms = frozenset(
@@ -112,10 +111,8 @@ class TrackerGroup:
             UnknownTrackerError: The tracker is not in use; the message lists those that are.
         """
         if name not in self._by_name:
-            used = ", ".join(map(repr, self.names)) or "none"
-            raise UnknownTrackerError(
-                f"tracker {name!r} is not in use, only {used}: add it where trackers are chosen"
-            )
+            used = self._describe_used()
+            raise UnknownTrackerError(f"tracker {name!r} is {used}: add it where trackers are chosen")
         return self._by_name[name]
 
     def start(
@@ -145,12 +142,10 @@ class TrackerGroup:
         """
         if self._is_started:
             raise TrackerStateError("start() again: the trackers are started already; finish() them first")
-        plain, plain_plan = (
-            plain_config({} if config is None else config, tells=self._is_main),
-            None if plan is None else plain_config(plan),
-        )
+        plain = plain_config({} if config is None else config, tells=self._is_main)
+        plain_plan = None if plan is None else plain_config(plan)
         plain_info = None if info is None else plain_config(info)
-        own = self._options("start", options)
+        own = self._check_options("start", options)
         self._is_started = True
         self._at_exit = EndAtExit(self._end_at_exit) if self._used else None
 
@@ -166,9 +161,9 @@ class TrackerGroup:
     def log(self, values: Metrics, *, step: int | None = None, options: TrackerOptions | None = None) -> None:
         """Log values to every tracker; if one fails, the others still get the values.
 
-        Numbers on a device are copied without a wait for it: their record goes with a later call, at the latest with
-        `finish`, and so does an error of a tracker about it. Media that a full or failing disk does not take are
-        lost, counted and told once; the values of the call are logged all the same.
+        Numbers on a device are copied without a wait for it: a later call writes their record, at the latest
+        `finish`, and raises a tracker's error about it. Media that a full or failing disk does not take are lost and
+        counted, with one warning; the values of the call are logged all the same.
 
         Args:
             values: A mapping from names to values, and to media such as `Image`.
@@ -181,7 +176,7 @@ class TrackerGroup:
             ValueNotLoggableError: A value has a type that cannot be logged, or a name is reserved.
             TrackerFailedError: A tracker raised an exception; the message names it.
         """
-        own = self._options("log", options)
+        own = self._check_options("log", options)
         if not self._used:
             return
         if not self._is_started:
@@ -208,7 +203,7 @@ class TrackerGroup:
     def finish(self) -> None:
         """Finish every tracker, even if one fails; before `start`, do nothing.
 
-        The run is finished, unless an exception is on its way, as in a `finally` block: then it failed. One whose
+        The run is finished, unless an exception is on its way, as in a `finally` block: then it failed. A run whose
         process exits without this call failed, too.
 
         Raises:
@@ -251,8 +246,7 @@ class TrackerGroup:
         try:
             if self._log is not None:
                 return store_media(media, self._log.path.parent / "media", time=time)
-            if self._temporary is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="drivetrain-media-")
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="drivetrain-media-")
             return store_media(media, Path(self._temporary.name), time=time)
         except DiskError as error:
             if self._log is None:
@@ -264,44 +258,42 @@ class TrackerGroup:
     def _write(self, ready: Sequence[tuple[_Logged, dict[str, Plain]]]) -> None:
         for logged, plain in ready:
             record = replace(logged.record, values=plain)
+            what = "log" if record.step is None else f"log of step {record.step}"
+            self._call(what, partial(self._write_to, record=record, options=logged.options))
 
-            def write(
-                tracker: Tracker, record: LoggedRecord = record, options: TrackerOptions = logged.options
-            ) -> None:
-                own = options.get(tracker.name, {})
-                if tracker.name in self._platforms and not own:
-                    cast("PlatformTracker", tracker).write([record])
-                elif record.values or not record.media:
-                    tracker.log(record.values, step=record.step, **own)
+    def _write_to(self, tracker: Tracker, *, record: LoggedRecord, options: TrackerOptions) -> None:
+        own = options.get(tracker.name, {})
+        if tracker.name in self._platforms and not own:
+            cast("PlatformTracker", tracker).write([record])
+        elif record.values or not record.media:
+            tracker.log(record.values, step=record.step, **own)
 
-            self._call(f"log of step {record.step}" if record.step is not None else "log", write)
-
-    def _options(self, method: Literal["start", "log"], options: TrackerOptions | None) -> TrackerOptions:
+    def _check_options(
+        self, method: Literal["start", "log"], options: TrackerOptions | None
+    ) -> TrackerOptions:
         """Return the options after checking them on every rank, so that either all ranks raise or none does."""
         for name, given in (options or {}).items():
             if name in self._by_name:
                 check_options(self._by_name[name], method, given)
             elif name not in self._left_out and self._is_main:
                 self._left_out.add(name)
-                used = ", ".join(map(repr, self.names)) or "none"
                 logger.warning(
-                    "options for the tracker %r are left out: it is not in use, only %s", name, used
+                    "options for the tracker %r are left out: it is %s", name, self._describe_used()
                 )
         return options or {}
 
+    def _describe_used(self) -> str:
+        return f"not in use, only {', '.join(map(repr, self.names)) or 'none'}"
+
     def _call(self, what: str, call: Callable[[Tracker], None]) -> None:
-        failures: list[tuple[str, Exception]] = []
+        failures: dict[str, Exception] = {}
         for tracker in self._used:
             try:
                 call(tracker)
             except Exception as error:  # noqa: BLE001 - reported below, after the other trackers were called
-                failures.append(
-                    (f"tracker {tracker.name!r} failed in {what}: {type(error).__name__}: {error}", error)
-                )
-        if not failures:
-            return
-        if self._settings.on_error == "warn":
-            for told, _ in failures:
-                logger.warning("%s", told)
-            return
-        raise TrackerFailedError("; ".join(told for told, _ in failures)) from failures[0][1]
+                text = f"tracker {tracker.name!r} failed in {what}: {type(error).__name__}: {error}"
+                failures[text] = error
+        if failures and self._settings.on_error == "raise":
+            raise TrackerFailedError("; ".join(failures)) from next(iter(failures.values()))
+        for text in failures:
+            logger.warning("%s", text)

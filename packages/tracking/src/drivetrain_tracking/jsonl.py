@@ -8,8 +8,8 @@
 {"event": "finish", "time": 1763690100.0, "crc": "0c9a2f4e"}
 ```
 
-A resumed run appends to the same file; its start tells the last step before it, and that step's attempt. Steps that
-it logs again have an `"attempt": 2`, or 3, and so on.
+A resumed run appends to the same file; its start tells the last step before it, and that step's attempt. Repeated
+steps have an `"attempt": 2`, or 3, and so on.
 """
 
 import math
@@ -118,7 +118,7 @@ class JSONLTracker:
             self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
 
     def lose(self, error: OSError) -> None:
-        """Count media, or a record, that the disk did not take; the first is told."""
+        """Count media, or a record, that the disk did not take; warn of the first."""
         self._check_started().lose(error)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
@@ -144,7 +144,7 @@ class JSONLTracker:
         self.end("finished")
 
     def end(self, state: RunState | None) -> None:
-        """Write the last line, which says how the run ended, and close the file; None writes no line."""
+        """Write how the run ended as the last line, and close the file; None writes no line."""
         if self._spool is None:
             return
         if state is not None:
@@ -171,7 +171,7 @@ class JSONLTracker:
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Check that values have names, and that no name is one of the log's own."""
+    """Check that values have names, none of which the log reserves for itself."""
     if not isinstance(cast("object", values), Mapping):
         raise ValueNotLoggableError(
             f"log({values!r}): give values by name, such as log({{'loss': 0.3}}, step=1)"

@@ -38,12 +38,7 @@ class Tracker(Protocol):
         ...
 
     def start(self, run_name: str, config: Metrics) -> None:
-        """Start a run, or continue a stopped run of the same name.
-
-        Args:
-            run_name: The name of the run.
-            config: The configuration of the run.
-        """
+        """Start a run, or continue a stopped run of the same name."""
         ...
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
@@ -65,11 +60,7 @@ class StateTracker(Tracker, Protocol):
     """A tracker that also shows how a run ended; without `end`, a run that failed has no `finish`."""
 
     def end(self, state: RunState | None) -> None:
-        """End the run as `finish` does, in place of it.
-
-        Args:
-            state: "finished", "failed", or "killed"; None lets go of a run that may go on.
-        """
+        """End the run as `finish` does, in place of it; None releases a run that may go on."""
         ...
 
 
@@ -78,11 +69,7 @@ class PlanTracker(Tracker, Protocol):
     """A tracker that also keeps the run's effective plan, as an artifact or file besides the configuration."""
 
     def record_plan(self, plan: Metrics) -> None:
-        """Record the plan. Called once, after `start`.
-
-        Args:
-            plan: The plan as plain values, several kilobytes in size.
-        """
+        """Record the plan: plain values, several kilobytes in size. Called once, after `start`."""
         ...
 
 
@@ -91,11 +78,7 @@ class InfoTracker(Tracker, Protocol):
     """A tracker that also keeps what is known of the run's surroundings: commit, versions, hardware, command line."""
 
     def record_info(self, info: Metrics) -> None:
-        """Record the surroundings. Called once, after `start`.
-
-        Args:
-            info: Plain values, several kilobytes in size; the difference to the commit may be longer.
-        """
+        """Record the surroundings: plain values, kilobytes or more of them. Called once, after `start`."""
         ...
 
 
@@ -103,9 +86,8 @@ class InfoTracker(Tracker, Protocol):
 class PlatformTracker(Tracker, Protocol):
     """A tracker that a writer process can feed from the run's log, each record at least once.
 
-    A forwarder calls `write` in place of `log`. After a failed call or a killed process it asks `count_held` of the
-    records that were on their way, and writes the rest. `drivetrain_tracking.platforms.platform.Platform` is a base
-    for such trackers.
+    A forwarder calls `write` in place of `log`. After a failed call or a killed process it calls `count_held` with
+    the records that were on their way, and writes the rest. `Platform` is a base for such trackers.
     """
 
     @property
@@ -114,11 +96,7 @@ class PlatformTracker(Tracker, Protocol):
         ...
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Write records in order; a kill of this process takes none of them back once the call returns.
-
-        Args:
-            records: The records, with strictly increasing times.
-        """
+        """Write records, whose times increase strictly; once it returns, a kill of this process loses none."""
         ...
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:

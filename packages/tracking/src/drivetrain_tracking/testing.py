@@ -82,8 +82,7 @@ class TrackerContract(ABC):
 
     def check_values_are_there_before_the_end(self, directory: Path) -> None:
         """Check that logged values can be read back before `finish`, so that a killed run loses none."""
-        tracker = self.make(directory)
-        tracker.start("contract", {})
+        tracker = self._start(directory)
         tracker.log({"loss": 1.0}, step=1)
         self._expect(directory, [(1, {"loss": 1.0})])
         tracker.finish()
@@ -91,22 +90,19 @@ class TrackerContract(ABC):
     def check_a_resumed_run_goes_on(self, directory: Path) -> None:
         """Check that a second tracker of the same run appends to the output of the first."""
         for step in (1, 2):
-            tracker = self.make(directory)
-            tracker.start("contract", {})
+            tracker = self._start(directory)
             tracker.log({"loss": 1.0 / step}, step=step)
             tracker.finish()
         self._expect(directory, [(1, {"loss": 1.0}), (2, {"loss": 0.5})])
 
     def check_numbers_that_are_none(self, directory: Path) -> None:
         """Check that NaN and infinities are logged, not refused: users need to see a diverging loss."""
-        tracker = self.make(directory)
-        tracker.start("contract", {})
+        tracker = self._start(directory)
         tracker.log({"loss": float("nan"), "grad_norm": float("inf")}, step=1)
         tracker.log({"loss": 1.0}, step=2)
         tracker.finish()
-        assert [step for step, _ in self.logged(directory)] == [1, 2], (
-            "a NaN keeps its step and spoils no other"
-        )
+        steps = [step for step, _ in self.logged(directory)]
+        assert steps == [1, 2], "a NaN keeps its step and spoils no other"
 
     def check_order_of_calls(self, directory: Path) -> None:
         """Check that logging before `start` and starting twice are errors, and finishing twice is not."""
@@ -117,6 +113,11 @@ class TrackerContract(ABC):
         tracker.finish()
         tracker.finish()
         assert _raises_state_error(lambda: tracker.log({"loss": 1.0})), "log() after finish() is an error"
+
+    def _start(self, directory: Path) -> Tracker:
+        tracker = self.make(directory)
+        tracker.start("contract", {})
+        return tracker
 
     def _expect(self, directory: Path, expected: Sequence[tuple[int | None, Mapping[str, object]]]) -> None:
         logged = [(step, dict(values)) for step, values in self.logged(directory)]
@@ -166,25 +167,22 @@ class PlatformContract(TrackerContract):
         self._expect(directory, [(n, {"loss": n / 4}) for n in range(6)])
 
     def check_steps_logged_again_are_kept_apart(self, directory: Path) -> None:
-        """Check that steps that a resumed run logs again are not lost, and do not replace the earlier ones."""
+        """Check that repeated steps of a resumed run are not lost, and do not replace the earlier ones."""
         tracker = self.make(directory)
         tracker.start("contract", {})
         times = iter(range(1_700_000_000, 1_700_000_100))
         for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
+            losses = {step: step + attempt / 4 for step in steps}
             tracker.write(
                 [
-                    LoggedRecord(
-                        time=next(times), step=step, attempt=attempt, values={"loss": step + attempt / 4}
-                    )
-                    for step in steps
+                    LoggedRecord(time=next(times), step=step, attempt=attempt, values={"loss": loss})
+                    for step, loss in losses.items()
                 ]
             )
         tracker.finish()
-        losses = [(step, values.get("loss")) for step, values in self.logged(directory)]
-        wanted = [(1, 1.25), (2, 2.25), (3, 3.25), (2, 2.5), (3, 3.5), (4, 4.5)]
-        assert sorted(losses) == sorted(wanted), (
-            f"both attempts are kept: {sorted(wanted)}, not {sorted(losses)}"
-        )
+        logged = sorted((step, values.get("loss")) for step, values in self.logged(directory))
+        wanted = [(1, 1.25), (2, 2.25), (2, 2.5), (3, 3.25), (3, 3.5), (4, 4.5)]
+        assert logged == wanted, f"both attempts are kept: {wanted}, not {logged}"
 
 
 def _raises_state_error(call: Callable[[], None]) -> bool:

@@ -76,7 +76,7 @@ class Histogram(Medium):
 
 @dataclass(frozen=True, slots=True)
 class Text(Medium):
-    """A text that is shown as a document, such as a sample that a model generated; a plain string is a value.
+    """A text to show as a document, such as a generated sample; a plain string is a value.
 
     Args:
         text: The text, of any length.

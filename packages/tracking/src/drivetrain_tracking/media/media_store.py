@@ -30,7 +30,6 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
     """Store media in `folder`, under names of their time and name: all of them, or none.
 
     Raises:
-        ValueNotLoggableError: A content has a type or shape that cannot be stored.
         DiskError: The disk is full or fails.
     """
     stored: dict[str, StoredMedium] = {}

@@ -73,12 +73,9 @@ def swanlab_stop_watching(run: Any) -> None:
 
 
 @contextmanager
-def swanlab_quiet(library: Any) -> Generator[None]:
-    """Keep SwanLab's greetings off the console. Its warnings in other calls stay.
-
-    Args:
-        library: The module `swanlab.sdk.internal.pkg.console`.
-    """
+def swanlab_quiet() -> Generator[None]:
+    """Keep SwanLab's greetings off the console. Its warnings in other calls stay."""
+    library: Any = load_library("swanlab.sdk.internal.pkg.console", extra="swanlab")
     before, library.c.quiet = library.c.quiet, True
     try:
         yield
@@ -125,12 +122,9 @@ def trackio_medium(value: Any, *, project: str, run: str, step: int) -> dict[str
     """Return what a row of Trackio's database holds of a medium, and copy its file to Trackio's folder."""
     if hasattr(value, "_save"):
         value._save(project, run, step)
-        return value._to_dict()
-    return (
-        value._to_dict(project=project, run=run, step=step)
-        if hasattr(value, "_process_data")
-        else value._to_dict()
-    )
+    elif hasattr(value, "_process_data"):
+        return value._to_dict(project=project, run=run, step=step)
+    return value._to_dict()
 
 
 def trackio_manifest(artifact: Any, project: str) -> Any:

@@ -13,7 +13,7 @@ from drivetrain_tracking.protocol import Metrics
 from drivetrain_tracking.values.plain import Plain
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 
-_INTERNAL = "swanlab.sdk.internal"
+_EVENTS = "swanlab.sdk.internal.bus.events"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         """Hand each record to SwanLab's thread, then wait until that has flushed its file."""
         if self._run.mode == "disabled":
             return
-        events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
+        events = load_library(_EVENTS, extra=self.name)
         taken: dict[str, tuple[int, set[int]]] = {}  # by name, in this call: its type and steps
         for record in records:
             step = self._step = self._step + 1 if record.step is None else record.step
@@ -102,7 +102,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         """Finish the run."""
         run, self._run = self._run, None
         compat.swanlab_stop_watching(run)
-        with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
+        with compat.swanlab_quiet():
             words = {"crashed": {"error": "the process ended before its training did"}}
             run.finish(state=self.state_word or "success", **words.get(self.state_word, {}))
 
@@ -124,13 +124,13 @@ class SwanLabTracker(Platform[SwanLabOptions]):
             run=library.Settings.Run(dir=f"run-{datetime.now():%Y%m%d_%H%M%S_%f}-{run_id}"),
         )
         self.remember_run_id(run_name, f"{run_id} {self._step}")
-        with compat.swanlab_quiet(load_library(f"{_INTERNAL}.pkg.console", extra=self.name)):
+        with compat.swanlab_quiet():
             return library.init(name=run_name, id=run_id, resume="allow", settings=own, **options)
 
     def _flush(self) -> None:
         if self._run.mode == "disabled":
             return
-        events = load_library(f"{_INTERNAL}.bus.events", extra=self.name)
+        events = load_library(_EVENTS, extra=self.name)
         flush = compat.SwanLabFlush(self._run)
         compat.swanlab_emit(self._run, events.MetricLogEvent(data=flush, step=0, timestamp=_timestamp(0.0)))
         flush.wait()

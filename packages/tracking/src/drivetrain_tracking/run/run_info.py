@@ -46,23 +46,19 @@ def collect_info() -> dict[str, Plain]:
 
 
 def git_info(folder: Path) -> dict[str, Plain] | None:
-    """Return the commit, branch, remote and changes of the repository that a folder is in; None where there is none.
-
-    The changes are those of tracked files, with secrets masked; of other files the names stand there.
-    """
+    """Return the commit, branch, remote and changes of a folder's repository, secrets masked; None without one."""
     root = _git(folder, "rev-parse", "--show-toplevel")
     if root is None:
         return None
-    diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff") or ""
+    diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff") or ""  # of tracked files
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard") or ""
     info: dict[str, Plain] = {
         "root": root,
         "commit": _git(folder, "rev-parse", "HEAD"),
         "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
         "remote": mask_text(_git(folder, "config", "--get", "remote.origin.url") or ""),
         "diff": mask_text(diff[:_DIFF_BYTES]),
-        "untracked": list[Plain](
-            (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()[:1000]
-        ),
+        "untracked": list[Plain](untracked.splitlines()[:1000]),
     }
     if len(diff) > _DIFF_BYTES:
         info["diff_left_out"] = len(diff) - _DIFF_BYTES

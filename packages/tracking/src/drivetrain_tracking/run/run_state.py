@@ -22,16 +22,15 @@ def state_of(error: BaseException | None) -> RunState:
 
 
 class EndAtExit:
-    """Call a function when this process exits by itself, unless cancelled.
+    """A call of a function when this process exits by itself, unless cancelled.
 
     Forked children make no call, nor does a process that a signal or `os._exit` ends.
-
-    Args:
-        end: The function, which gets "failed", or "killed" after Ctrl+C: the run did not say that it is finished.
     """
 
     def __init__(self, end: Callable[[RunState], None]) -> None:
-        self._end = end
+        self._end = (
+            end  # called with "failed", or "killed" after Ctrl+C: the run did not say that it is finished
+        )
         self._process = os.getpid()
         self._earlier = sys.exception()  # one that is being handled already is none of the run's
         atexit.register(self._call)
@@ -44,7 +43,7 @@ class EndAtExit:
             self._in_child = Finalize(None, self._call, exitpriority=1)
 
     def state_now(self) -> RunState:
-        """Return the state of a run that says now that it ends, maybe in a `finally` block after an error."""
+        """Return the state of a run that ends now, maybe in a `finally` block after an error."""
         error = sys.exception()
         return "finished" if error is self._earlier else state_of(error)
 
