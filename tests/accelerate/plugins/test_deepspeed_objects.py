@@ -20,7 +20,7 @@ from drivetrain_accelerate.plugins.deepspeed_objects import (
 )
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.translation import TranslationError
+from drivetrain_accelerate.plugins.option_fields import TranslationError
 from drivetrain_accelerate.training.engine_model import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,

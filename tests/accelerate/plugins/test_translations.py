@@ -41,6 +41,13 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
+from drivetrain_accelerate.plugins.option_fields import (
+    BECOMES,
+    REFUSED,
+    WITHOUT_EFFECT,
+    TranslationError,
+    check_refused,
+)
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from drivetrain_accelerate.plugins.run_configuration import (
@@ -48,7 +55,6 @@ from drivetrain_accelerate.plugins.run_configuration import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from drivetrain_accelerate.plugins.translation import TranslationError
 from drivetrain_backends.deepspeed.config import EngineRun, engine_config
 from drivetrain_backends.settings import DDPSettings, DeepSpeedSettings, FSDPSettings
 from drivetrain_data.settings import DataSettings
@@ -56,28 +62,33 @@ from drivetrain_precision.settings import PrecisionSettings
 
 Fsdp, Ds, Ddp = FullyShardedDataParallelPlugin, DeepSpeedPlugin, DistributedDataParallelKwargs
 
-TABLES: list[tuple[Any, Any]] = [
-    (Fsdp, translate_fsdp.FSDP_FIELDS),
-    (Ds, translate_deepspeed.DEEPSPEED_FIELDS),
-    (Ddp, translate_kwargs.DDP_FIELDS),
-    (GradScalerKwargs, translate_kwargs.SCALER_FIELDS),
-    (InitProcessGroupKwargs, translate_kwargs.GROUP_FIELDS),
-    (AutocastKwargs, translate_kwargs.AUTOCAST_FIELDS),
-    (TorchDynamoPlugin, translate_kwargs.COMPILE_FIELDS),
-    (DataLoaderConfiguration, translate_kwargs.DATA_FIELDS),
-    (ProjectConfiguration, translate_kwargs.PROJECT_FIELDS),
-    (GradientAccumulationPlugin, translate_kwargs.ACCUMULATION_FIELDS),
-    (AORecipeKwargs, translate_fp8.AO_FIELDS),
-    (TERecipeKwargs, translate_fp8.TE_FIELDS),
+KINDS = [
+    Fsdp,
+    Ds,
+    Ddp,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    AutocastKwargs,
+    TorchDynamoPlugin,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    GradientAccumulationPlugin,
+    AORecipeKwargs,
+    TERecipeKwargs,
 ]
 
 
-@pytest.mark.parametrize(("kind", "table"), TABLES)
-def test_every_field_is_translated_or_refused_or_without_effect_for_a_reason(kind: Any, table: Any) -> None:
-    assert table.all() == {each.name for each in fields(kind)}
-    groups = (set(table.translated), set(table.refused), set(table.without_effect))
-    assert sum(map(len, groups)) == len(table.all())
-    assert all(len(reason) > 10 or reason.startswith("as ") for reason in table.without_effect.values())
+def fates(kind: Any) -> dict[str, Any]:
+    return {each.name: each.metadata for each in fields(kind)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_translated_or_refused_or_without_effect_for_a_reason(kind: Any) -> None:
+    for name, said in fates(kind).items():
+        assert len(said) == 1, name
+        assert said.keys() <= {BECOMES, REFUSED, WITHOUT_EFFECT}, name
+        reason = said.get(WITHOUT_EFFECT, "as said")
+        assert len(reason) > 10 or reason.startswith("as "), name
 
 
 def fsdp(**given: Any) -> Any:
@@ -129,7 +140,7 @@ def checkpoint(**given: Any) -> Any:
 OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]]] = [
     (
         fsdp,
-        translate_fsdp.FSDP_FIELDS,
+        Fsdp,
         {
             "sharding_strategy": ("SHARD_GRAD_OP", {}),
             "reshard_after_forward": (False, {"fsdp_version": 2}),
@@ -152,7 +163,7 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
     ),
     (
         ddp,
-        translate_kwargs.DDP_FIELDS,
+        Ddp,
         {
             "broadcast_buffers": (False, {}),
             "bucket_cap_mb": (7, {}),
@@ -168,7 +179,7 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
     ),
     (
         scaler,
-        translate_kwargs.SCALER_FIELDS,
+        GradScalerKwargs,
         {
             "init_scale": (4.0, {}),
             "growth_factor": (3.0, {}),
@@ -179,12 +190,12 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
     ),
     (
         group,
-        translate_kwargs.GROUP_FIELDS,
+        InitProcessGroupKwargs,
         {"timeout": (timedelta(seconds=7), {}), "backend": ("mpi", {}), "init_method": ("tcp://x:1", {})},
     ),
     (
         data,
-        translate_kwargs.DATA_FIELDS,
+        DataLoaderConfiguration,
         {
             "split_batches": (True, {}),
             "dispatch_batches": (True, {}),
@@ -197,7 +208,7 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
     ),
     (
         checkpoint,
-        translate_kwargs.PROJECT_FIELDS,
+        ProjectConfiguration,
         {
             "total_limit": (3, {"automatic_checkpoint_naming": True}),
             "automatic_checkpoint_naming": (True, {"project_dir": "x"}),
@@ -208,7 +219,7 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
     ),
     (
         deepspeed,
-        translate_deepspeed.DEEPSPEED_FIELDS,
+        Ds,
         {
             "gradient_accumulation_steps": (3, {}),
             "gradient_clipping": (0.5, {}),
@@ -229,19 +240,20 @@ OTHER: list[tuple[Callable[..., Any], Any, dict[str, tuple[Any, dict[str, Any]]]
 
 @pytest.mark.filterwarnings("ignore:sync_module_states")
 @pytest.mark.parametrize(
-    ("translate", "table", "name", "value", "beside"),
-    [(made, table, name, *given) for made, table, values in OTHER for name, given in values.items()],
+    ("translate", "kind", "name", "value", "beside"),
+    [(made, kind, name, *given) for made, kind, values in OTHER for name, given in values.items()],
 )
-def test_a_value_of_a_field_changes_the_settings_or_is_refused_as_the_table_says(
-    translate: Callable[..., Any], table: Any, name: str, value: Any, beside: dict[str, Any]
+def test_a_value_of_a_field_changes_the_settings_or_is_refused_as_declared(
+    translate: Callable[..., Any], kind: Any, name: str, value: Any, beside: dict[str, Any]
 ) -> None:
-    if name in table.refused:
+    said = fates(kind)[name]
+    if REFUSED in said:
         with pytest.raises(TranslationError, match=rf"\({name}=.*\(drivetrain: .*\): "):
             translate(**beside, **{name: value})
         return
     without = {key: each for key, each in beside.items() if not key.startswith("min_")}
     changes = translate(**beside, **{name: value}) != translate(**without)
-    assert changes == (name in table.translated), (name, translate(**beside, **{name: value}))
+    assert changes == (BECOMES in said), (name, translate(**beside, **{name: value}))
 
 
 @given(
@@ -476,9 +488,9 @@ def test_dimensions() -> None:
     for name in ("tp_size", "cp_size", "sp_size"):
         with pytest.raises(TranslationError, match=rf"ParallelismConfig\({name}=2\)"):
             sections(ParallelismConfig(**{name: 2}))
-    translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin())
+    check_refused(TorchTensorParallelPlugin())
     with pytest.raises(TranslationError, match="tp_size=2"):
-        translate_parallelism.check_tensor_parallel(TorchTensorParallelPlugin(tp_size=2))
+        check_refused(TorchTensorParallelPlugin(tp_size=2))
 
 
 def test_recipes_of_torchao() -> None:

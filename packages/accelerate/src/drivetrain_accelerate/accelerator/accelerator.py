@@ -19,8 +19,8 @@ from drivetrain_accelerate.accelerator.run_options import (
 )
 from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
-from drivetrain_accelerate.plugins.known_fields import with_known_fields
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin
+from drivetrain_accelerate.plugins.option_fields import check_refused, with_known_fields
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -28,7 +28,6 @@ from drivetrain_accelerate.plugins.run_configuration import (
 )
 from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision
 from drivetrain_accelerate.plugins.translate_kwargs import check_group
-from drivetrain_accelerate.plugins.translate_parallelism import check_tensor_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
 from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler
@@ -231,7 +230,7 @@ def _share_state(options: RunOptions) -> AcceleratorState:
 
 def _refuse_unsupported(torch_tp_plugin: Any, megatron_lm_plugin: Any) -> None:
     if torch_tp_plugin is not None:
-        check_tensor_parallel(torch_tp_plugin)
+        check_refused(torch_tp_plugin)
     if megatron_lm_plugin is not None:
         raise NotImplementedError(
             "megatron_lm_plugin=: drivetrain has no Megatron backend yet; train by FSDP "

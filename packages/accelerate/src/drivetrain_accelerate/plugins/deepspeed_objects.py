@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.translation import TranslationError
+from drivetrain_accelerate.plugins.option_fields import TranslationError
 
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "bias_correction")

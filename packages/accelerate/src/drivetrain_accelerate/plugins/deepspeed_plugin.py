@@ -14,10 +14,12 @@ from torch import nn
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
 from drivetrain_accelerate.model_structure import get_module_class_from_name
 from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import becomes, options, refused, without_effect
 from drivetrain_config import environ
 
 _ENV = "ACCELERATE_DEEPSPEED_"
+_OFFLOAD_OPTIMIZER = "deepspeed.config: zero_optimization.offload_optimizer"
+_OFFLOAD_PARAM = "deepspeed.config: zero_optimization.offload_param"
 # The fields that a configuration says, by the names that it has for them.
 _IN_CONFIG = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -33,39 +35,36 @@ _IN_CONFIG = {
 
 @options
 class DeepSpeedPlugin:
-    """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`.
+    """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`."""
 
-    Attributes:
-        hf_ds_config: A configuration: a mapping, a file, or `HfDeepSpeedConfig`.
-        gradient_accumulation_steps: The number of micro-batches in a step; "auto": the Accelerator's.
-        gradient_clipping: The norm that gradients are clipped to.
-        zero_stage: The stage of partitioning: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
-        is_train_batch_min: Whether the smallest of several loaders' batch sizes counts, not the largest.
-        offload_optimizer_device: The place of optimizer states: "none", "cpu" or "nvme".
-        offload_param_device: The place of parameters, in stage 3.
-        offload_optimizer_nvme_path: The folder of the first.
-        offload_param_nvme_path: The folder of the second.
-        zero3_init_flag: Whether models are partitioned as they are made, in stage 3.
-        zero3_save_16bit_model: Whether whole weights are saved in stage 3.
-        transformer_moe_cls_names: The classes of layers with experts, separated by commas.
-        enable_msamp: Whether to train by MS-AMP.
-        msamp_opt_level: The level of it.
-    """
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: Any = None
-    gradient_clipping: Any = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-    enable_msamp: bool | None = None
-    msamp_opt_level: Literal["O1", "O2"] | None = None
+    hf_ds_config: Any = becomes("deepspeed.config", default=None)
+    gradient_accumulation_steps: Any = becomes("run.gradient_accumulation_steps", default=None)
+    gradient_clipping: Any = becomes("deepspeed.config: gradient_clipping", default=None)
+    zero_stage: int | None = becomes("deepspeed.config: zero_optimization.stage", default=None)
+    is_train_batch_min: bool = without_effect(
+        "DeepSpeed's micro-batch size is for its own reports; windows are drivetrain's", default=True
+    )
+    offload_optimizer_device: str | None = becomes(_OFFLOAD_OPTIMIZER, default=None)
+    offload_param_device: str | None = becomes(_OFFLOAD_PARAM, default=None)
+    offload_optimizer_nvme_path: str | None = becomes(_OFFLOAD_OPTIMIZER, default=None)
+    offload_param_nvme_path: str | None = becomes(_OFFLOAD_PARAM, default=None)
+    zero3_init_flag: bool | None = without_effect(
+        "read by the plugin's own zero3_init_context_manager and by transformers", default=None
+    )
+    zero3_save_16bit_model: bool | None = without_effect(
+        "saves hold whole weights in every stage", default=None
+    )
+    transformer_moe_cls_names: str | None = without_effect(
+        "read by the plugin's own set_moe_leaf_modules", default=None
+    )
+    enable_msamp: bool | None = refused(
+        "run.mixed_precision",
+        "MS-AMP is not trained with; say mixed_precision='fp8', which torchao or Transformer Engine compute",
+        default=None,
+    )
+    msamp_opt_level: Literal["O1", "O2"] | None = without_effect(
+        "of enable_msamp alone, which is refused", default=None
+    )
 
     def __post_init__(self) -> None:
         """Fill the fields, and make the configuration; raise a ValueError if `zero_optimization` is missing there."""

@@ -4,30 +4,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
-from drivetrain_accelerate.plugins.known_fields import options
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
+from drivetrain_accelerate.plugins.option_fields import becomes, options, without_effect
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 _ENV = "ACCELERATE_FP8_"
+_TE_OPTION = "TransformerEngineRecipe(options=)"
 
 
 @options
 class AORecipeKwargs(KwargsHandler):
-    """Options of fp8 by torchao.
+    """Options of fp8 by torchao."""
 
-    Attributes:
-        config: The configuration of torchao's layers; the other two fields make one where it is not given.
-        module_filter_func: A function of module and name that returns whether to convert a linear layer.
-        pad_inner_dim: Whether sizes that are no multiple of 16 are padded.
-        enable_fsdp_float8_all_gather: Whether FSDP2 gathers weights in float8.
-    """
-
-    config: "Float8LinearConfig | None" = None
-    module_filter_func: Callable[..., Any] | None = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
+    config: "Float8LinearConfig | None" = becomes(
+        "TorchaoRecipe(scaling=, round_scales=, all_gather=)", default=None
+    )
+    module_filter_func: Callable[..., Any] | None = becomes("LayerFilter(accept=)", default=None)
+    pad_inner_dim: bool | None = without_effect(
+        "layers whose sizes are no multiple of 16 stay in bf16, as by Accelerate's own filter", default=None
+    )
+    enable_fsdp_float8_all_gather: bool | None = becomes("TorchaoRecipe(all_gather=)", default=None)
 
     def __post_init__(self) -> None:
         """Make the configuration; raise an ImportError without torchao."""
@@ -49,28 +47,20 @@ class AORecipeKwargs(KwargsHandler):
 
 @options
 class TERecipeKwargs(KwargsHandler):
-    """Options of fp8 by Transformer Engine; those not given come from the environment.
+    """Options of fp8 by Transformer Engine; those not given come from the environment."""
 
-    Attributes:
-        use_autocast_during_eval: Whether evaluation computes in fp8 too.
-        margin: The margin of the scales, in powers of 2.
-        interval: The interval at which scales were computed in old versions of the library.
-        fp8_format: The format of forward and backward.
-        amax_history_len: The number of steps whose largest values give the scales.
-        amax_compute_algo: Whether the scale is that of the largest or of the latest of these.
-        override_linear_precision: The products that are computed in higher precision: forward, gradient of the
-            input, gradient of the weight.
-        use_mxfp8_block_scaling: Whether to compute in MXFP8.
-    """
-
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: Literal["max", "most_recent"] | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = None
+    use_autocast_during_eval: bool | None = without_effect(
+        "evaluation computes in the same formats as training", default=None
+    )
+    margin: int | None = becomes(_TE_OPTION, default=None)
+    interval: int | None = without_effect(
+        "Transformer Engine computes scales in every step, and ignores it", default=None
+    )
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = becomes(_TE_OPTION, default=None)
+    amax_history_len: int | None = becomes(_TE_OPTION, default=None)
+    amax_compute_algo: Literal["max", "most_recent"] | None = becomes(_TE_OPTION, default=None)
+    override_linear_precision: tuple[bool, bool, bool] | None = becomes(_TE_OPTION, default=None)
+    use_mxfp8_block_scaling: bool | None = becomes("TransformerEngineRecipe(scaling='mxfp8')", default=None)
 
     def __post_init__(self) -> None:
         """Fill the fields; raise a ValueError for an unknown word."""

@@ -32,12 +32,16 @@ from drivetrain_accelerate.plugins.constants import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import becomes, options, refused, without_effect
 from drivetrain_config import environ
 from drivetrain_state import RankLogger
 
 _logger = RankLogger(getLogger(__name__))
 _ENV = "FSDP_"
+# The words of fields, with what of torch's each means.
+STRATEGIES = dict(zip(FSDP_SHARDING_STRATEGY, ShardingStrategy, strict=True))
+_PREFETCHES = dict(zip(FSDP_BACKWARD_PREFETCH, (*BackwardPrefetch, None), strict=True))
+_STATE_DICT_TYPES = {word: StateDictType[word] for word in FSDP_STATE_DICT_TYPE}
 # For each form of state dicts, the classes of its options for models and optimizers, and Accelerate's values.
 _STATE_DICT_OPTIONS: dict[StateDictType, tuple[Any, Any, dict[str, bool]]] = {
     StateDictType.FULL_STATE_DICT: (
@@ -65,52 +69,66 @@ class FullyShardedDataParallelPlugin:
     """Options of FSDP; those not given come from the environment.
 
     `fsdp_version` says in which form the fields are: of torch's first FSDP, or of `fully_shard`. FSDP2 runs both.
-
-    Attributes:
-        fsdp_version: 1 or 2.
-        sharding_strategy: Version 1: what is sharded.
-        reshard_after_forward: Version 2: whether parameters are let go between forward and backward.
-        backward_prefetch: Version 1: when the next block is gathered in backward.
-        mixed_precision_policy: The dtypes of computation, reduction, and buffers or outputs.
-        auto_wrap_policy: The blocks that are gathered one at a time: a word, or a function of torch's form.
-        cpu_offload: Whether parameters are held on the CPU.
-        ignored_modules: Modules that are not sharded, or a pattern of their names.
-        state_dict_type: The form of a state dict.
-        state_dict_config: Options of that form.
-        optim_state_dict_config: The same for optimizers.
-        limit_all_gathers: Version 1: whether gathers wait for memory.
-        use_orig_params: Version 1: whether parameters keep their identity, as they do in version 2.
-        param_init_fn: Version 1: a function that gives a module on meta its values.
-        sync_module_states: Version 1: whether all ranks start from rank 0's values.
-        forward_prefetch: Version 1: whether the next block is gathered in forward.
-        activation_checkpointing: Whether activations are recomputed.
-        activation_checkpointing_offload: Version 2: whether what is kept for that is held on the CPU.
-        cpu_ram_efficient_loading: Whether rank 0 alone reads a pretrained model.
-        transformer_cls_names_to_wrap: The classes of the blocks.
-        min_num_params: The least number of parameters of a block.
     """
 
-    fsdp_version: Any = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: "str | BackwardPrefetch | None" = None
-    mixed_precision_policy: "dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None" = None
-    auto_wrap_policy: Callable[..., Any] | str | None = None
-    cpu_offload: "bool | CPUOffload | OffloadPolicy | None" = None
-    ignored_modules: Iterable[nn.Module] | str | None = None
-    state_dict_type: Any = None
-    state_dict_config: "FullStateDictConfig | ShardedStateDictConfig | None" = None
-    optim_state_dict_config: "FullOptimStateDictConfig | ShardedOptimStateDictConfig | None" = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | None = None
-    min_num_params: Any = None
+    fsdp_version: Any = without_effect(
+        "FSDP2 runs either version's options, with the same results", default=None
+    )
+    sharding_strategy: Any = becomes("fsdp.strategy", default=None)
+    reshard_after_forward: Any = becomes("fsdp.strategy", default=None)
+    backward_prefetch: "str | BackwardPrefetch | None" = refused(
+        "fsdp.prefetch",
+        "FSDP2 gathers the next block before this one's gradients are computed, or none; leave it out",
+        default=None,
+    )
+    mixed_precision_policy: "dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None" = becomes(
+        "run.mixed_precision, precision.reduce_dtype, .buffer_dtype, .output_dtype", default=None
+    )
+    auto_wrap_policy: Callable[..., Any] | str | None = becomes(
+        "fsdp.wrap or fsdp.min_num_params", default=None
+    )
+    cpu_offload: "bool | CPUOffload | OffloadPolicy | None" = becomes(
+        "fsdp.offload, fsdp.pin_memory", default=None
+    )
+    ignored_modules: Iterable[nn.Module] | str | None = refused(
+        "backend fsdp",
+        "every parameter of a prepared model is sharded; leave these modules out of the model, or leave it out",
+        default=None,
+    )
+    state_dict_type: Any = without_effect(
+        "saves hold whole tensors by name, which load on any number of ranks", default=None
+    )
+    state_dict_config: "FullStateDictConfig | ShardedStateDictConfig | None" = without_effect(
+        "as state_dict_type", default=None
+    )
+    optim_state_dict_config: "FullOptimStateDictConfig | ShardedOptimStateDictConfig | None" = without_effect(
+        "as state_dict_type", default=None
+    )
+    limit_all_gathers: bool = without_effect("FSDP2 always limits how much is gathered ahead", default=True)
+    use_orig_params: bool | None = without_effect(
+        "FSDP2 always keeps the model's own parameters", default=None
+    )
+    param_init_fn: Callable[[nn.Module], None] | None = refused(
+        "building()",
+        "models on meta get rank 0's values, or those of reset_parameters(); leave it out",
+        default=None,
+    )
+    sync_module_states: bool | None = without_effect(
+        "all ranks always start from rank 0's values", default=None
+    )
+    forward_prefetch: bool | None = becomes("fsdp.prefetch", default=None)
+    activation_checkpointing: bool | None = becomes("fsdp.activation_checkpointing", default=None)
+    activation_checkpointing_offload: bool | None = refused(
+        "fsdp.activation_checkpointing",
+        "activations are not offloaded; activation_checkpointing=True alone saves most",
+        default=None,
+    )
+    cpu_ram_efficient_loading: bool | None = without_effect(
+        "transformers reads it while it loads; ranks with models on meta are filled from rank 0 in any case",
+        default=None,
+    )
+    transformer_cls_names_to_wrap: list[str] | None = becomes("fsdp.wrap", default=None)
+    min_num_params: Any = becomes("fsdp.min_num_params", default=None)
 
     def __post_init__(self) -> None:
         """Fill the fields; raise a ValueError for an unknown word, or a field of the other version."""
@@ -157,9 +175,8 @@ class FullyShardedDataParallelPlugin:
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         given = self.state_dict_type if state_dict_type is None else state_dict_type
-        self.state_dict_type = state_dict_type_of(
-            value_from(f"{_ENV}STATE_DICT_TYPE", default) if given is None else given
-        )
+        given = value_from(f"{_ENV}STATE_DICT_TYPE", default) if given is None else given
+        self.state_dict_type = meant_by(given, _STATE_DICT_TYPES, "state_dict_type")
         if self.state_dict_type in _STATE_DICT_OPTIONS:
             of_models, of_optimizers, values = _STATE_DICT_OPTIONS[self.state_dict_type]
             self.state_dict_config = self.state_dict_config or of_models(**values)
@@ -237,10 +254,10 @@ class FullyShardedDataParallelPlugin:
         fill_unsaid(self, _ENV, sharding_strategy="FULL_SHARD")
         for name in ("sharding_strategy", "reshard_after_forward"):
             if (given := getattr(self, name)) is not None:
-                setattr(self, name, strategy_of(given, field=name))
+                setattr(self, name, meant_by(given, STRATEGIES, name))
         if self.backward_prefetch is None:
             self.backward_prefetch = environ.read(f"{_ENV}BACKWARD_PREFETCH")
-        self.backward_prefetch = prefetch_of(self.backward_prefetch)
+        self.backward_prefetch = meant_by(self.backward_prefetch, _PREFETCHES, "backward_prefetch")
         self._read_truths("use_orig_params", "sync_module_states", "forward_prefetch")
 
     def _read_second_version(self) -> None:
@@ -256,7 +273,7 @@ class FullyShardedDataParallelPlugin:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: with fsdp_version=2 it must be a bool"
             )
-        if prefetch_of(self.backward_prefetch) is not None:
+        if meant_by(self.backward_prefetch, _PREFETCHES, "backward_prefetch") is not None:
             _logger.warning("backward_prefetch is not of fsdp_version=2, which decides by itself")
         self.backward_prefetch = None
         for name in ("use_orig_params", "sync_module_states"):
@@ -299,27 +316,16 @@ def make_room(module: nn.Module) -> None:
     module.to_empty(device=device or torch.device("cpu"), recurse=False)
 
 
-def strategy_of(value: Any, *, field: str) -> ShardingStrategy:
-    """Return torch's sharding strategy for a name or number."""
-    if isinstance(value, ShardingStrategy):
+def meant_by(value: Any, words: Mapping[str, Any], field: str) -> Any:
+    """Return what of torch's a field's value means: a name in any case, a number, or torch's own member."""
+    if value in words.values():
         return value
-    name = _name(value, FSDP_SHARDING_STRATEGY, field)
-    return ShardingStrategy(FSDP_SHARDING_STRATEGY.index(name) + 1)
-
-
-def prefetch_of(value: Any) -> BackwardPrefetch | None:
-    """Return torch's prefetch for a name or number; None for NO_PREFETCH."""
-    if value is None or isinstance(value, BackwardPrefetch):
-        return value
-    name = _name(value, FSDP_BACKWARD_PREFETCH, "backward_prefetch")
-    return None if name == "NO_PREFETCH" else BackwardPrefetch[name]
-
-
-def state_dict_type_of(value: Any) -> StateDictType:
-    """Return torch's form of a state dict for a name or number."""
-    if isinstance(value, StateDictType):
-        return value
-    return StateDictType[_name(value, FSDP_STATE_DICT_TYPE, "state_dict_type")]
+    word = str(value).upper()
+    if word.isdecimal() and 1 <= int(word) <= len(words):
+        return list(words.values())[int(word) - 1]
+    if word not in words:
+        raise ValueError(f"{field}={value!r}: must be one of {', '.join(words)}")
+    return words[word]
 
 
 def wrap_policy_of(value: str) -> Callable[..., Any] | None:
@@ -366,13 +372,3 @@ def mixed_precision_of(
     if buffer is not None:
         dtypes["buffer_dtype"] = buffer
     return MixedPrecision(**dtypes)
-
-
-def _name(value: Any, names: list[str], field: str) -> str:
-    """Return the name that a name in any case, a number, or a number as text stands for."""
-    word = str(value).upper()
-    if word.isdecimal() and 1 <= int(word) <= len(names):
-        return names[int(word) - 1]
-    if word not in names:
-        raise ValueError(f"{field}={value!r}: must be one of {', '.join(names)}")
-    return word

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import field, fields
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_accelerate.environment_variables import clear_environment, fill_unsaid, truth
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, DynamoBackend
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import becomes, options, refused, without_effect
 from drivetrain_config import environ
 
 _DYNAMO = "ACCELERATE_DYNAMO_"
@@ -36,26 +36,32 @@ class KwargsHandler:
 class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`."""
 
-    enabled: bool = True
-    cache_enabled: bool | None = None
+    enabled: bool = becomes("run.mixed_precision", default=True)
+    cache_enabled: bool | None = becomes("torch.autocast(cache_enabled=)", default=None)
 
 
 @options
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel`, and of how it communicates gradients."""
 
-    dim: int = 0
-    broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
-    find_unused_parameters: bool = False
-    check_reduction: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    dim: int = refused("ddp", "batches are divided along their first dimension; leave it out", default=0)
+    broadcast_buffers: bool = becomes("ddp.broadcast_buffers", default=True)
+    bucket_cap_mb: int = becomes("ddp.bucket_size_mb", default=25)
+    find_unused_parameters: bool = becomes("ddp.find_unused_parameters", default=False)
+    check_reduction: bool = without_effect("torch ignores it too", default=False)
+    gradient_as_bucket_view: bool = becomes("ddp.gradient_as_bucket_view", default=False)
+    static_graph: bool = becomes("ddp.static_graph", default=False)
+    comm_hook: DDPCommunicationHookType = becomes(
+        "ddp.communication_hook", default=DDPCommunicationHookType.NO
+    )
     comm_wrapper: Literal[
         DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
-    ] = DDPCommunicationHookType.NO
-    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+    ] = refused(
+        "ddp.communication_hook", "hooks are not nested; leave it out", default=DDPCommunicationHookType.NO
+    )
+    comm_state_option: dict[str, Any] = becomes(
+        "ddp.power_sgd_rank, ddp.power_sgd_start_step", default_factory=dict[str, Any]
+    )
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -98,20 +104,28 @@ _COMPRESSING_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
 class GradScalerKwargs(KwargsHandler):
     """Options of fp16's loss scale."""
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    enabled: bool = True
+    init_scale: float = becomes("precision.initial_scale", default=65536.0)
+    growth_factor: float = becomes("precision.growth_factor", default=2.0)
+    backoff_factor: float = becomes("precision.backoff_factor", default=0.5)
+    growth_interval: int = becomes("precision.growth_interval", default=2000)
+    enabled: bool = refused(
+        "precision",
+        "fp16 without a loss scale loses small gradients; say mixed_precision='bf16'",
+        default=True,
+    )
 
 
 @options
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`."""
 
-    backend: str | None = "nccl"
-    init_method: str | None = None
-    timeout: timedelta | None = None
+    backend: str | None = refused("state", "only the one that fits the device", default="nccl")
+    init_method: str | None = refused(
+        "state",
+        "processes meet at MASTER_ADDR and MASTER_PORT; leave it out, or make the group before the Accelerator",
+        default=None,
+    )
+    timeout: timedelta | None = becomes("state.timeout_seconds", default=None)
 
 
 @options
@@ -151,25 +165,15 @@ class ProfileKwargs(KwargsHandler):
 
 @options
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`; those not given come from the environment.
+    """Options of `torch.compile`; those not given come from the environment."""
 
-    Attributes:
-        backend: The compiler, by name in any case; `NO` compiles nothing.
-        mode: torch's mode, such as "max-autotune".
-        fullgraph: Whether a model must be one graph.
-        dynamic: Whether shapes are variables; None: torch finds out.
-        options: Options of the compiler.
-        disable: Whether torch.compile does nothing.
-        use_regional_compilation: Whether to compile repeated blocks one by one.
-    """
-
-    backend: DynamoBackend = None  # pyright: ignore[reportAssignmentType] filled below
-    mode: str = None  # pyright: ignore[reportAssignmentType]
-    fullgraph: bool = None  # pyright: ignore[reportAssignmentType]
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool = None  # pyright: ignore[reportAssignmentType]
+    backend: DynamoBackend = becomes("torch.compile(backend=)", default=None)
+    mode: str = becomes("torch.compile(mode=)", default=None)
+    fullgraph: bool = becomes("torch.compile(fullgraph=)", default=None)
+    dynamic: bool | None = becomes("torch.compile(dynamic=)", default=None)
+    options: Any = becomes("torch.compile(options=)", default=None)
+    disable: bool = becomes("torch.compile(disable=)", default=False)
+    use_regional_compilation: bool = becomes("compiles_regions()", default=None)
 
     def __post_init__(self) -> None:
         """Fill the fields; raise a ValueError for an unknown word."""

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain_accelerate.environment_variables import fill_unsaid
 from drivetrain_accelerate.plugins.compat import flatten_mesh
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import becomes, options, refused
 from drivetrain_accelerate.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -16,6 +16,7 @@ from drivetrain_accelerate.plugins.parallelism_handlers import (
 )
 
 _ENV = "PARALLELISM_CONFIG_"
+_UNSPLIT = "no backend of drivetrain's splits {} over ranks yet; use dp_shard_size instead"
 # In the order of the mesh: the last are neighbours, with the fastest links.
 _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
@@ -30,27 +31,14 @@ def _is_enabled(name: str, doc: str) -> Any:
 
 @options
 class ParallelismConfig:
-    """The number of processes along each parallel dimension; those not given come from the environment, or are 1.
+    """The number of processes along each parallel dimension; those not given come from the environment, or are 1."""
 
-    Attributes:
-        dp_replicate_size: The number of replicas of the model.
-        dp_shard_size: The number of processes that shard a replica.
-        tp_size: The number of processes that split each matrix.
-        cp_size: The number of processes that split each sequence.
-        cp_backend: The library that splits sequences.
-        sp_size: The number of processes that split each sequence by DeepSpeed.
-        sp_backend: The library of it.
-        tp_handler: Options of tensor parallelism.
-        cp_handler: Options of context parallelism.
-        sp_handler: Options of sequence parallelism.
-    """
-
-    dp_replicate_size: int = None  # pyright: ignore[reportAssignmentType] filled below
-    dp_shard_size: int = None  # pyright: ignore[reportAssignmentType]
-    tp_size: int = None  # pyright: ignore[reportAssignmentType]
-    cp_size: int = None  # pyright: ignore[reportAssignmentType]
-    cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType]
-    sp_size: int = None  # pyright: ignore[reportAssignmentType]
+    dp_replicate_size: int = becomes("fsdp.strategy", default=None)
+    dp_shard_size: int = becomes("fsdp.strategy, fsdp.shard_size", default=None)
+    tp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("matrices"), default=None)
+    cp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("sequences"), default=None)
+    cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType] filled below
+    sp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("sequences"), default=None)
     sp_backend: Literal["deepspeed"] = None  # pyright: ignore[reportAssignmentType]
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None

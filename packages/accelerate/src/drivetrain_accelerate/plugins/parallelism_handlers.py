@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import options, refused
 from drivetrain_config import environ
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
@@ -15,35 +15,26 @@ _ENV = "PARALLELISM_CONFIG_"
 
 @options
 class TorchTensorParallelPlugin:
-    """Options of tensor parallelism, from before `ParallelismConfig`.
+    """Options of tensor parallelism, from before `ParallelismConfig`."""
 
-    Attributes:
-        tp_size: The number of processes that split each matrix.
-        torch_device_mesh: The mesh of these processes.
-    """
-
-    tp_size: int = 1
+    tp_size: int = refused(
+        "parallelism=ParallelDims(...)",
+        "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
+        default=1,
+    )
     torch_device_mesh: "DeviceMesh | None" = None
 
 
 @options
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism.
-
-    Attributes:
-        enable_async_tp: Whether communication overlaps computation.
-    """
+    """Options of tensor parallelism."""
 
     enable_async_tp: bool = False
 
 
 @options
 class TorchContextParallelConfig:
-    """Options of context parallelism.
-
-    Attributes:
-        cp_comm_strategy: The way in which keys and values go around: "allgather" or "alltoall".
-    """
+    """Options of context parallelism."""
 
     cp_comm_strategy: str | None = None
 
@@ -56,13 +47,7 @@ class TorchContextParallelConfig:
 
 @options
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism.
-
-    Attributes:
-        sp_seq_length: The length of sequences, if all are equally long.
-        sp_seq_length_is_variable: Whether they differ.
-        sp_attn_implementation: The attention that models compute with.
-    """
+    """Options of DeepSpeed's sequence parallelism."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None

@@ -5,26 +5,14 @@ from typing import Any
 import torch
 
 from drivetrain_accelerate.plugins.enums import CustomDtype
-from drivetrain_accelerate.plugins.known_fields import options
+from drivetrain_accelerate.plugins.option_fields import options
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @options
 class BnbQuantizationConfig:
-    """Options of quantised weights.
-
-    Attributes:
-        load_in_8bit: Whether weights are held in 8 bits.
-        llm_int8_threshold: The size of activations that are computed in half precision.
-        load_in_4bit: Whether weights are held in 4 bits.
-        bnb_4bit_quant_type: The 4-bit type, "fp4" or "nf4".
-        bnb_4bit_use_double_quant: Whether the scales of 4-bit weights are quantised too.
-        bnb_4bit_compute_dtype: The dtype that products of 4-bit weights are computed in.
-        torch_dtype: The dtype of what is not quantised.
-        skip_modules: The names of modules that are not quantised.
-        keep_in_fp32_modules: The names of modules that are held in fp32.
-    """
+    """Options of quantised weights."""
 
     load_in_8bit: bool = False
     llm_int8_threshold: Any = 6.0

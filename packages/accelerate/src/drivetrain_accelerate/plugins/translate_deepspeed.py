@@ -4,34 +4,8 @@ from copy import deepcopy
 from typing import Any
 
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError
+from drivetrain_accelerate.plugins.option_fields import TranslationError, refusal
 
-DEEPSPEED_FIELDS = Fields(
-    owner="DeepSpeedPlugin",
-    translated={
-        "hf_ds_config": "deepspeed.config",
-        "gradient_accumulation_steps": "run.gradient_accumulation_steps",
-        "gradient_clipping": "deepspeed.config: gradient_clipping",
-        "zero_stage": "deepspeed.config: zero_optimization.stage",
-        "offload_optimizer_device": "deepspeed.config: zero_optimization.offload_optimizer",
-        "offload_param_device": "deepspeed.config: zero_optimization.offload_param",
-        "offload_optimizer_nvme_path": "deepspeed.config: zero_optimization.offload_optimizer",
-        "offload_param_nvme_path": "deepspeed.config: zero_optimization.offload_param",
-    },
-    refused={
-        "enable_msamp": (
-            "run.mixed_precision",
-            "MS-AMP is not trained with; say mixed_precision='fp8', which torchao or Transformer Engine compute",
-        )
-    },
-    without_effect={
-        "is_train_batch_min": "DeepSpeed's micro-batch size is for its own reports; windows are drivetrain's",
-        "zero3_init_flag": "read by the plugin's own zero3_init_context_manager and by transformers",
-        "zero3_save_16bit_model": "saves hold whole weights in every stage",
-        "transformer_moe_cls_names": "read by the plugin's own set_moe_leaf_modules",
-        "msamp_opt_level": "of enable_msamp alone, which is refused",
-    },
-)
 _SCALE = {
     "initial_scale_power": "initial_scale",
     "loss_scale_window": "growth_interval",
@@ -44,14 +18,14 @@ _SCALE_WITHOUT_EFFECT = ("hysteresis", "consecutive_hysteresis")
 def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
     """Return the `deepspeed` section: the plugin's configuration with its fields; "auto" stays."""
     if plugin.enable_msamp or "msamp" in plugin.deepspeed_config:
-        raise DEEPSPEED_FIELDS.refusal("enable_msamp", True)
+        raise refusal(plugin, "enable_msamp", True)
     config = deepcopy(plugin.deepspeed_config)
     zero = config.setdefault("zero_optimization", {})
-    _agree(zero, "stage", "zero_stage", plugin.zero_stage)
+    _agree(plugin, zero, "stage", "zero_stage", plugin.zero_stage)
     for place in ("offload_optimizer", "offload_param"):
         _add_offload(plugin, zero, place)
     if plugin.gradient_clipping not in (None, "auto"):
-        _agree(config, "gradient_clipping", "gradient_clipping", plugin.gradient_clipping)
+        _agree(plugin, config, "gradient_clipping", "gradient_clipping", plugin.gradient_clipping)
     for name in ("optimizer", "scheduler"):  # objects of the program, which `deepspeed_objects` makes
         config.pop(name, None)
     if config.get("steps_per_print") == float("inf"):
@@ -88,12 +62,12 @@ def deepspeed_accumulation(plugin: DeepSpeedPlugin) -> int | None:
 def _add_offload(plugin: DeepSpeedPlugin, zero: dict[str, Any], place: str) -> None:
     device, path = getattr(plugin, f"{place}_device"), getattr(plugin, f"{place}_nvme_path")
     if _is_said(device):
-        _agree(zero.setdefault(place, {}), "device", f"{place}_device", device)
+        _agree(plugin, zero.setdefault(place, {}), "device", f"{place}_device", device)
         if _is_said(path) and device == "nvme":
-            _agree(zero[place], "nvme_path", f"{place}_nvme_path", path)
+            _agree(plugin, zero[place], "nvme_path", f"{place}_nvme_path", path)
     elif _is_said(path) and zero.get(place, {}).get("device") != "nvme":
         instead = f"is for {place}_device='nvme'; say that, or leave it out"
-        raise DEEPSPEED_FIELDS.refusal(f"{place}_nvme_path", path, instead)
+        raise refusal(plugin, f"{place}_nvme_path", path, instead)
     if zero.get(place, {}).get("nvme_path", "") in (None, "none"):
         del zero[place]["nvme_path"]
 
@@ -102,11 +76,11 @@ def _is_said(value: str | None) -> bool:
     return value not in (None, "none", "auto")
 
 
-def _agree(section: dict[str, Any], name: str, field: str, value: object) -> None:
+def _agree(plugin: DeepSpeedPlugin, section: dict[str, Any], name: str, field: str, value: object) -> None:
     """Write a field's value where the configuration has none, and refuse another one there."""
     given = section.get(name)
     if given in (None, "auto", "none") or given == value:
         section[name] = value
         return
     instead = f"contradicts {name}={given!r} of the configuration; keep one of the two"
-    raise DEEPSPEED_FIELDS.refusal(field, value, instead)
+    raise refusal(plugin, field, value, instead)

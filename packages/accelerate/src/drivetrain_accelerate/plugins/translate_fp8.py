@@ -9,30 +9,8 @@ from drivetrain_accelerate.plugins.fp8_recipes import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError
+from drivetrain_accelerate.plugins.option_fields import TranslationError, refusal
 from drivetrain_precision import Fp8Recipe, LayerFilter, TorchaoRecipe, TransformerEngineRecipe
-
-AO_FIELDS = Fields(
-    owner="AORecipeKwargs",
-    translated={
-        "config": "TorchaoRecipe(scaling=, round_scales=, all_gather=)",
-        "module_filter_func": "LayerFilter(accept=)",
-        "enable_fsdp_float8_all_gather": "TorchaoRecipe(all_gather=)",
-    },
-    without_effect={
-        "pad_inner_dim": "layers whose sizes are no multiple of 16 stay in bf16, as by Accelerate's own filter"
-    },
-)
-_TE_OPTIONS = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "override_linear_precision")
-TE_FIELDS = Fields(
-    owner="TERecipeKwargs",
-    translated={name: f"TransformerEngineRecipe(options={{{name!r}: ...}})" for name in _TE_OPTIONS}
-    | {"use_mxfp8_block_scaling": "TransformerEngineRecipe(scaling='mxfp8')"},
-    without_effect={
-        "interval": "Transformer Engine computes scales in every step, and ignores it",
-        "use_autocast_during_eval": "evaluation computes in the same formats as training",
-    },
-)
 
 
 def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
@@ -99,4 +77,4 @@ def _torchao_recipe(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoReci
     instead = (
         "the recipes are Float8LinearConfig.from_recipe_name's: tensorwise, rowwise and rowwise_with_gw_hp"
     )
-    raise AO_FIELDS.refusal("config", config, instead, ours="TorchaoRecipe(scaling=)")
+    raise refusal(handler, "config", config, instead, ours="TorchaoRecipe(scaling=)")

@@ -23,55 +23,13 @@ from torch.distributed.fsdp.wrap import (
 from drivetrain_accelerate.environment_variables import truth
 from drivetrain_accelerate.plugins.compat import either_policy, wrapped_classes
 from drivetrain_accelerate.plugins.fsdp_plugin import (
+    STRATEGIES,
     FullyShardedDataParallelPlugin,
     make_room,
-    strategy_of,
+    meant_by,
 )
-from drivetrain_accelerate.plugins.translation import Fields, TranslationError
+from drivetrain_accelerate.plugins.option_fields import TranslationError, refusal
 
-FSDP_FIELDS = Fields(
-    owner="FullyShardedDataParallelPlugin",
-    translated={
-        "sharding_strategy": "fsdp.strategy",
-        "reshard_after_forward": "fsdp.strategy",
-        "auto_wrap_policy": "fsdp.wrap or fsdp.min_num_params",
-        "transformer_cls_names_to_wrap": "fsdp.wrap",
-        "min_num_params": "fsdp.min_num_params",
-        "cpu_offload": "fsdp.offload, fsdp.pin_memory",
-        "forward_prefetch": "fsdp.prefetch",
-        "activation_checkpointing": "fsdp.activation_checkpointing",
-        "mixed_precision_policy": "run.mixed_precision, precision.reduce_dtype, .buffer_dtype, .output_dtype",
-    },
-    refused={
-        "ignored_modules": (
-            "backend fsdp",
-            "every parameter of a prepared model is sharded; leave these modules out of the model, or leave it out",
-        ),
-        "param_init_fn": (
-            "building()",
-            "models on meta get rank 0's values, or those of reset_parameters(); leave it out",
-        ),
-        "activation_checkpointing_offload": (
-            "fsdp.activation_checkpointing",
-            "activations are not offloaded; activation_checkpointing=True alone saves most",
-        ),
-        "backward_prefetch": (
-            "fsdp.prefetch",
-            "FSDP2 gathers the next block before this one's gradients are computed, or none; leave it out",
-        ),
-    },
-    without_effect={
-        "fsdp_version": "FSDP2 runs either version's options, with the same results",
-        "state_dict_type": "saves hold whole tensors by name, which load on any number of ranks",
-        "state_dict_config": "as state_dict_type",
-        "optim_state_dict_config": "as state_dict_type",
-        "limit_all_gathers": "FSDP2 always limits how much is gathered ahead",
-        "use_orig_params": "FSDP2 always keeps the model's own parameters",
-        "sync_module_states": "all ranks always start from rank 0's values",
-        "cpu_ram_efficient_loading": "transformers reads it while it loads; ranks with models on meta are filled "
-        "from rank 0 in any case",
-    },
-)
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
@@ -97,10 +55,10 @@ def fsdp_sections(
         ("activation_checkpointing_offload", (None, False)),
     ):
         if (value := getattr(plugin, name)) not in allowed:
-            raise FSDP_FIELDS.refusal(name, value)
+            raise refusal(plugin, name, value)
     if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
         instead = "saves hold whole tensors by name, never a rank's own layout; say FULL_STATE_DICT"
-        raise FSDP_FIELDS.refusal("state_dict_type", "LOCAL_STATE_DICT", instead, ours="checkpoint")
+        raise refusal(plugin, "state_dict_type", "LOCAL_STATE_DICT", instead, ours="checkpoint")
     section: dict[str, object] = {"strategy": _strategy(plugin), **_wrapping(plugin, models)}
     held = plugin.cpu_offload
     section["offload"] = (
@@ -131,7 +89,7 @@ def fsdp_precision_sections(
     ]
     if policy.param_dtype not in (compute, torch.float32 if compute is None else compute):
         instead = f"it computes in {policy.param_dtype}, the run in {mixed_precision=}; make them equal"
-        raise FSDP_FIELDS.refusal("mixed_precision_policy", policy, instead, ours="run.mixed_precision")
+        raise refusal(plugin, "mixed_precision_policy", policy, instead, ours="run.mixed_precision")
     default = type(policy)()
     for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):
         if (given := getattr(policy, name, None)) != getattr(default, name, None):
@@ -151,19 +109,18 @@ def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
     said, older = plugin.reshard_after_forward, plugin.sharding_strategy
     if isinstance(said, bool):
         said = ShardingStrategy.FULL_SHARD if said else ShardingStrategy.SHARD_GRAD_OP
-    strategy = strategy_of(older, field="sharding_strategy") if said is None else said
-    if older is not None and strategy_of(older, field="sharding_strategy") not in (
-        strategy,
-        ShardingStrategy.FULL_SHARD,  # what stands there if it is not said
-    ):
+    before: Any = None if older is None else meant_by(older, STRATEGIES, "sharding_strategy")
+    strategy: Any = before if said is None else said
+    # FULL_SHARD is what stands there if it is not said.
+    if before not in (None, strategy, ShardingStrategy.FULL_SHARD):
         instead = f"contradicts reshard_after_forward={plugin.reshard_after_forward}; keep one of the two"
-        raise FSDP_FIELDS.refusal("sharding_strategy", older, instead)
+        raise refusal(plugin, "sharding_strategy", older, instead)
     if strategy not in _STRATEGIES:
         instead = (
             "nothing here shards within a node and keeps parameters gathered; HYBRID_SHARD lets them go, "
             "SHARD_GRAD_OP shards over all ranks"
         )
-        raise FSDP_FIELDS.refusal("sharding_strategy", strategy.name.lstrip("_"), instead)
+        raise refusal(plugin, "sharding_strategy", strategy.name.lstrip("_"), instead)
     return _STRATEGIES[strategy]
 
 
@@ -177,7 +134,7 @@ def _wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module
         found = _of_policy(policy, plugin, models)
     if len(found) > 1 or (least and "min_num_params" not in found):
         instead = f"goes with size_based_wrap, not with {names or policy!r}; leave one of the two out"
-        raise FSDP_FIELDS.refusal("min_num_params", least, instead)
+        raise refusal(plugin, "min_num_params", least, instead)
     return found
 
 
@@ -207,7 +164,7 @@ def _of_policy(
         "blocks are chosen by class or by size: say auto_wrap_policy='transformer_based_wrap' with "
         "transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params"
     )
-    raise FSDP_FIELDS.refusal("auto_wrap_policy", policy, instead)
+    raise refusal(plugin, "auto_wrap_policy", policy, instead)
 
 
 def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> list[str]:

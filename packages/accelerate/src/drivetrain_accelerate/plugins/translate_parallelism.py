@@ -2,39 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
-from drivetrain_accelerate.plugins.translation import Fields
+from drivetrain_accelerate.plugins.option_fields import refusal
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
     from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
 
-_PARALLELISM = "parallelism=ParallelDims(...)"
-_DIMENSIONS = Fields(
-    owner="ParallelismConfig",
-    refused={
-        f"{name}_size": (
-            _PARALLELISM,
-            f"no backend of drivetrain's splits {what} over ranks yet; use dp_shard_size instead",
-        )
-        for name, what in (("tp", "matrices"), ("cp", "sequences"), ("sp", "sequences"))
-    },
-)
-_TENSORS = Fields(
-    owner="TorchTensorParallelPlugin",
-    refused={
-        "tp_size": (
-            _PARALLELISM,
-            "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
-        )
-    },
-)
-
 
 def parallelism_sections(configuration: "ParallelismConfig") -> dict[str, object]:
     """Return the fields of the `fsdp` section: the ranks that share one replica."""
-    for name in _DIMENSIONS.refused:
+    for name in ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(configuration, name)) > 1:
-            raise _DIMENSIONS.refusal(name, size)
+            raise refusal(configuration, name, size)
     if configuration.dp_shard_size == 1:
         return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
     if configuration.dp_replicate_size == 1:
@@ -60,9 +38,4 @@ def check_engine_dimensions(configuration: "ParallelismConfig | None") -> None:
     for name in ("dp_replicate_size", "dp_shard_size"):
         if configuration is not None and (size := getattr(configuration, name)) > 1:
             instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
-            raise _DIMENSIONS.refusal(name, size, instead, ours="deepspeed.stage")
-
-
-def check_tensor_parallel(plugin: TorchTensorParallelPlugin) -> None:
-    """Refuse tensor parallelism."""
-    _TENSORS.check(plugin)
+            raise refusal(configuration, name, size, instead, ours="deepspeed.stage")
