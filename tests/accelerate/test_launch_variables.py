@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_accelerate.launch_variables import told_variables
+from drivetrain_accelerate.installation import told_variables
 from drivetrain_config import Layers, environ
 from drivetrain_launcher.cli.commands.launch import LaunchArguments
 from drivetrain_launcher.cli.parser import build_parser

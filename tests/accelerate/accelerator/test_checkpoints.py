@@ -8,8 +8,7 @@ import torch
 
 from accelerate_checkpoint_runs import run_of
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
-from drivetrain_accelerate.accelerator.checkpoint_folders import numbered_folders
-from drivetrain_accelerate.accelerator.hook_files import stage
+from drivetrain_accelerate.accelerator.checkpoint_folders import numbered_folders, stage
 from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
 
 accelerate: Any = pytest.importorskip("accelerate")

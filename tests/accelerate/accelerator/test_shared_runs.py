@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.accelerator.composition import plan_composition
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.launch_variables import told_variables
+from drivetrain_accelerate.installation import told_variables
 from drivetrain_accelerate.plugins import fp8_recipes, kwargs_handlers
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DistributedType

@@ -14,7 +14,7 @@ from torch import nn
 from drivetrain import Accelerator as DrivetrainAccelerator
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.checkpoint_files import sharded_files as ours
-from drivetrain_accelerate.checkpoint_files.divided_files import merge_fsdp_weights
+from drivetrain_accelerate.checkpoint_files.sharded_files import merge_fsdp_weights
 
 real: Any = pytest.importorskip("accelerate.utils.fsdp_utils")
 RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from drivetrain_accelerate.commands import interface_launch as ours
-from drivetrain_accelerate.commands.interface_launch import clean_option, launch_command
-from drivetrain_accelerate.commands.launch_commands import prepare_simple_launcher_cmd_env
+from drivetrain_accelerate.commands.interface_launch import (
+    clean_option,
+    launch_command,
+    prepare_simple_launcher_cmd_env,
+)
 from drivetrain_accelerate.commands.launch_flags import words_of
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")

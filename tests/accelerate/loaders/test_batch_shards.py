@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from drivetrain_accelerate.loaders import batch_shards
-from drivetrain_accelerate.loaders.standalone import get_sampler
+from drivetrain_accelerate.loaders.prepared_loader import get_sampler
 
 real: Any = pytest.importorskip("accelerate.data_loader")
 

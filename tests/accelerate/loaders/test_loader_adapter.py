@@ -18,8 +18,9 @@ from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
 )
-from drivetrain_accelerate.loaders.standalone import prepare_data_loader, skip_first_batches
 from drivetrain_data import DataStateError
 
 pytest.importorskip("accelerate")

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.models import load_weights
 from drivetrain_accelerate.models.align_devices import AlignDevicesHook, has_offloaded_params
-from drivetrain_accelerate.models.dispatched_hook import DispatchedHook
 from drivetrain_accelerate.models.load_weights import init_empty_weights, init_on_device
-from drivetrain_accelerate.models.model_dispatch import cpu_offload, disk_offload, dispatch_model
+from drivetrain_accelerate.models.model_dispatch import (
+    DispatchedHook,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+)
 from drivetrain_accelerate.models.module_hooks import (
     ModelHook,
     add_hook_to_module,

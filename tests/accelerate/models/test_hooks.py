@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models import (
-    align_devices,
-    attached_hooks,
-    module_hooks,
-    whole_model_offload,
-)
-from drivetrain_accelerate.models import (
-    layerwise_dtypes as casting,
-)
+from drivetrain_accelerate.models import align_devices, module_hooks
 
 theirs = pytest.importorskip("accelerate.hooks")
 
@@ -27,7 +19,7 @@ class Ours(ModuleType):
     """Our rooms as one module, as the interface shows them."""
 
     def __getattr__(self, name: str) -> Any:
-        rooms = (module_hooks, align_devices, attached_hooks, casting, whole_model_offload)
+        rooms = (module_hooks, align_devices)
         return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 
@@ -177,7 +169,7 @@ def test_modules_get_the_same_hooks_and_compute_the_same(way: str) -> None:
 def test_the_same_layers_are_cast(pattern: Any, classes: Any) -> None:
     real_attach = pytest.importorskip("accelerate.big_modeling").attach_layerwise_casting_hooks
     mine, real = model(), model()
-    for attach, each in ((casting.attach_layerwise_casting_hooks, mine), (real_attach, real)):
+    for attach, each in ((module_hooks.attach_layerwise_casting_hooks, mine), (real_attach, real)):
         attach(each, torch.float8_e4m3fn, torch.float32, pattern, classes)
     assert state(mine) == state(real)
     assert torch.equal(mine(torch.ones(2, 4)), real(torch.ones(2, 4)))
@@ -186,16 +178,16 @@ def test_the_same_layers_are_cast(pattern: Any, classes: Any) -> None:
 def test_a_pattern_that_is_a_string_is_one_pattern() -> None:
     """Accelerate takes each of its letters for one."""
     cast: Any = model()
-    casting.attach_layerwise_casting_hooks(cast, torch.float8_e4m3fn, torch.float32, "rest")
+    module_hooks.attach_layerwise_casting_hooks(cast, torch.float8_e4m3fn, torch.float32, "rest")
     assert cast.first.weight.dtype == torch.float8_e4m3fn
     assert cast.rest[0].weight.dtype == torch.float32
 
 
 def test_a_model_is_moved_when_it_is_called_and_back_by_the_next() -> None:
-    first, hook = whole_model_offload.cpu_offload_with_hook(nn.Linear(2, 2), "meta")
-    second, _ = whole_model_offload.cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=None)
+    first, hook = module_hooks.cpu_offload_with_hook(nn.Linear(2, 2), "meta")
+    second, _ = module_hooks.cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=None)
     assert hook.model is first
-    assert isinstance(first._hf_hook, whole_model_offload.CpuOffload)
+    assert isinstance(first._hf_hook, module_hooks.CpuOffload)
     assert first(torch.ones(1, 2)).is_meta
     hook.remove()
     assert not hasattr(first, "_hf_hook")

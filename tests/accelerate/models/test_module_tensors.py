@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_accelerate.models import align_devices, attached_hooks, module_tensors
+from drivetrain_accelerate.models import align_devices, module_tensors
 
 theirs = pytest.importorskip("accelerate.utils.modeling")
 both = pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_offloaded_weights_are_there_within_a_block() -> None:
     ):  # without a hook it stays what it is
         assert model[0].weight is before
     assert model[0].weight is before
-    attached_hooks.attach_align_device_hook(model, torch.device("cpu"), offload=True)
+    align_devices.attach_align_device_hook(model, torch.device("cpu"), offload=True)
     assert align_devices.has_offloaded_params(model[0])
     with align_devices.align_module_device(model[0]):
         assert torch.equal(model[0].weight, plain["0.weight"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain_accelerate.models import module_sizes as sizes
-from drivetrain_accelerate.models import tied_weights
+from drivetrain_accelerate.models import module_tensors
 from drivetrain_accelerate.plugins.enums import CustomDtype
 from drivetrain_weights.errors import TiedParametersError
 
@@ -99,20 +99,20 @@ def test_the_module_that_fits_is_the_same(model: Any, limit: int | str, whole: A
 def test_tied_weights_are_found_and_tied_again(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     first, second = model["b"]
     second.weight = first.weight
-    groups = tied_weights.find_tied_parameters(model)
+    groups = module_tensors.find_tied_parameters(model)
     assert [list(group) for group in groups] == [list(group) for group in theirs.find_tied_parameters(model)]
     second.weight = nn.Parameter(first.weight.detach().clone())
-    tied_weights.retie_parameters(model, groups)
+    module_tensors.retie_parameters(model, groups)
     assert second.weight is first.weight
-    tied_weights.check_tied_parameters_on_same_device(groups, {"b.0": 0, "b.1": 1, "": 1})
+    module_tensors.check_tied_parameters_on_same_device(groups, {"b.0": 0, "b.1": 1, "": 1})
     assert "several devices: {'b.0.weight': 0, 'b.1.weight': 1}" in caplog.text
-    mine, real = (room.check_tied_parameters_in_config(model) for room in (tied_weights, theirs))
+    mine, real = (room.check_tied_parameters_in_config(model) for room in (module_tensors, theirs))
     assert mine == real
 
 
 @pytest.mark.parametrize("first_is_meta", [False, True])
 def test_tensors_whose_values_differ_become_the_first_that_has_some(first_is_meta: bool) -> None:
-    for room in (tied_weights, theirs):
+    for room in (module_tensors, theirs):
         devices = {"a": "meta" if first_is_meta else None, "b": None, "c": None}
         model = nn.ModuleDict({name: nn.Linear(2, 2, device=each) for name, each in devices.items()})
         model.register_buffer("one", torch.ones(2))
@@ -133,5 +133,5 @@ def test_tensors_that_cannot_be_one_are_refused() -> None:
         ("b.weight", r"a\.weight \(2, 2\), b\.weight \(3, 2\): tensors of one shape"),
     ):
         with pytest.raises(TiedParametersError, match=said):
-            tied_weights.retie_parameters(model, [["a.weight", other]])
+            module_tensors.retie_parameters(model, [["a.weight", other]])
     assert model["b"].weight is before

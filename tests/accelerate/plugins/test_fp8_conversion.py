@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from drivetrain_accelerate.plugins import fp8_conversion as ours
+from drivetrain_accelerate.plugins import fp8_recipes as ours
 from drivetrain_accelerate.plugins.enums import FP8BackendType
 from drivetrain_accelerate.plugins.fp8_recipes import AORecipeKwargs
 from drivetrain_precision import PrecisionError

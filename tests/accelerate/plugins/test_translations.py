@@ -19,11 +19,12 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from drivetrain_accelerate.plugins import (
-    translate_deepspeed,
-    translate_fp8,
+    deepspeed_plugin,
+    fp8_recipes,
+    kwargs_handlers,
+    parallelism_handlers,
+    run_configuration,
     translate_fsdp,
-    translate_kwargs,
-    translate_parallelism,
 )
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType as Hook
@@ -99,38 +100,38 @@ def fsdp(**given: Any) -> Any:
 
 
 def deepspeed(**given: Any) -> Any:
-    section: Any = translate_deepspeed.deepspeed_sections(Ds(**given))
+    section: Any = deepspeed_plugin.deepspeed_sections(Ds(**given))
     DeepSpeedSettings(**section)
     return section["config"]
 
 
 def ddp(**given: Any) -> Any:
-    section: Any = translate_kwargs.ddp_sections(Ddp(**given))
+    section: Any = kwargs_handlers.ddp_sections(Ddp(**given))
     DDPSettings(**section)
     return section
 
 
 def scaler(**given: Any) -> Any:
-    section: Any = translate_kwargs.scaler_sections(GradScalerKwargs(**given))
+    section: Any = kwargs_handlers.scaler_sections(GradScalerKwargs(**given))
     PrecisionSettings(**section)
     return section
 
 
 def group(**given: Any) -> Any:
     handler = InitProcessGroupKwargs(**given)
-    translate_kwargs.check_group(handler, "cpu")
+    kwargs_handlers.check_group(handler, "cpu")
     return {} if handler.timeout is None else {"timeout": handler.timeout}
 
 
 def data(**given: Any) -> Any:
-    section: Any = translate_kwargs.data_sections(DataLoaderConfiguration(**given))
+    section: Any = run_configuration.data_sections(DataLoaderConfiguration(**given))
     DataSettings(**section)
     return section
 
 
 def checkpoint(**given: Any) -> Any:
     configuration = ProjectConfiguration(**given)
-    translate_kwargs.check_project(configuration)
+    run_configuration.check_project(configuration)
     return [
         getattr(configuration, name) for name in ("project_dir", "automatic_checkpoint_naming", "total_limit")
     ]
@@ -399,11 +400,11 @@ TYPICAL: dict[str, Any] = {
 def test_the_engine_takes_the_configuration_that_is_handed_through(mode: str, given: dict[str, Any]) -> None:
     plugin = Ds(**given)
     plugin.set_mixed_precision(mode)
-    section: Any = translate_deepspeed.deepspeed_sections(plugin)
-    scale: Any = translate_deepspeed.deepspeed_precision_sections(plugin)
+    section: Any = deepspeed_plugin.deepspeed_sections(plugin)
+    scale: Any = deepspeed_plugin.deepspeed_precision_sections(plugin)
     run = EngineRun(
         world_size=2,
-        gradient_accumulation_steps=translate_deepspeed.deepspeed_accumulation(plugin) or 4,
+        gradient_accumulation_steps=deepspeed_plugin.deepspeed_accumulation(plugin) or 4,
         micro_batch_size=2,
         mode=mode,
         scaling=PrecisionSettings(**scale) if mode == "fp16" else None,
@@ -425,17 +426,17 @@ def test_fields_that_a_configuration_leaves_open_are_added_and_others_contradict
     plugin = Ds(hf_ds_config=zero3)
     plugin.zero_stage = 2
     with pytest.raises(TranslationError, match=r"zero_stage=2.*contradicts stage=3"):
-        translate_deepspeed.deepspeed_sections(plugin)
+        deepspeed_plugin.deepspeed_sections(plugin)
     with pytest.raises(TranslationError, match="offload_param_nvme_path='/x'"):
         deepspeed(offload_param_nvme_path="/x")
     still = Ds(hf_ds_config={**zero3, "fp16": {"enabled": True, "loss_scale": 128}})
     with pytest.raises(TranslationError, match=r"fp16\.loss_scale=128"):
-        translate_deepspeed.deepspeed_precision_sections(still)
+        deepspeed_plugin.deepspeed_precision_sections(still)
 
 
 def test_accumulation_is_the_plugins_or_open() -> None:
-    assert translate_deepspeed.deepspeed_accumulation(Ds()) is None
-    assert translate_deepspeed.deepspeed_accumulation(Ds(gradient_accumulation_steps=4)) == 4
+    assert deepspeed_plugin.deepspeed_accumulation(Ds()) is None
+    assert deepspeed_plugin.deepspeed_accumulation(Ds(gradient_accumulation_steps=4)) == 4
 
 
 def test_hooks_of_ddp() -> None:
@@ -456,19 +457,19 @@ def test_a_small_scale_may_be_as_small_as_it_begins() -> None:
 
 def test_the_group_is_drivetrains_own() -> None:
     assert group(backend="gloo") == group() == group(init_method="env://") == {}
-    translate_kwargs.check_group(InitProcessGroupKwargs(), "cuda")
+    kwargs_handlers.check_group(InitProcessGroupKwargs(), "cuda")
     with pytest.raises(TranslationError, match="processes on cuda communicate by nccl"):
-        translate_kwargs.check_group(InitProcessGroupKwargs(backend="gloo"), "cuda")
+        kwargs_handlers.check_group(InitProcessGroupKwargs(backend="gloo"), "cuda")
 
 
 def test_what_is_compiled() -> None:
-    options = translate_kwargs.compile_options
+    options = kwargs_handlers.compile_options
     assert options(TorchDynamoPlugin()) is None
     assert options(TorchDynamoPlugin(mode="max-autotune")) is None
     plugin = TorchDynamoPlugin(backend="eager", dynamic=False, use_regional_compilation=True)  # pyright: ignore[reportArgumentType]
     assert options(plugin) == {"backend": "eager", "fullgraph": False, "dynamic": False, "disable": False}
-    assert translate_kwargs.compiles_regions(plugin)
-    assert not translate_kwargs.compiles_regions(TorchDynamoPlugin())
+    assert kwargs_handlers.compiles_regions(plugin)
+    assert not kwargs_handlers.compiles_regions(TorchDynamoPlugin())
 
 
 def test_checkpoints_of_a_project() -> None:
@@ -480,7 +481,7 @@ def test_checkpoints_of_a_project() -> None:
 
 
 def test_dimensions() -> None:
-    sections = translate_parallelism.parallelism_sections
+    sections = parallelism_handlers.parallelism_sections
     assert sections(ParallelismConfig()) == {}
     assert sections(ParallelismConfig(dp_shard_size=4)) == {"strategy": "full_shard"}
     hybrid: Any = sections(ParallelismConfig(dp_shard_size=4, dp_replicate_size=2))
@@ -495,12 +496,12 @@ def test_dimensions() -> None:
 
 def test_recipes_of_torchao() -> None:
     torchao = pytest.importorskip("torchao.float8")
-    recipe: Any = translate_fp8.fp8_recipe(AORecipeKwargs())
+    recipe: Any = fp8_recipes.fp8_recipe(AORecipeKwargs())
     assert (recipe.scaling, recipe.all_gather, recipe.layers.skip_first) == ("tensorwise", True, True)
-    whole: Any = translate_fp8.fp8_recipe(AORecipeKwargs(), is_sharded=False)  # nothing is gathered there
+    whole: Any = fp8_recipes.fp8_recipe(AORecipeKwargs(), is_sharded=False)  # nothing is gathered there
     assert (whole.scaling, whole.all_gather) == ("tensorwise", False)
     config = torchao.Float8LinearConfig.from_recipe_name("rowwise")
-    chosen: Any = translate_fp8.fp8_recipe(
+    chosen: Any = fp8_recipes.fp8_recipe(
         AORecipeKwargs(config=config, module_filter_func=lambda _, name: name == "a")
     )
     assert (chosen.scaling, chosen.all_gather, chosen.layers.skip_first) == ("rowwise", False, False)
@@ -509,11 +510,11 @@ def test_recipes_of_torchao() -> None:
     slow = torchao.config.Float8GemmConfig(use_fast_accum=False)
     odd = torchao.Float8LinearConfig(gemm_config_output=slow)
     with pytest.raises(TranslationError, match="tensorwise, rowwise and rowwise_with_gw_hp"):
-        translate_fp8.fp8_recipe(AORecipeKwargs(config=odd))
+        fp8_recipes.fp8_recipe(AORecipeKwargs(config=odd))
 
 
 def test_recipes_of_transformer_engine() -> None:
-    recipe: Any = translate_fp8.fp8_recipe(TERecipeKwargs(margin=2, fp8_format="E4M3"))
+    recipe: Any = fp8_recipes.fp8_recipe(TERecipeKwargs(margin=2, fp8_format="E4M3"))
     assert recipe.scaling == "delayed"
     assert recipe.options == {
         "margin": 2,
@@ -521,10 +522,10 @@ def test_recipes_of_transformer_engine() -> None:
         "amax_history_len": 1024,
         "amax_compute_algo": "most_recent",
     }
-    mx: Any = translate_fp8.fp8_recipe(FP8RecipeKwargs(backend="TE", use_mxfp8_block_scaling=True))
+    mx: Any = fp8_recipes.fp8_recipe(FP8RecipeKwargs(backend="TE", use_mxfp8_block_scaling=True))
     assert mx.scaling == "mxfp8"
-    exact: Any = translate_fp8.fp8_recipe(TERecipeKwargs(override_linear_precision=(False, False, True)))
+    exact: Any = fp8_recipes.fp8_recipe(TERecipeKwargs(override_linear_precision=(False, False, True)))
     assert exact.options["override_linear_precision"] == (False, False, True)
     for handler in (MSAMPRecipeKwargs(), FP8RecipeKwargs(backend="MSAMP")):
         with pytest.raises(TranslationError, match="MS-AMP"):
-            translate_fp8.fp8_recipe(handler)
+            fp8_recipes.fp8_recipe(handler)

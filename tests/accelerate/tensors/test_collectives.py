@@ -10,7 +10,7 @@ import torch
 
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_accelerate.tensors import rank_collectives as ours
-from drivetrain_accelerate.tensors.verification import chained_operation, verify_operation
+from drivetrain_accelerate.tensors.rank_collectives import chained_operation, verify_operation
 
 pytest.importorskip("accelerate")
 

@@ -12,7 +12,7 @@ from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
 from accelerate_sides import assert_alike
-from drivetrain_accelerate.tensors import nested_tensors, shapes
+from drivetrain_accelerate.tensors import nested_tensors
 from drivetrain_accelerate.tensors.nested_tensors import recursively_apply, send_to_device
 
 real: Any = pytest.importorskip("accelerate.utils.operations")
@@ -75,9 +75,14 @@ def test_functions_of_nested_data_return_what_accelerate_returns(data: Any) -> N
     assert_both(recursively_apply, plus_one, data)
     assert_both(send_to_device, data, "meta")
     assert_both(send_to_device, data, "cpu", non_blocking=True)
-    for function in (nested_tensors.find_device, shapes.get_data_structure, shapes.get_shape, shapes.listify):
+    for function in (
+        nested_tensors.find_device,
+        nested_tensors.get_data_structure,
+        nested_tensors.get_shape,
+        nested_tensors.listify,
+    ):
         assert_both(function, data)
-    assert_both(shapes.convert_to_fp32, data)
+    assert_both(nested_tensors.convert_to_fp32, data)
 
 
 def plus_one(leaf: Any, more: Any = 1, further: Any = 0) -> Any:
@@ -153,19 +158,90 @@ def test_outputs_are_converted_and_the_function_knows_what_it_wraps() -> None:
     def forward(x: Any) -> Any:
         return {"y": x, "n": 1}
 
-    wrapped: Any = shapes.convert_outputs_to_fp32(forward)
+    wrapped: Any = nested_tensors.convert_outputs_to_fp32(forward)
     theirs: Any = real.convert_outputs_to_fp32(forward)
     half = tensor([1.5], dtype=torch.float16)
     assert_alike(theirs, wrapped, half)
     assert wrapped.__wrapped__.__wrapped__ is theirs.__wrapped__.__wrapped__ is forward
     with pytest.raises(pickle.PicklingError, match="keep_fp32_wrapper=False"):
-        pickle.dumps(shapes.ConvertOutputsToFp32(forward))
+        pickle.dumps(nested_tensors.ConvertOutputsToFp32(forward))
 
 
 def test_kinds_are_told_as_accelerate_tells_them() -> None:
     for value in (*NESTED.values(), torch.return_types.max((1, 2)), torch.nn.Parameter(tensor(1.0)), 1):
         assert nested_tensors.is_namedtuple(value) == real.is_namedtuple(value)
         assert nested_tensors.is_torch_tensor(value) == real.is_torch_tensor(value)
-    assert nested_tensors.is_tensor_information(shapes.get_data_structure(tensor([1])))
+    assert nested_tensors.is_tensor_information(nested_tensors.get_data_structure(tensor([1])))
     assert not nested_tensors.is_torch_xpu_tensor(tensor(1))
     assert nested_tensors.honor_type(Pair(1, 2), iter([3, 4])) == Pair(3, 4)
+
+
+def assert_named(name: str, *args: Any, **kwargs: Any) -> None:
+    assert_alike(getattr(real, name), getattr(nested_tensors, name), *args, **kwargs)
+
+
+def test_the_batch_size_is_that_of_the_first_leaf() -> None:
+    two = tensor([1, 2])
+    for data in (
+        two, [], {}, [1, two], {"a": [tensor([1])]}, (tensor([]),), "a", None,
+        BatchEncoding({"a": tensor([1])}), {"a": [], "b": two}, [[], tensor([1])],
+    ):  # fmt: skip
+        assert_named("find_batch_size", data)
+        assert_named("ignorant_find_batch_size", data)
+
+
+def test_a_tensor_without_dimensions_has_no_batch_size() -> None:
+    with pytest.raises(ValueError, match=r"shape \(\) has no batch size"):
+        nested_tensors.find_batch_size({"a": tensor(1)})
+    assert nested_tensors.ignorant_find_batch_size({"a": tensor(1)}) is None
+
+
+def test_tensors_of_a_structure_are_made_also_without_dimensions() -> None:
+    structure = nested_tensors.get_data_structure({"a": tensor([[1.0]]), "b": (tensor(2), 3)})
+    made = nested_tensors.initialize_tensors(structure)
+    assert nested_tensors.get_data_structure(made) == structure
+
+
+def test_slices_are_of_each_tensor_and_joins_keep_the_structure() -> None:
+    for data in (tensor([1, 2, 3]), {"a": [tensor([1, 2, 3]), "s"]}):
+        assert_named("slice_tensors", data, slice(1, 3))
+        assert_named("slice_tensors", data, slice(0, 1), process_index=1, num_processes=2)
+    one = tensor([1])
+    for data in (
+        [{"a": one}, {"a": tensor([2])}], [Pair(one, tensor([2]))] * 2, [[one], [one]],
+        [BatchEncoding({"a": one})] * 2, [1, 2], [{"a": one, "b": "s"}] * 2, [torch.ones(2, 1)] * 2,
+    ):  # fmt: skip
+        assert_named("concatenate", data)
+        assert_named("concatenate", data, dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ([], "the list is empty"),
+        ([{"a": tensor([1])}, {"a": tensor([1]), "b": tensor([2])}], "different keys"),
+        ([[tensor([1])], [tensor([1]), tensor([2])]], r"lengths \[1, 2\]"),
+    ],
+    ids=str,
+)
+def test_structures_that_differ_are_not_joined(data: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        nested_tensors.concatenate(data)
+
+
+@pytest.mark.parametrize("data", ["words", 1, None, {"a": "x"}, [1, "x"], {"a": [None]}])
+def test_a_part_that_holds_no_tensors_comes_back_alone_and_several_are_refused(data: Any) -> None:
+    for joined in (real.concatenate, nested_tensors.concatenate):
+        assert joined([data]) == data
+        with pytest.raises(TypeError, match="tensors"):
+            joined([data, data])
+
+
+def test_a_batch_is_padded_by_repeats_of_its_last_row_as_documented() -> None:
+    padded = nested_tensors.pad_input_tensors({"a": torch.arange(5)}, batch_size=5, num_processes=4)
+    assert padded["a"].tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
+    theirs = real.pad_input_tensors({"a": torch.arange(5)}, batch_size=5, num_processes=4)
+    assert padded["a"].shape == theirs["a"].shape
+    assert nested_tensors.pad_input_tensors(torch.ones(3, 3), 3, 2, dim=1).shape == (3, 4)
+    assert_named("pad_input_tensors", torch.arange(4), 4, 2)
+    assert_named("pad_input_tensors", {"a": "s"}, 3, 2)

@@ -9,7 +9,7 @@ import torch
 
 from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
-from drivetrain_accelerate.trackers import general_tracker, tensorboard_files, tracker_choice
+from drivetrain_accelerate.trackers import general_tracker, platforms, tracker_choice
 
 real: Any = pytest.importorskip("accelerate.tracking")
 RealAccelerator: Any = pytest.importorskip("accelerate").Accelerator
@@ -199,7 +199,7 @@ def test_drivetrains_own_log_goes_beside_them(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", "jsonl"], project_dir=tmp_path)
     accelerator.init_trackers("run", {"lr": 1})
     assert [each.name for each in accelerator.trackers] == ["tensorboard", "jsonl"]
-    assert isinstance(accelerator.trackers[0], tensorboard_files.TensorBoardTracker)
+    assert isinstance(accelerator.trackers[0], platforms.TensorBoardTracker)
     accelerator.log({"loss": 1.0}, step=1)
     accelerator.end_training()
     assert any('"loss"' in path.read_text() for path in tmp_path.rglob("*.jsonl"))

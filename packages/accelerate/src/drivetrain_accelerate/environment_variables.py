@@ -29,6 +29,11 @@ def truth(value: object, *, of: str) -> bool:
     return word in _TRUE
 
 
+def says_yes(variable: str) -> bool:
+    """Return whether a variable of the environment means yes; an unknown word does not."""
+    return (environ.read(variable) or "").lower() in _TRUE
+
+
 def value_from(name: str, default: Value) -> Value:
     """Return a variable's value, of the type of the default; without the variable, the default."""
     text = environ.read(name)
@@ -115,15 +120,15 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a function, or a class with tests, so that the variables ACCELERATE_* are afterwards as before."""
     if not isclass(func_or_cls):
-        return _purging(func_or_cls)
+        return _purge_after(func_or_cls)
     for name in dir(func_or_cls):
         member: object = getattr(func_or_cls, name)
         if name.startswith("test") and callable(member):
-            setattr(func_or_cls, name, _purging(member))
+            setattr(func_or_cls, name, _purge_after(member))
     return func_or_cls
 
 
-def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+def _purge_after(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = environ.child_environment()

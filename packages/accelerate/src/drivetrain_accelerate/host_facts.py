@@ -20,21 +20,12 @@ from drivetrain_state import best_device_kind
 
 logger = getLogger(__name__)
 
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
+_LOCAL_SIZES = "LOCAL_WORLD_SIZE MPI_LOCALNRANKS OMPI_COMM_WORLD_LOCAL_SIZE MV2_COMM_WORLD_LOCAL_SIZE"
+# By field, the variables of torchrun, Intel MPI, Open MPI and MVAPICH.
 _VARIABLES = {
-    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
-    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
-    "local_rank": (
-        "LOCAL_RANK",
-        "MPI_LOCALRANKID",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-    ),
+    "rank": "RANK PMI_RANK OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_RANK",
+    "world_size": "WORLD_SIZE PMI_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE",
+    "local_rank": "LOCAL_RANK MPI_LOCALRANKID OMPI_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_RANK",
     "local_world_size": _LOCAL_SIZES,
 }
 _DEFAULT_PORT = 29500
@@ -55,7 +46,7 @@ def get_cpu_distributed_information() -> CPUInformation:
     """Return what torchrun, Intel MPI, Open MPI or MVAPICH tells this process by its environment."""
     alone = asdict(CPUInformation())
     return CPUInformation(
-        **{field: get_int_from_env(names, alone[field]) for field, names in _VARIABLES.items()}
+        **{field: get_int_from_env(names.split(), alone[field]) for field, names in _VARIABLES.items()}
     )
 
 
@@ -74,16 +65,16 @@ def get_current_device_type() -> tuple[str, str]:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Return the names and the number of NVIDIA GPUs, asked of nvidia-smi, so that CUDA is not initialised."""
-    names = _asked_of_driver("name")
+    names = _ask_driver("name")
     return names, len(names)
 
 
 def get_driver_version() -> str:
     """Return the version of NVIDIA's driver."""
-    return _asked_of_driver("driver_version")[0]
+    return _ask_driver("driver_version")[0]
 
 
-def _asked_of_driver(field: str) -> list[str]:
+def _ask_driver(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [line.strip() for line in text.splitlines() if line.strip()]
@@ -112,7 +103,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not torch.cuda.is_available() or not hasattr(os, "sched_setaffinity"):
         return
     topology = detect_cpu_topology("rocm" if torch.version.hip else "cuda")
-    count = max(get_int_from_env(_LOCAL_SIZES, 1), local_process_index + 1)
+    count = max(get_int_from_env(_LOCAL_SIZES.split(), 1), local_process_index + 1)
     binding = plan_bindings(topology, count)[local_process_index]
     os.sched_setaffinity(0, binding.cpus)
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:

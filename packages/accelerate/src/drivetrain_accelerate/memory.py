@@ -55,7 +55,7 @@ def find_executable_batch_size(
 
     def searching(sized: Callable[..., Any]) -> Callable[..., Any]:
         tried = search(
-            _telling(sized),
+            _translate_errors(sized),
             starting_batch_size=starting_batch_size,
             reduce_batch_size=lambda size: (
                 reduce_batch_size_fn() if reduce_batch_size_fn else int(size * 0.9)
@@ -74,7 +74,7 @@ def find_executable_batch_size(
     return SizedFunction(function, searching)
 
 
-def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose error is one of memory where cuDNN finds no algorithm that fits."""
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Look at the modules of a model: what wraps it, what torch.compile compiled, which blocks repeat."""
+"""Look at the modules of a model: wrappers, compiled modules, repeated blocks."""
 
 import sys
 from collections.abc import Generator, Mapping
@@ -68,7 +68,7 @@ def extract_model_from_parallel(
     """Return the model inside of DDP, DataParallel and DeepSpeed's engine."""
     compiled = model if is_compiled_module(model) else None
     outer = compiled.get_submodule(COMPILED_MODULE) if compiled is not None else model
-    inner = _unwrapped(outer)
+    inner = _unwrap(outer)
     if recursive:
         _unwrap_children(inner)
     if not keep_fp32_wrapper:
@@ -81,7 +81,7 @@ def extract_model_from_parallel(
     return compiled if inner is outer else recompiled(compiled, inner)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     deepspeed: Any = sys.modules.get("deepspeed")  # no engine without its library
     engine = getattr(deepspeed, "DeepSpeedEngine", None)
     wrappers = (DistributedDataParallel, DataParallel, *([engine] if isinstance(engine, type) else []))
@@ -92,7 +92,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _unwrap_children(model: nn.Module) -> None:
     for name, child in list(model.named_children()):
-        inner = _unwrapped(child)
+        inner = _unwrap(child)
         if inner is not child:
             setattr(model, name, inner)
         _unwrap_children(inner)
@@ -111,9 +111,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     such blocks is compiled whole.
     """
     if is_repeated_blocks(module):
-        return nn.ModuleList(_compiled(block, compile_kwargs) for block in module.children())
+        return nn.ModuleList(_compile(block, compile_kwargs) for block in module.children())
     if not has_repeated_blocks(module):
-        return _compiled(module, compile_kwargs)
+        return _compile(module, compile_kwargs)
     children = modules_in(module)
     # A deep copy of the dict of its modules alone, in which each is replaced; all else is shared.
     known: dict[int, Any] = {id(value): value for value in vars(module).values() if value is not children}
@@ -122,7 +122,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return deepcopy(module, known)
 
 
-def _compiled(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     return cast("nn.Module", torch.compile(module, **options))
 
 

@@ -1,5 +1,6 @@
 """Show, join and look into plain values: names of objects, sizes, nested dicts and attributes."""
 
+from operator import attrgetter
 from typing import Any
 
 _STEP = 1024
@@ -36,3 +37,13 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj
+
+
+def shown(path: str, meaning: str, *, is_settable: bool = False) -> Any:
+    """Return a property whose value stands at a path of dots from its object."""
+    holder, _, name = path.rpartition(".")
+
+    def write(shown_by: Any, value: Any) -> None:
+        setattr(attrgetter(holder)(shown_by), name, value)
+
+    return property(attrgetter(path), write if is_settable else None, doc=meaning)

@@ -29,15 +29,11 @@ def notebook_launcher(
 ) -> None:
     """Run a function on several processes of this machine, each a fresh interpreter with this interface.
 
-    More than one machine, and options of restarts and of the ranks' meeting, are refused. The default `use_port`
-    takes any free port.
-
-    Raises:
-        LaunchError: The processes cannot be launched so; the message says what to do.
-        RankFailedError: A rank fails; the message shows its traceback.
+    A LaunchError refuses more than one machine, and options of restarts and of the ranks' meeting. The default
+    `use_port` takes any free port. A RankFailedError shows the traceback of the rank that fails.
     """
     launch_from_notebook(
-        _with_interface(function),
+        _carry_interface(function),
         args,
         num_processes,
         mixed_precision=None if mixed_precision == "no" else mixed_precision,
@@ -57,7 +53,7 @@ def notebook_launcher(
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run a function on several CPU processes, to test that it works on more than one."""
-    launch_on_cpu(_with_interface(function), args, num_processes)
+    launch_on_cpu(_carry_interface(function), args, num_processes)
 
 
 def test_launch() -> None:
@@ -65,8 +61,8 @@ def test_launch() -> None:
     PartialState()
 
 
-def _with_interface(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs in a process which has the interface in front of its imports, if this one has."""
+def _carry_interface(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for a process with the interface in front of its imports, if this process has it."""
     # The installation is unpickled first: the function's module may import accelerate.
     return partial(_call, CarriedInstallation(install), function) if is_installed() else function
 

@@ -16,21 +16,15 @@ from drivetrain_config import environ
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
 
-_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers that only rank 0 reads a checkpoint, by the variables that it looks at."""
-    _set(ACCELERATE_USE_FSDP="True", **{_RAM_EFFICIENT: "True"})
+    """Tell transformers, by its variables, that only rank 0 reads a checkpoint."""
+    environ.put(ACCELERATE_USE_FSDP="True", FSDP_CPU_RAM_EFFICIENT_LOADING="True")
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Tell transformers that every rank reads a checkpoint."""
-    _set(**{_RAM_EFFICIENT: "False"})
-
-
-def _set(**variables: str) -> None:
-    environ.replace({**environ.child_environment(), **variables})
+    environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING="False")
 
 
 def ensure_weights_retied(

@@ -212,7 +212,7 @@ def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
 
 
 def _warning(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
-    """Return the text of the warning: what was restored, what was not, and what to do."""
+    """Return the text of the warning: the restored state, the rest, and advice."""
     steps = [state[NUM_YIELDED] for state in saved.loaders if isinstance(state.get(NUM_YIELDED), int)]
     known = ""
     if steps:

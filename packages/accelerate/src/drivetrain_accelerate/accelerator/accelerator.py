@@ -7,8 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from drivetrain_accelerate.accelerator.checkpoint_methods import CheckpointMethods
-from drivetrain_accelerate.accelerator.composed_run import shown
-from drivetrain_accelerate.accelerator.handler_properties import HandlerProperties
 from drivetrain_accelerate.accelerator.rank_methods import RankMethods
 from drivetrain_accelerate.accelerator.result_methods import ResultMethods
 from drivetrain_accelerate.accelerator.run_options import (
@@ -18,16 +16,16 @@ from drivetrain_accelerate.accelerator.run_options import (
     sort_handlers,
 )
 from drivetrain_accelerate.accelerator.training_methods import TrainingMethods
+from drivetrain_accelerate.plain_values import shown
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
-from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin
+from drivetrain_accelerate.plugins.fp8_recipes import check_fp8_precision
+from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin, check_group
 from drivetrain_accelerate.plugins.option_fields import check_refused, with_known_fields
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision
-from drivetrain_accelerate.plugins.translate_kwargs import check_group
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu, is_initialized
 from drivetrain_accelerate.training.loss_scale import LossScaleView, check_scaler
@@ -38,7 +36,7 @@ NOT_SAID = object()
 
 
 @with_known_fields
-class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods, HandlerProperties):
+class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods):
     """The object between a training loop and the hardware, in Accelerate's words. Called on all ranks.
 
     `device_placement` and `rng_types` change nothing: drivetrain always places models and batches, and the order of
@@ -128,14 +126,10 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             return None
         return LossScaleView(lambda: self.inner, self.options.handlers.scaler)
 
-    deepspeed_plugin: Any = shown(
-        "state.deepspeed_plugin", "The selected plugin of DeepSpeed; None without one."
-    )
-    is_fsdp2: bool = shown("state.is_fsdp2", "True if models are sharded: drivetrain shards by FSDP2 alone.")
+    deepspeed_plugin: Any = shown("state.deepspeed_plugin", "The selected plugin of DeepSpeed, if any.")
+    is_fsdp2: bool = shown("state.is_fsdp2", "True if models are sharded, which is always by FSDP2.")
     parallelism_config: Any = shown("state.parallelism_config", "The parallel dimensions; None without.")
-    torch_device_mesh: Any = shown(
-        "state.device_mesh", "The mesh of the parallel dimensions; None on one process."
-    )
+    torch_device_mesh: Any = shown("state.device_mesh", "The mesh of the parallel dimensions, if any.")
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -190,20 +184,14 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     dataloader_config: DataLoaderConfiguration = shown(
         "options.data", "The division of the loaders that are prepared from here on.", is_settable=True
     )
-    even_batches: bool = shown(
-        "options.data.even_batches", "True if the tail is filled with repeats.", is_settable=True
-    )
+    even_batches: bool = shown("options.data.even_batches", "True if tails are filled.", is_settable=True)
     split_batches: bool = shown("options.data.split_batches", "True if batch sizes are sums over processes.")
-    dispatch_batches: bool | None = shown(
-        "options.data.dispatch_batches", "True if the main process reads for all."
-    )
+    dispatch_batches: bool | None = shown("options.data.dispatch_batches", "True if rank 0 reads for all.")
 
     # The order of drivetrain's loaders always follows from a seed and the epoch, and they always have `state_dict`.
     use_seedable_sampler: bool = shown("options.data.use_seedable_sampler", "As the program has said.")
     use_stateful_dataloader: bool = shown("options.data.use_stateful_dataloader", "As the program has said.")
-    non_blocking: bool = shown(
-        "options.data.non_blocking", "True if pinned batches are copied without waiting."
-    )
+    non_blocking: bool = shown("options.data.non_blocking", "True if pinned copies do not wait.")
     project_dir: str | None = shown("project_configuration.project_dir", "The folder of the run.")
     logging_dir: str | None = shown("project_configuration.logging_dir", "The folder of logs.")
     save_iteration: int = shown("project_configuration.iteration", "The number of the next checkpoint.")

@@ -1,18 +1,37 @@
-"""The folders that checkpoints are saved to and loaded from, by the names that Accelerate gives them."""
+"""The folders that checkpoints are saved to and loaded from, and the files that a program's save hooks write there.
 
+```text
+checkpoint_1/
+  step-400/                  the checkpoint
+  unet/                      what a hook wrote before an earlier commit
+  .staged/
+    before                   the name of the save that was committed last when the hooks ran
+    checkpoint_1/            what hooks have written since
+```
+
+Once another save than `before` is committed, the staged files belong to it: they are moved into the folder, also by
+the next save or load after a kill. Until then they belong to a save that was given up, and are deleted.
+"""
+
+import os
 from pathlib import Path
+from shutil import rmtree
 
+from drivetrain import CheckpointHook
 from drivetrain_accelerate.plugins.run_configuration import ProjectConfiguration
 from drivetrain_checkpoint import find_accelerate_state, find_checkpoints
 from drivetrain_checkpoint.saving.writer_lock import LOCK_FILE
+from drivetrain_checkpoint.storage.place import Place
 
 _PREFIX = "checkpoint_"
+_STAGED = ".staged"
+_BEFORE = "before"
 
 
 def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
     """Return the folder of the next checkpoint; its number is the highest of all automatic ones."""
     if not project.automatic_checkpoint_naming:
-        return _said(said, "save_state(output_dir=None)")
+        return _require_folder(said, "save_state(output_dir=None)")
     parent = _automatic(project)
     folder = parent / f"{_PREFIX}{project.iteration}"
     if later := numbered_folders(parent, beginning=project.iteration):
@@ -41,7 +60,7 @@ def count_on(project: ProjectConfiguration) -> None:
 def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
     """Return the folder to load from."""
     if said is not None or not project.automatic_checkpoint_naming:
-        folder = _said(said, "load_state(input_dir=None)")
+        folder = _require_folder(said, "load_state(input_dir=None)")
         if not folder.is_dir():
             raise ValueError(f"load_state({str(folder)!r}): there is no such folder")
         return folder
@@ -82,7 +101,62 @@ def _automatic(project: ProjectConfiguration) -> Path:
     return Path(project.project_dir) / "checkpoints"
 
 
-def _said(said: str | None, call: str) -> Path:
+def _require_folder(said: str | None, call: str) -> Path:
     if said is None:
         raise ValueError(f"{call}: say a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
     return Path(said)
+
+
+def stage(folder: Path) -> Path:
+    """Return an empty folder, of the checkpoint folder's name, for what hooks write before a save.
+
+    Called on the main process.
+    """
+    settle(folder)
+    staged = staged_folder(folder)
+    staged.mkdir(parents=True)
+    (staged.parent / _BEFORE).write_text(_find_last_commit(folder), encoding="utf-8")
+    return staged
+
+
+def staged_folder(folder: Path) -> Path:
+    """Return the folder for what hooks write before a save."""
+    return folder / _STAGED / folder.resolve().name
+
+
+def settle(folder: Path) -> None:
+    """Move staged files into a folder whose save was committed; delete those of one that was given up.
+
+    Called on the main process. What a kill has left half moved is moved to the end by the next call.
+    """
+    parent = folder / _STAGED
+    if not parent.is_dir():
+        return
+    before = parent / _BEFORE
+    if before.is_file() and before.read_text(encoding="utf-8") != _find_last_commit(folder):
+        for path in staged_folder(folder).iterdir():
+            place = folder / path.name
+            if place.is_dir():
+                rmtree(place)
+            os.replace(path, place)
+    rmtree(parent)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+class SettleHookFiles(CheckpointHook):
+    """A hook of drivetrain's that settles what a program's hooks have written, when their save is committed."""
+
+    def __init__(self, *, is_main: bool) -> None:
+        self._is_main = is_main
+
+    def after_commit(self, folder: Place) -> None:
+        """Move the staged files into the folder of the checkpoint."""
+        if self._is_main and isinstance(folder, Path):
+            settle(folder.parent)
+
+
+def _find_last_commit(folder: Path) -> str:
+    """Return the name of the save that was committed last in a folder; an empty one if there is none."""
+    manifests = (each.manifest for each in find_checkpoints(folder))
+    return next((each.save_id for each in manifests if each is not None), "")

@@ -14,15 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain_accelerate import object_files
 from drivetrain_accelerate.accelerator.checkpoint_folders import (
+    SettleHookFiles,
     count_on,
     new_folder,
     newest_folder,
+    settle,
+    stage,
+    staged_folder,
     surplus_folders,
 )
-from drivetrain_accelerate.accelerator.hook_files import SettleHookFiles, settle, stage, staged_folder
+from drivetrain_accelerate.accelerator.held_objects import save_whole
 from drivetrain_accelerate.accelerator.prepare_methods import PrepareMethods
-from drivetrain_accelerate.accelerator.whole_models import save_whole
-from drivetrain_accelerate.pickled_weights import write_pickled_weights
+from drivetrain_accelerate.object_files import write_pickled_weights
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
 from drivetrain_state.collectives.collective_errors import on_each_rank, on_main
@@ -73,25 +76,23 @@ class CheckpointMethods(PrepareMethods):
         A program writes models of its own kind there, and takes them out of `weights`. The commit moves what all
         hooks have left in `output_dir` into the folder of the checkpoint.
         """
-        return _registered(self._save_hooks, hook)
+        return _register(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Register a function of (models, input_dir), called before each load.
 
-        A model that it takes out of `models` keeps the weights that it has then: the program loads it by itself.
+        A model taken out of `models` keeps its weights of that moment: the program loads it by itself.
         """
-        return _registered(self._load_hooks, hook)
+        return _register(self._load_hooks, hook)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path:
         """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
 
-        Tensors are always written as safetensors; a warning names other options, which change nothing.
-
-        Raises:
-            ValueError: No folder is said; or the automatic ones hold a checkpoint with this number or a higher one.
-            OtherRankFailedError: A hook failed on another rank; nothing was saved.
+        Tensors are always written as safetensors; a warning names other options, which change nothing. A ValueError
+        says that no folder is said, or that the automatic ones hold a checkpoint with this number or a higher one. A
+        hook that fails on any rank is an error on all, and nothing is saved.
         """
         is_main = self.state.is_main_process
         if not safe_serialization and is_main:
@@ -142,11 +143,8 @@ class CheckpointMethods(PrepareMethods):
         """Load what `save_state` saved, here or under Accelerate, at any number of ranks. Called on all ranks.
 
         Loaders go on where they were; with `strict=False` they begin their epoch anew, as in Accelerate, and the
-        program skips what it has counted. A warning names options that change nothing.
-
-        Raises:
-            ValueError: No folder is said, or there is none; or a part of the weights is to be loaded.
-            TypeError: There is no such option.
+        program skips what it has counted. A warning names options that change nothing. A ValueError says that there
+        is no folder, or refuses to load a part of the weights; a TypeError refuses unknown options.
         """
         _check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
         folder = newest_folder(input_dir, self.options.project)
@@ -171,12 +169,8 @@ class CheckpointMethods(PrepareMethods):
     ) -> None:
         """Write a model's full weights, as `from_pretrained` reads them. Called on all ranks.
 
-        The model may be unprepared if it is whole on each process, such as an average of weights.
-
-        Raises:
-            ValueError: The size is invalid; or the model is divided among ranks, and not prepared by this Accelerator
-                or forgotten since.
-            OtherRankFailedError: The main process could not write.
+        The model may be unprepared if it is whole on each process, such as an average of weights; a ValueError
+        refuses one that is divided among ranks, and not prepared by this Accelerator or forgotten since.
         """
         if safe_serialization and self._holds(model):
             self.inner.save_model(model, Path(save_directory), max_shard_size=max_shard_size)
@@ -195,7 +189,7 @@ class CheckpointMethods(PrepareMethods):
         object_files.save(obj, f, on_each_node, safe_serialization)
 
 
-def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -1,13 +1,27 @@
-"""The run that an Accelerator's methods act on: the shared states, and drivetrain's Accelerator."""
+"""The run that an Accelerator's methods act on: the shared states, the handlers, and drivetrain's Accelerator."""
 
 from logging import getLogger
-from operator import attrgetter
 from typing import Any
 
 from drivetrain import Accelerator as DrivetrainAccelerator
 from drivetrain_accelerate.accelerator.composition import compose
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.plugins.translate_deepspeed import deepspeed_accumulation
+from drivetrain_accelerate.plain_values import shown
+from drivetrain_accelerate.plugins.deepspeed_plugin import deepspeed_accumulation
+from drivetrain_accelerate.plugins.fp8_recipes import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from drivetrain_accelerate.plugins.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.strictness import is_strict
@@ -15,31 +29,34 @@ from drivetrain_accelerate.strictness import is_strict
 logger = getLogger(__name__)
 
 
-def shown(path: str, meaning: str, *, is_settable: bool = False) -> Any:
-    """Return a property of an Accelerator, whose value stands at a path of dots from it."""
-    holder, _, name = path.rpartition(".")
+def _handler(name: str, kind: type[KwargsHandler]) -> Any:
+    """Return a property of a handler of a kind, which programs may set until the run is composed."""
 
-    def write(run: Any, value: Any) -> None:
-        setattr(attrgetter(holder)(run), name, value)
+    def read(run: Any) -> Any:
+        held = getattr(run.options.handlers, name)
+        # `FP8RecipeKwargs`, the oldest class, derives from those of two libraries, and counts as neither of them.
+        is_older = isinstance(held, FP8RecipeKwargs) and kind is not FP8RecipeKwargs
+        return held if isinstance(held, kind) and not is_older else None
 
-    return property(attrgetter(path), write if is_settable else None, doc=meaning)
+    def replace(run: Any, handler: KwargsHandler | None) -> None:
+        if run.is_composed:
+            raise RuntimeError(
+                f"{name} handler = {handler!r}: the run is composed from its handlers at the first prepare(); set it "
+                "before, or give it to Accelerator(kwargs_handlers=[...])"
+            )
+        setattr(run.options.handlers, name, handler)
+
+    return property(read, replace, doc=kind.__doc__)
 
 
 class ComposedRun:
-    """The run of an Accelerator, whose methods the classes below it add: composed when it is first needed.
-
-    Attributes:
-        options: The arguments of the program; plugins among them may be changed until the first `prepare`.
-        state: The ranks, precision and plugins of the run.
-        gradient_state: The place of the run between two steps.
-        is_strict: Whether what Accelerate does wrong without a word is put right.
-    """
+    """The run of an Accelerator, whose methods the classes below it add: composed when it is first needed."""
 
     def __init__(self, options: RunOptions, state: AcceleratorState) -> None:
-        self.options = options
+        self.options = options  # a program may change plugins among them until the first `prepare`
         self.state = state
         self.gradient_state = GradientState(options.accumulation)
-        self.is_strict = is_strict()
+        self.is_strict = is_strict()  # whether what Accelerate does wrong without a word is put right
         self._inner: DrivetrainAccelerator | None = None
         self._told_num_steps = 1
 
@@ -86,3 +103,36 @@ class ComposedRun:
                 number,
             )
         self.gradient_state.num_steps = number
+
+    # Programs may replace the handlers until the first `prepare`.
+    autocast_handler: AutocastKwargs | None = _handler("autocast", AutocastKwargs)
+    ddp_handler: DistributedDataParallelKwargs | None = _handler("ddp", DistributedDataParallelKwargs)
+    scaler_handler: GradScalerKwargs | None = _handler("scaler", GradScalerKwargs)
+    init_handler: InitProcessGroupKwargs | None = shown(
+        "options.handlers.init", "The options of the process group, which cannot be set once it is made."
+    )
+    fp8_recipe_handler: FP8RecipeKwargs | None = _handler("fp8", FP8RecipeKwargs)
+    ao_recipe_handler: AORecipeKwargs | None = _handler("fp8", AORecipeKwargs)
+    te_recipe_handler: TERecipeKwargs | None = _handler("fp8", TERecipeKwargs)
+    msamp_recipe_handler: MSAMPRecipeKwargs | None = _handler("fp8", MSAMPRecipeKwargs)
+    delayed_fp8_autocast = False  # models compute in fp8 from their preparation on
+    has_lomo_optimizer = False  # LOMO's optimizers are refused
+
+    profile_handler: ProfileKwargs | None = shown(
+        "options.handlers.profile", "The options of `profile`, which reads them each time.", is_settable=True
+    )
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """True if the program gave options of fp8."""
+        return self.options.handlers.fp8 is not None
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """True if the run computes in fp8."""
+        return self.state.mixed_precision == "fp8"
+
+    @property
+    def native_amp(self) -> bool:
+        """True if autocast computes in the run's precision, as with every precision but "no"."""
+        return self.state.mixed_precision != "no"

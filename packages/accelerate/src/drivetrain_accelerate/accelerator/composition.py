@@ -1,39 +1,91 @@
-"""Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it."""
+"""Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it.
 
-from dataclasses import dataclass, replace
+Each setting has its source, which a run's plan shows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from drivetrain import Accelerator
 from drivetrain_accelerate.accelerator.run_options import RunOptions
-from drivetrain_accelerate.accelerator.sourced_settings import (
-    DEEPSPEED_PLUGIN,
-    FSDP_PLUGIN,
-    ONE_IN_A_FOLDER,
-    PROGRAM,
-    UNSAID,
-    SourcedSettings,
-    source_of,
-)
-from drivetrain_accelerate.plugins.kwargs_handlers import DistributedDataParallelKwargs, GradScalerKwargs
-from drivetrain_accelerate.plugins.run_configuration import DataLoaderConfiguration
-from drivetrain_accelerate.plugins.translate_deepspeed import (
+from drivetrain_accelerate.environment_variables import is_same_word
+from drivetrain_accelerate.plugins.deepspeed_plugin import (
     deepspeed_accumulation,
     deepspeed_precision_sections,
     deepspeed_sections,
 )
-from drivetrain_accelerate.plugins.translate_fp8 import check_fp8_precision, fp8_recipe
-from drivetrain_accelerate.plugins.translate_kwargs import (
+from drivetrain_accelerate.plugins.fp8_recipes import check_fp8_precision, fp8_recipe
+from drivetrain_accelerate.plugins.kwargs_handlers import (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
     check_autocast,
-    check_project,
-    data_sections,
     ddp_sections,
     scaler_sections,
 )
-from drivetrain_accelerate.plugins.translate_parallelism import check_engine_dimensions, parallelism_sections
+from drivetrain_accelerate.plugins.parallelism_handlers import check_engine_dimensions, parallelism_sections
+from drivetrain_accelerate.plugins.run_configuration import (
+    DataLoaderConfiguration,
+    check_project,
+    data_sections,
+)
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.partial_state import asks_for_cpu
+from drivetrain_config import Source, environ
+from drivetrain_config import sections as installed_sections
+from drivetrain_config.source import Entry
 from drivetrain_precision import Fp8Recipe
 from drivetrain_state import best_device_kind
+
+PROGRAM = Source("code")
+# What Accelerate does where a program says nothing, although drivetrain's own default is another. What the launch
+# says comes before it.
+UNSAID = Source("default", "Accelerate's default")
+# Of the checkpoints in one folder of `save_state`, not of those folders; what the launch says overrules it.
+ONE_IN_A_FOLDER = Source("default", "as in Accelerate, save_state replaces the checkpoint in its folder")
+FSDP_PLUGIN = Source("code", "the FSDP plugin")
+DEEPSPEED_PLUGIN = Source("code", "the DeepSpeed plugin")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedSettings:
+    """Settings by section and field, with the source of each by "section.field"."""
+
+    sections: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
+    sources: dict[str, Source] = field(default_factory=dict[str, Source])
+
+    def add(
+        self,
+        section: str,
+        given: Mapping[str, object],
+        source: Source = PROGRAM,
+        *,
+        unsaid: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        """Add settings of a section, or replace them; what equals those of `unsaid` is Accelerate's default."""
+        for name, value in given.items():
+            is_unsaid = name in unsaid and unsaid[name] == value
+            self.sections.setdefault(section, {})[name] = value
+            self.sources[f"{section}.{name}"] = UNSAID if is_unsaid else source
+
+    def entries(self) -> dict[str, dict[str, Entry]]:
+        """Return the settings as drivetrain takes them, without those that repeat a default and that nobody said."""
+        known = installed_sections(only=self.sections)
+        found: dict[str, dict[str, Entry]] = {}
+        for section, values in self.sections.items():
+            defaults = {each.name: each.default for each in fields(known[section])}
+            entries = {
+                name: Entry(value, self.sources[f"{section}.{name}"])
+                for name, value in values.items()
+                if value is not None
+            }
+            found[section] = {
+                name: entry
+                for name, entry in entries.items()
+                if entry.source != UNSAID or entry.value != defaults[name]
+            }
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +99,7 @@ class CompositionPlan:
 def compose(
     options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True
 ) -> Accelerator:
-    """Return the Accelerator that carries a run out. Called on all ranks.
-
-    Raises:
-        TranslationError: An option cannot be honoured; the message says what to do instead.
-    """
+    """Return the Accelerator that carries a run out; a TranslationError refuses an option. Called on all ranks."""
     shared = replace(
         options,
         mixed_precision=state.said_precision,
@@ -150,3 +198,10 @@ def _add_fsdp(
     settings.add("precision", fsdp_precision_sections(plugin, precision, is_strict=is_strict), FSDP_PLUGIN)
     if options.parallelism_config is not None:
         settings.add("fsdp", parallelism_sections(options.parallelism_config), FSDP_PLUGIN)
+
+
+def source_of(value: object, variable: str) -> Source:
+    """Return the variable of Accelerate's that says a value, as its source; the program if the variable does not."""
+    text = environ.read(variable)
+    is_said = text is not None and is_same_word(text, str(value))
+    return Source("environment", variable) if is_said else PROGRAM

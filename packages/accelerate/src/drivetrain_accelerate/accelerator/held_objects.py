@@ -2,21 +2,28 @@
 
 import gc
 from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_accelerate.accelerator.composed_run import ComposedRun
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter
+from drivetrain_accelerate.model_structure import extract_model_from_parallel
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.training.engine_model import EngineMethods
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
-from drivetrain_backends import restore_forward, unwrap_compiled
+from drivetrain_backends import restore_forward, strip_wrapper_prefix, unwrap_compiled
 from drivetrain_backends.modules.autocast_forward import PreparedForward
 from drivetrain_backends.modules.module_proxy import ModuleProxy
+from drivetrain_checkpoint import plan_export, write_export
+from drivetrain_state import Context
+from drivetrain_state.collectives.collective_errors import on_main
+from drivetrain_weights import find_ties
+from drivetrain_weights.tensor_box import is_dtensor
 
 
 class ReleasedModels:
@@ -92,16 +99,16 @@ class HeldObjects(ComposedRun):
         return self._inner is not None and isinstance(model, nn.Module) and self._inner.has_prepared(model)
 
     def _prepared_form(self, model: nn.Module) -> nn.Module | None:
-        """Return what `prepare` returned for a model, which is given in that form or as the user built it."""
+        """Return the result of `prepare` for a model, given in that form or as the user built it."""
         of_user = (each for each in self._models if model in (each, self.inner.unwrap_model(each)))
         return next(of_user, None)
 
     def _take_over(self, given: Sequence[Any]) -> list[Any]:
-        """Return objects, those that another Accelerator has prepared in the form in which they are prepared anew.
+        """Return objects, but those prepared by another Accelerator in the form to prepare anew. Called on all ranks.
 
-        The other one releases them: it may be gone, as where a notebook's cell runs twice. Called on all ranks.
+        The other one releases them: it may be gone, as where a notebook's cell runs twice.
         """
-        taken = [self._as_built(each) if isinstance(each, nn.Module) else each for each in given]
+        taken = [self._restore_built(each) if isinstance(each, nn.Module) else each for each in given]
         models = [*self._models, *(each for each in taken if isinstance(each, nn.Module))]
         trained = {id(one) for model in models for _, one in nn.Module.named_parameters(model)}
         for each in given:
@@ -110,7 +117,7 @@ class HeldObjects(ComposedRun):
                 each.release()
         return taken
 
-    def _as_built(self, model: nn.Module) -> nn.Module:
+    def _restore_built(self, model: nn.Module) -> nn.Module:
         """Return a model that another Accelerator has prepared as the user built it, and others as they are."""
         inner = unwrap_compiled(model)
         forms = [each for each in (model, inner) if isinstance(each, PreparedForward)]
@@ -138,3 +145,40 @@ class HeldObjects(ComposedRun):
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
     """Return whether an optimizer holds one of the parameters, which are given by identity."""
     return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights and buffers on the CPU by plain names, with the values of offloaded modules."""
+    from drivetrain_accelerate.models.align_devices import (
+        get_state_dict_offloaded_model,  # few runs ask for it
+    )
+
+    state = get_state_dict_offloaded_model(_checked(model))
+    return {strip_wrapper_prefix(name): value.detach().cpu() for name, value in state.items()}
+
+
+def save_whole(context: Context, model: nn.Module, folder: Path, *, max_shard_size: int | str) -> None:
+    """Write a model's weights and buffers as safetensors, from the main process. Called on all ranks."""
+    inner = _checked(model)
+
+    def write() -> None:
+        state = whole_state(inner)
+        found = find_ties(inner, rename=strip_wrapper_prefix)
+        ties = {name: first for name, first in found.items() if name in state}
+        write_export(plan_export(state, max_shard_size=max_shard_size, ties=ties), state.items(), folder)
+
+    on_main(context, write, doing=f"the export into {folder}")
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, whose parameters are whole."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+        raise TypeError(f"{model!r} is not a model: pass an nn.Module")
+    divided = [name for name, each in model.named_parameters() if is_dtensor(each) or hasattr(each, "ds_id")]
+    if divided:
+        raise ValueError(
+            f"{type(model).__name__} has {len(divided)} parameters that are divided among ranks, such as "
+            f"{divided[0]}, and this Accelerator did not prepare it, or has forgotten it since: take its weights on "
+            "the Accelerator that prepared it, before free_memory() and end_training()"
+        )
+    return extract_model_from_parallel(model, keep_torch_compile=False)

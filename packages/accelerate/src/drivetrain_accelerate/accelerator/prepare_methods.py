@@ -8,11 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains
-from drivetrain_accelerate.accelerator.whole_models import whole_state
+from drivetrain_accelerate.accelerator.held_objects import HeldObjects, trains, whole_state
 from drivetrain_accelerate.loaders.loader_adapter import DataLoaderAdapter, make_stateful
-from drivetrain_accelerate.loaders.prepared_loader import choose_kind, refuse_slicing
-from drivetrain_accelerate.loaders.standalone import skip_first_batches
+from drivetrain_accelerate.loaders.prepared_loader import choose_kind, refuse_slicing, skip_first_batches
 from drivetrain_accelerate.model_structure import compile_regions, is_compiled_module, recompiled
 from drivetrain_accelerate.plugins.deepspeed_objects import (
     DummyOptim,
@@ -21,7 +19,7 @@ from drivetrain_accelerate.plugins.deepspeed_objects import (
     optimizer_for,
     scheduler_for,
 )
-from drivetrain_accelerate.plugins.translate_kwargs import compile_options, compiles_regions
+from drivetrain_accelerate.plugins.kwargs_handlers import compile_options, compiles_regions
 from drivetrain_accelerate.training.engine_model import DeepSpeedSchedulerWrapper, EngineMethods, as_engine
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
 from drivetrain_accelerate.training.stepped_scheduler import AcceleratedScheduler
@@ -35,11 +33,8 @@ class PrepareMethods(HeldObjects):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; return other objects as they are.
 
-        Called on all ranks with the same kinds of objects, in any order. `device_placement` changes nothing.
-
-        Raises:
-            ValueError: An optimizer holds partitions of a DeepSpeed engine that `free_memory` has ended; or the
-                backend refuses a model.
+        Called on all ranks with the same kinds of objects, in any order. `device_placement` changes nothing. A
+        ValueError refuses an optimizer that holds partitions of a DeepSpeed engine which `free_memory` has ended.
         """
         del device_placement
         given, followers = self._replace_stand_ins(self._take_over(args))
@@ -157,8 +152,7 @@ class PrepareMethods(HeldObjects):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a model's full weights and buffers on the CPU, without a wrapper's prefix. Called on all ranks.
 
-        Raises:
-            ValueError: The model is divided among ranks, and not prepared by this Accelerator or forgotten since.
+        A ValueError refuses a divided model that this Accelerator has not prepared, or has forgotten since.
         """
         del unwrap
         return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)

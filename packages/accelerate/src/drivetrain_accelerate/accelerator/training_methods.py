@@ -1,7 +1,7 @@
 """The methods of an Accelerator inside a training loop: windows, backward, clipping, autocast."""
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,15 +15,11 @@ from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
 class TrainingMethods(PrepareMethods):
-    """The part of an Accelerator that a training loop calls for each micro-batch.
-
-    Attributes:
-        step: The number of micro-batches since the start or the end of a loader, as programs read it.
-    """
+    """The part of an Accelerator that a training loop calls for each micro-batch."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.step = 0
+        self.step = 0  # micro-batches since the start or the end of a loader, as programs read it
         self._is_accumulating = False
 
     @property
@@ -70,11 +66,9 @@ class TrainingMethods(PrepareMethods):
         finally:
             self._is_accumulating = False
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Generator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Run the block without reducing the gradients of a model."""
-        with self.inner.no_sync(model):
-            yield
+        return self.inner.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> None:
@@ -209,16 +203,15 @@ class TrainingMethods(PrepareMethods):
         handler = autocast_handler or self.options.handlers.autocast or AutocastKwargs()
         return self.inner.autocast(enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
-    @contextmanager
     def maybe_context_parallel(
         self,
         buffers: list[torch.Tensor] | None = None,
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> Generator[None]:
+    ) -> AbstractContextManager[None]:
         """Run the block as it is: the run has no context parallel dimension."""
         del buffers, buffer_seq_dims, no_restore_buffers
-        yield
+        return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refuse: LOMO's optimizers step inside their backward, which no backend of drivetrain supports."""

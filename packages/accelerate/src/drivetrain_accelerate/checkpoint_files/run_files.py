@@ -43,17 +43,7 @@ def save_accelerator_state(
 ) -> Path:
     """Write the state of a run into a folder. Called on all ranks: each writes its generators, the main one the rest.
 
-    Args:
-        output_dir: The folder of the files.
-        model_states: The full weights of each model, by name.
-        optimizers: The optimizers of the models.
-        schedulers: The schedulers of the optimizers.
-        dataloaders: Not written: a loader's place is in drivetrain's own checkpoints, which `save_state` writes.
-        process_index: The rank of this process.
-        step: The number of micro-batches so far.
-        scaler: The loss scale of fp16; None without one.
-        save_on_each_node: Whether the first process of each node writes.
-        safe_serialization: Whether weights are safetensors, not files of torch's own.
+    `dataloaders` are not written: a loader's place is in drivetrain's own checkpoints, which `save_state` writes.
     """
     del dataloaders
     folder = Path(output_dir)
@@ -93,17 +83,8 @@ def load_accelerator_state(
 ) -> dict[str, Any]:
     """Load what `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
 
-    Args:
-        input_dir: The folder of the files.
-        models: The models, with full weights.
-        optimizers: The optimizers of the models.
-        schedulers: The schedulers of the optimizers.
-        dataloaders: Not read: the files hold no place in the data.
-        process_index: The rank of this process.
-        scaler: The loss scale of fp16; None without one.
-        map_location: "cpu", "on_device" or None: all of them read to the CPU first, and anything else is refused.
-        load_kwargs: Arguments of `torch.load`.
-        **load_model_func_kwargs: Arguments of the model's loading, such as `strict`.
+    The files hold no place in the data. All is read to the CPU first, whatever `map_location` says of the known
+    words.
 
     Returns:
         `step`, the number of micro-batches; nothing for a rank without a file of its generators, which go on as they
@@ -157,11 +138,8 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
     """Write the state of a run into the files that Accelerate's own `load_state` reads. Called on all ranks.
 
     These are the weights, optimizers, schedulers, registered objects and generators. The place in the data is not
-    among them: Accelerate's order of samples is another one. `save_state` writes what drivetrain continues exactly.
-
-    Raises:
-        RuntimeError: Ranks hold parts of the models.
-        OtherRankFailedError: Another rank could not write.
+    among them: Accelerate's order of samples is another one. `save_state` writes what drivetrain continues exactly. A
+    RuntimeError says that ranks hold parts of the models.
     """
     if accelerator.deepspeed_plugin is not None:
         raise RuntimeError(

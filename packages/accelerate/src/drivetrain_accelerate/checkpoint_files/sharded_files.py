@@ -1,23 +1,41 @@
-"""Weights and optimizers of sharded models in Accelerate's files: one whole file, or a folder of parts."""
+"""Weights and optimizers of sharded models in Accelerate's files: one whole file, or a folder of parts.
 
-from collections.abc import Callable, Mapping
+The parts are files of torch.distributed.checkpoint, of which each rank writes and reads its own.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from drivetrain_accelerate.checkpoint_files.divided_files import FULL, layout_of, read_divided, write_divided
 from drivetrain_accelerate.checkpoint_files.run_files import numbered_file
-from drivetrain_accelerate.object_files import load
-from drivetrain_accelerate.plugins.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from drivetrain_accelerate.object_files import clean_state_dict_for_safetensors, load
+from drivetrain_accelerate.plugins.constants import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+)
+from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.training.stepped_optimizer import add_position, take_position
 from drivetrain_backends import Prepared, full_model, full_state_dict, load_full_state_dict
+from drivetrain_checkpoint import write_tensor_file
 from drivetrain_migration.saved_state import match_optimizer, steps_of
+from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_main
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
 def save_fsdp_model(
@@ -31,15 +49,9 @@ def save_fsdp_model(
 ) -> None:
     """Write a model's weights. Called on all ranks.
 
-    Args:
-        fsdp_plugin: `state_dict_type` says whether the main process writes `pytorch_model_fsdp.bin`, or each rank its
-            part in the folder `pytorch_model_fsdp_0`.
-        accelerator: The Accelerator that prepared the model.
-        model: The prepared model.
-        output_dir: The folder of the files.
-        model_index: The number of the model.
-        adapter_only: Whether to write the adapters alone of a model of PEFT; another model is written whole.
-        use_dcp: Not used: parts are always written by torch.distributed.checkpoint.
+    The plugin's `state_dict_type` says whether the main process writes `pytorch_model_fsdp.bin`, or each rank its
+    part in the folder `pytorch_model_fsdp_0`. With `adapter_only`, the adapters alone of a model of PEFT are written.
+    `use_dcp` changes nothing: parts are always written by torch.distributed.checkpoint.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -71,11 +83,8 @@ def load_fsdp_model(
 ) -> None:
     """Load what `save_fsdp_model` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Called on all ranks.
-
-    Raises:
-        FileNotFoundError: The folder holds no such files.
-        ValueError: They are of another model.
+    Called on all ranks. A FileNotFoundError says that there are no such files, a ValueError that they are of another
+    model.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -140,11 +149,8 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load what `save_fsdp_optimizer` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Called on all ranks.
-
-    Raises:
-        FileNotFoundError: The folder holds no such files.
-        ValueError: They are of another optimizer.
+    Called on all ranks. A FileNotFoundError says that there are no such files, a ValueError that they are of another
+    optimizer.
     """
     del adapter_only, use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -196,3 +202,116 @@ def _place(prepared: Prepared, optimizer: Any) -> int:
         f"{type(wanted).__name__} does not train this {type(prepared.unwrap()).__name__}: give the prepared "
         "optimizer and the model that it trains"
     )
+
+
+def layout_of(fsdp_plugin: Any) -> str:
+    """Return whether a plugin asks for whole files or divided ones; raise a ValueError for neither."""
+    said = getattr(fsdp_plugin, "state_dict_type", None) or SHARDED
+    name = str(getattr(said, "name", said))
+    if name not in (FULL, SHARDED):
+        raise ValueError(f"state_dict_type={said}: say {SHARDED} or {FULL}")
+    return name
+
+
+def write_divided(state: Mapping[str, Any], folder: Path, context: Context) -> None:
+    """Write a nested state into a folder. Called on all ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = context.topology.world_size == 1
+    with _allow_one_process():
+        dcp.save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=alone)
+
+
+def read_divided(
+    folder: Path, context: Context | None, *, like: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Read the nested state that a folder holds. Called on all ranks; without a context, in this process alone.
+
+    A folder's list of contents is a pickle, and so are its values that are no tensors: they could run code. `like`
+    has tensors by a part of a value's place, such as a parameter's name: a value of the same shape takes their
+    division, and others are read whole.
+    """
+    if not (folder / ".metadata").is_file():
+        raise FileNotFoundError(f"{folder} holds no state in parts (a file .metadata, and *.distcp)")
+    metadata = FileSystemReader(folder).read_metadata()
+    flat = {name: _room(name, kept, like or {}) for name, kept in metadata.state_dict_metadata.items()}
+    alone = context is None or context.topology.world_size == 1
+    with _allow_one_process():
+        dcp.load(flat, storage_reader=FileSystemReader(folder), no_dist=alone)
+    tree: dict[Any, Any] = {}
+    places: Mapping[str, Any] = metadata.planner_data or {}
+    for name, value in flat.items():
+        *path, last = places.get(name, (name,))
+        inner = tree
+        for step in path:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+    return cast("dict[str, Any]", _restore_lists(tree))
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str,
+    output_path: str,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a folder of parts, such as `pytorch_model_fsdp_0`, as one file. Called on all ranks.
+
+    A FileNotFoundError names the folders inside that hold parts, if this one holds none.
+    """
+
+    def merge() -> None:
+        merge_parts(Path(checkpoint_dir), Path(output_path), safe=safe_serialization)
+        if remove_checkpoint_dir:
+            rmtree(checkpoint_dir)
+
+    on_main(current_context(), merge, doing=f"merge_fsdp_weights({checkpoint_dir})")
+
+
+def merge_parts(parts: Path, output: Path, *, safe: bool) -> None:
+    """Write the weights that ranks wrote in parts as one file, from this process alone; see `merge_fsdp_weights`."""
+    if not (parts / ".metadata").is_file():
+        inside = sorted(each.parent.name for each in parts.glob("*/.metadata"))
+        raise FileNotFoundError(
+            f"{parts} holds no weights in parts"
+            + (f"; say one of its folders: {', '.join(inside)}" if inside else "")
+        )
+    read = read_divided(parts, None)
+    inner = read.get("model", next(iter(read.values())) if len(read) == 1 else None)
+    weights = cast("dict[str, Any]", inner) if isinstance(inner, dict) else read
+    output.mkdir(parents=True, exist_ok=True)
+    if safe:
+        write_tensor_file(output / SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors(weights))
+    else:
+        torch.save(weights, output / WEIGHTS_NAME)
+
+
+@contextmanager
+def _allow_one_process() -> Generator[None]:
+    """Keep torch from warning of a single process, which it takes for a mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
+        yield
+
+
+def _room(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> Any:
+    """Return a tensor to read a value into; None for what is no tensor."""
+    if not isinstance(kept, TensorStorageMetadata):
+        return None
+    dtype = kept.properties.dtype
+    for part, tensor in like.items():
+        if f".{part}." in f".{name}." and tensor.shape == kept.size:
+            return torch.empty_like(tensor.detach(), dtype=dtype)
+    return torch.empty(kept.size, dtype=dtype)
+
+
+def _restore_lists(tree: Any) -> Any:
+    """Return a tree of dicts with those that are numbered as lists."""
+    if not isinstance(tree, dict):
+        return tree
+    given = cast("dict[Any, Any]", tree)
+    found = {key: _restore_lists(value) for key, value in given.items()}
+    if found and all(isinstance(key, int) for key in found):
+        return [found[number] for number in sorted(found)]
+    return found

@@ -1,7 +1,6 @@
 """Accelerate's configuration file as a value: read, checked and written."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from os import PathLike
@@ -93,8 +92,18 @@ class BaseConfig:
     @classmethod
     def _read(cls, file: str | PathLike[str] | None, *, is_json: bool) -> Self:
         path = Path(default_config_file if file is None else file)
-        contents = _contents(path, is_json=is_json)
+        text = read_text(path)
+        if is_json:
+            contents: object = parse_json(path, text)
+        else:
+            check_levels(path, text)
+            contents = yaml.safe_load(text)
         given = cast("dict[str, Any]", contents) if isinstance(contents, dict) else {}
+        if given.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value:
+            raise NotProvidedError(
+                f"{path} is for SageMaker, for which there is no launcher here: start the script on its machines, by "
+                "`drivetrain launch --as-accelerate` there"
+            )
         config = cls.process_config(given)
         known = {each.name for each in fields(cls)}
         if unknown := sorted(config.keys() - known - _UNSAID.keys()):
@@ -145,25 +154,11 @@ class ClusterConfig(BaseConfig):
                 setattr(self, each.name, {})
 
 
-def _contents(path: Path, *, is_json: bool) -> object:
-    """Read a regular file that is not nested too deeply."""
-    text = read_text(path)
-    if is_json:
-        return parse_json(path, text)
-    check_levels(path, text)
-    return yaml.safe_load(text)
-
-
 def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterConfig:
-    """Return the configuration of a file of Accelerate's, YAML or JSON.
+    """Return the configuration of a file of Accelerate's, YAML or JSON, by default that in Accelerate's own place.
 
-    Args:
-        config_file: The file; None for the one in Accelerate's own place.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is none of Accelerate's, or has keys or words that are not known.
-        NotProvidedError: It is for SageMaker.
+    A FileNotFoundError says that there is none, a ValueError that it is none of Accelerate's, or has unknown keys or
+    words; a NotProvidedError refuses one for SageMaker.
     """
     path = Path(default_config_file if config_file is None else config_file)
     if config_file is not None and not path.exists():
@@ -172,11 +167,4 @@ def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterCon
             f"{default_config_file}, which `drivetrain accelerate config default` writes"
         )
     is_json = path.suffix == ".json"
-    contents = _contents(path, is_json=is_json)
-    said = cast("Mapping[str, object]", contents) if isinstance(contents, Mapping) else {}
-    if said.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value:
-        raise NotProvidedError(
-            f"{path} is for SageMaker, for which there is no launcher here: start the script on its machines, by "
-            "`drivetrain launch --as-accelerate` there"
-        )
     return ClusterConfig.from_json_file(path) if is_json else ClusterConfig.from_yaml_file(path)

@@ -1,8 +1,14 @@
-"""Run drivetrain's counterparts of Accelerate's commands: in this process, or in one of their own."""
+"""Run drivetrain's counterparts of Accelerate's commands, here or in a process of their own, and parse their flags.
+
+The parsers are for programs that take `argparse`'s; they are made from dataclasses.
+"""
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_origin, get_type_hints
 
 from drivetrain_launcher.cli.main import main as run_drivetrain
 
@@ -38,3 +44,112 @@ def run_apart(words: Sequence[str], *, is_quiet: bool = False) -> None:
     if done.returncode and is_quiet:
         raise SystemExit(done.returncode)
     done.check_returncode()
+
+
+# argparse does not export the class of its groups.
+_Group = type(ArgumentParser().add_argument_group())
+
+
+def spellings(names: Sequence[str]) -> list[str]:
+    """Return flags with, behind each that has underscores, the one with hyphens."""
+    found: list[str] = []
+    for name in names:
+        found.append(name)
+        if name.startswith("--") and "_" in name:
+            found.append(name.replace("_", "-"))
+    return list(dict.fromkeys(found))
+
+
+class CustomArgumentGroup(_Group):
+    """A group of flags that may be written with underscores or hyphens."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Action:
+        """Add a flag; see `argparse.ArgumentParser.add_argument`."""
+        return super().add_argument(*spellings(args), **kwargs)
+
+
+class CustomArgumentParser(ArgumentParser):
+    """A parser whose flags may be written with underscores or hyphens.
+
+    The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may
+    be given several times.
+    """
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Action:
+        """Add a flag; see `argparse.ArgumentParser.add_argument`. A switch without a default is None if not said."""
+        if kwargs.get("action") == "store_true":
+            kwargs.setdefault("default", None)
+        return super().add_argument(*spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a group of flags; see `argparse.ArgumentParser.add_argument_group`."""
+        group: Any = super().add_argument_group(*args, **kwargs)
+        group.__class__ = CustomArgumentGroup  # argparse has no way to say the class of its groups
+        return group
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] argparse's overloads say the same
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        """Parse a command line; see `argparse.ArgumentParser.parse_known_args`."""
+        found, rest = super().parse_known_args(args, namespace or Namespace())
+        said, _ = super().parse_known_args(args, Namespace(**dict.fromkeys(vars(found), _UNSAID)))
+        found.nondefault = {name for name, value in vars(said).items() if not isinstance(value, _Unsaid)}
+        return found, rest
+
+
+class _Unsaid(list[Any]):
+    """The value of what a command line does not say; a flag that may be given several times adds to a copy."""
+
+
+_UNSAID = _Unsaid()
+
+
+def parser_of(
+    command: str, arguments: type[Any], run: Callable[[Namespace], Any], subparsers: Any = None
+) -> CustomArgumentParser:
+    """Return the parser of a command, from the dataclass of its arguments, or add it to the commands of a parser.
+
+    `drivetrain_launcher.cli.parser` says what the fields' metadata mean.
+    """
+    about = (run.__doc__ or "").partition("\n")[0]
+    if subparsers is None:
+        parser = CustomArgumentParser(f"accelerate {command}", description=about)
+    else:
+        parser = subparsers.add_parser(command, description=about)
+        parser.set_defaults(func=run)
+    types = get_type_hints(arguments)
+    for each in fields(arguments):
+        if not each.metadata.get("not_in_accelerate"):
+            _add(parser, each.name, each.metadata, types[each.name], each.default)
+    return parser
+
+
+def _add(
+    parser: CustomArgumentParser, name: str, metadata: Mapping[str, Any], kind: Any, default: Any
+) -> None:
+    text = str(metadata.get("help", "")).replace("%", "%%")
+    flags = spellings([f"--{name}"])  # the parser of another program's subcommand may be any
+    if metadata.get("positional"):
+        optional = {} if default is MISSING else {"nargs": "?", "default": default}
+        parser.add_argument(name, help=text, **optional)
+    elif kind is bool:
+        parser.add_argument(*flags, action="store_true", default=False, help=text)
+    elif get_origin(kind) is tuple:
+        choices = get_args(get_args(kind)[0]) or None
+        parser.add_argument(*flags, nargs="+", choices=choices, default=list(default), help=text)
+    else:
+        parser.add_argument(
+            *flags, default=None if default is MISSING else default, required=default is MISSING, help=text
+        )
+
+
+def arguments_of(kind: type[Any], args: Namespace) -> Any:
+    """Return a command's dataclass with what was parsed."""
+    given = {each.name: getattr(args, each.name, None) for each in fields(kind)}
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value is not None
+        }
+    )

@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
-from drivetrain_accelerate.commands.command_line import program_of
+from drivetrain_accelerate.commands.command_line import arguments_of, parser_of, program_of
 from drivetrain_accelerate.commands.default_config import default_command_parser, update_command_parser
 from drivetrain_config import environ
 from drivetrain_config.files.found_file import settings_places

@@ -7,28 +7,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain_accelerate.commands.argument_parsers import arguments_of, parser_of
 from drivetrain_accelerate.commands.cluster_config import (
     ClusterConfig,
     default_config_file,
     default_json_config_file,
     load_config_from_file,
 )
-from drivetrain_accelerate.plugins.enums import ComputeEnvironment, DistributedType, PrecisionType
+from drivetrain_accelerate.commands.command_line import arguments_of, parser_of
+from drivetrain_accelerate.plugins.enums import (
+    TYPE_BY_DEVICE,
+    ComputeEnvironment,
+    DistributedType,
+    PrecisionType,
+)
 from drivetrain_launcher import detect_host
 from drivetrain_launcher.errors import LaunchError
 
 description = "Create a default config file for Accelerate with only a few flags set."
 
 _PLACE = "the file of Accelerate's, in $HF_HOME/accelerate or ~/.cache/huggingface/accelerate"
-# What several processes with one kind of accelerator are called; a single one is NO.
-_SEVERAL = {
-    "cuda": DistributedType.MULTI_GPU,
-    "xpu": DistributedType.MULTI_XPU,
-    "npu": DistributedType.MULTI_NPU,
-    "hpu": DistributedType.MULTI_HPU,
-    "mlu": DistributedType.MULTI_MLU,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +68,7 @@ def write_basic_config(
 ) -> Path | Literal[False]:
     """Write a configuration file for all accelerators of this machine, and return it; False if it is there already.
 
-    Raises:
-        ValueError: There is no such precision: it is no, fp16, bf16 or fp8.
+    A ValueError refuses a precision that is none of no, fp16, bf16 and fp8.
     """
     path = Path(save_location)
     if path.exists():
@@ -88,7 +84,7 @@ def write_basic_config(
         )
     host = detect_host("auto")
     count = max(1, host.accelerator_count)
-    several = _SEVERAL.get(host.accelerator or "", DistributedType.NO)
+    several = TYPE_BY_DEVICE.get(host.accelerator or "", DistributedType.NO)
     config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=several if count > 1 else DistributedType.NO,

@@ -14,9 +14,8 @@ import numpy as np
 import psutil
 import torch
 
-from drivetrain_accelerate.commands.argument_parsers import parser_of
 from drivetrain_accelerate.commands.cluster_config import default_config_file, load_config_from_file
-from drivetrain_accelerate.commands.command_line import program_of
+from drivetrain_accelerate.commands.command_line import parser_of, program_of
 from drivetrain_accelerate.interface.module_table import PROVIDED_VERSIONS
 from drivetrain_config import Layers
 from drivetrain_launcher.cli.commands.env import EnvArguments

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from drivetrain_accelerate.commands.argument_parsers import parser_of
+from drivetrain_accelerate.commands.command_line import parser_of
 from drivetrain_launcher.errors import LaunchError
 
 
@@ -22,22 +22,17 @@ class ConversionStatus(Enum):
 
 
 _REMOVED, _LATER = ConversionStatus.REMOVED, ConversionStatus.NOT_YET_IMPLEMENTED
+_KEYS = """
+    fsdp_version fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_forward_prefetch
+    fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_sharding_strategy fsdp_state_dict_type
+    fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_use_orig_params
+    fsdp_activation_checkpointing
+"""
+_CHANGED = {"fsdp_sharding_strategy": "fsdp_reshard_after_forward", "fsdp_forward_prefetch": _LATER}
+_GONE = dict.fromkeys(("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"), _REMOVED)
 # FSDP1's key -> FSDP2's, or why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
-    "fsdp_version": "fsdp_version",
-    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
-    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
-    "fsdp_backward_prefetch": _REMOVED,
-    "fsdp_forward_prefetch": _LATER,
-    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
-    "fsdp_offload_params": "fsdp_offload_params",
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_state_dict_type": "fsdp_state_dict_type",
-    "fsdp_sync_module_states": _REMOVED,
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params": "fsdp_min_num_params",
-    "fsdp_use_orig_params": _REMOVED,
-    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+    name: {**_CHANGED, **_GONE}.get(name, name) for name in _KEYS.split()
 }
 # Whether parameters are let go between the forward and the backward.
 _RESHARDS = {
@@ -107,10 +102,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 def to_fsdp2_command(args: Namespace | ConversionArguments) -> None:
     """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        FileExistsError: The file to write is there, and not to be replaced.
-        ValueError: Nothing says where to write.
+    A ValueError asks where to write; what is missing, or there and not to be replaced, is an OSError.
     """
     source, target = Path(args.config_file), args.output_file
     if not source.exists():

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from drivetrain.self_check import CheckArguments
 from drivetrain.self_check import run as check
-from drivetrain_accelerate.commands.argument_parsers import parser_of
-from drivetrain_accelerate.commands.command_line import program_of, run_apart
+from drivetrain_accelerate.commands.command_line import parser_of, program_of, run_apart
 from drivetrain_config import Layers, resolve
 from drivetrain_launcher import LaunchSettings
 

@@ -1,13 +1,23 @@
-"""Run a script written for Accelerate on one process or many, with the interface installed in each."""
+"""Run a script written for Accelerate on one process or many, with the interface installed in each.
+
+Programs that start a launch by themselves find its command line and its variables here too.
+"""
 
 from argparse import REMAINDER, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser
+import torch.distributed as dist
+
 from drivetrain_accelerate.commands.cluster_config import default_config_file
-from drivetrain_accelerate.commands.command_line import program_of, run_apart
+from drivetrain_accelerate.commands.command_line import (
+    CustomArgumentParser,
+    program_of,
+    run_apart,
+    words_of_process,
+)
 from drivetrain_accelerate.commands.launch_flags import add_flags, words_of
 from drivetrain_config import Layers, environ
 from drivetrain_config.files.found_file import SettingsFile, SettingsPlace, find_file
@@ -55,7 +65,10 @@ class AccelerateLaunchArguments:
 
 
 def run(arguments: AccelerateLaunchArguments) -> int:
-    """Run a script written for Accelerate on one process or many, with the interface installed in each."""
+    """Run a script written for Accelerate on one process or many, with the interface installed in each.
+
+    Programs that start a launch by themselves find its command line and its variables here too.
+    """
     layers = arguments.layers
     file = None
     if not arguments.config:
@@ -117,3 +130,58 @@ def clean_option(option: str) -> str | None:
 
 
 main = program_of("launch")
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """Return the paths that a variable lists, joined by colons, with one more behind them."""
+    return ":".join(
+        [each for each in (environ.read(env_var_name) or "").split(":") if each] + [str(path_to_add)]
+    )
+
+
+def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command that launches what `launch_command_parser` has parsed, and its environment."""
+    return words_of_process(["launch", *words_of(args)]), environ.child_environment()
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing.start_processes`, which tells each process its rank.
+
+    With `debug`, the processes are on the CPU, as many as `WORLD_SIZE` says, and meet by the file that
+    `ACCELERATE_DEBUG_RDV_FILE` names. The ranks are set whatever `distributed_type` says.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = distributed_type
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Run the function as a rank; raise a RuntimeError if it shall meet others by a file that nobody names."""
+        own = {"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}
+        if self.debug:
+            own |= _meet_by_file(index)
+        elif environ.read("NODE_RANK") is not None:
+            size = int(environ.read("NPROC") or environ.read("LOCAL_WORLD_SIZE") or 1)
+            own["RANK"] = str(size * int(environ.read("NODE_RANK") or 0) + index)
+        with environ.exported(**own):
+            self.launcher(*args)
+
+
+def _meet_by_file(rank: int) -> dict[str, str]:
+    """Join a group on the CPU whose processes meet by a file, and return its variables. Called on all ranks.
+
+    The group stays, as it does in Accelerate, which sets no variables of it: ours agree with the group.
+    """
+    file, size = environ.read("ACCELERATE_DEBUG_RDV_FILE"), environ.read("WORLD_SIZE")
+    if not file or not size:
+        raise RuntimeError(
+            f"PrepareForLaunch(debug=True): ACCELERATE_DEBUG_RDV_FILE={file!r}, WORLD_SIZE={size!r} in the "
+            "environment: set them to a new file and to the number of processes, or call debug_launcher(function, "
+            "num_processes=2), which needs neither"
+        )
+    count = int(size)
+    dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(file, count))
+    return {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain_accelerate.commands.argument_parsers import CustomArgumentParser, spellings
+from drivetrain_accelerate.commands.command_line import CustomArgumentParser, spellings
 from drivetrain_accelerate.environment_variables import str_to_bool
 from drivetrain_accelerate.plugins.constants import TORCH_DYNAMO_MODES
 from drivetrain_accelerate.plugins.enums import DynamoBackend

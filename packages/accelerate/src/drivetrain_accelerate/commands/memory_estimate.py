@@ -11,8 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
-from drivetrain_accelerate.commands.argument_parsers import parser_of
-from drivetrain_accelerate.commands.command_line import program_of
+from drivetrain_accelerate.commands.command_line import parser_of, program_of
 from drivetrain_accelerate.plain_values import convert_bytes
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.cli.huggingface import whole_classes
@@ -77,10 +76,7 @@ def create_empty_model(
 ) -> nn.Module:
     """Build a model of transformers, by its name on the hub or its folder, without memory.
 
-    Raises:
-        ValueError: It is a model of another library.
-        ImportError: transformers is not installed.
-        OSError: There is no such model, or the hub cannot be reached.
+    A ValueError refuses other libraries; an OSError says that there is no such model, or no hub.
     """
     if library_name not in (None, "transformers"):
         raise ValueError(

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
-from drivetrain_accelerate.checkpoint_files.divided_files import merge_parts
-from drivetrain_accelerate.commands.argument_parsers import parser_of
-from drivetrain_accelerate.commands.command_line import program_of
+from drivetrain_accelerate.checkpoint_files.sharded_files import merge_parts
+from drivetrain_accelerate.commands.command_line import parser_of, program_of
 from drivetrain_checkpoint import merge_shards
 from drivetrain_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from drivetrain_checkpoint.format.layout import MANIFEST, step_folders

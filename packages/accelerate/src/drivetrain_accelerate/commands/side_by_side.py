@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -90,8 +91,7 @@ class LossRow:
 def run(arguments: ComparisonArguments) -> int:
     """Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses.
 
-    Returns:
-        The exit code: 1 if losses differ, or a run fails.
+    The exit code is 1 if losses differ, or a run fails.
     """
     if find_spec("accelerate") is None:
         raise LaunchError("accelerate check: the real Accelerate is not installed; pip install accelerate")
@@ -163,14 +163,9 @@ def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | N
 def rows_of(real: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> list[LossRow]:
     """Return the steps of both runs, of which each has the losses of each rank."""
     return [
-        LossRow(
-            rank=rank,
-            step=step + 1,
-            real=theirs[step] if step < len(theirs) else None,
-            ours=mine[step] if step < len(mine) else None,
-        )
-        for rank, (theirs, mine) in enumerate(zip(real, ours, strict=True))
-        for step in range(max(len(theirs), len(mine)))
+        LossRow(rank=rank, step=step, real=theirs, ours=mine)
+        for rank, sides in enumerate(zip(real, ours, strict=True))
+        for step, (theirs, mine) in enumerate(zip_longest(*sides), start=1)
     ]
 
 

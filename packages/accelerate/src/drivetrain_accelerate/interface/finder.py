@@ -41,7 +41,9 @@ class InterfaceFinder(MetaPathFinder):
         """Return the spec of a module of the interface, None for other modules, or raise ModuleNotFoundError."""
         if fullname.partition(".")[0] != _NAME:
             return None
-        installed = _installed_package() if fullname in (_NAME, TEST_UTILS) else None
+        # The Accelerate that is installed, in front of which the interface stands; a folder of this name is none.
+        found = _spec_of_others(_NAME, None) if fullname in (_NAME, TEST_UTILS) else None
+        installed = None if found is None or found.origin is None else found
         if fullname == TEST_UTILS and installed is not None:
             spec = _spec_of_others(TEST_UTILS, installed.submodule_search_locations)
             if spec is not None:
@@ -50,7 +52,7 @@ class InterfaceFinder(MetaPathFinder):
             return None  # of the package that holds it
         table = module_table()
         if fullname not in table.names:
-            raise _unknown(fullname, table)
+            raise _describe_unknown(fullname, table)
         # Beside the installed package's file, programs look for what that package holds.
         file = interface.__file__ if installed is None else installed.origin
         return ModuleSpec(
@@ -92,7 +94,7 @@ class InterfaceDistribution(Distribution):
         raise FileNotFoundError(f"{path}: drivetrain_accelerate provides accelerate without files")
 
 
-def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
+def _describe_unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
     """Return the error for a module that is not there, or for a name of a module that is there.
 
     `from accelerate import name` looks for a module where there is no such name. Python drops an error that names
@@ -117,12 +119,6 @@ def _unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
 def installed_finder() -> InterfaceFinder | None:
     """Return the finder that answers for `accelerate`; None if the interface is not installed."""
     return next((each for each in sys.meta_path if isinstance(each, InterfaceFinder)), None)
-
-
-def _installed_package() -> ModuleSpec | None:
-    """Return the spec of the Accelerate that is installed, in front of which the interface stands; None without."""
-    found = _spec_of_others(_NAME, None)
-    return None if found is None or found.origin is None else found  # a folder of this name is none
 
 
 def _spec_of_others(name: str, path: list[str] | None) -> ModuleSpec | None:

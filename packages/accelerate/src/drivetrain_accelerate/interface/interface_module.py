@@ -28,13 +28,6 @@ class _Refusing(type):
         raise NotProvidedError(cls.refusal)
 
 
-def _stand_in(full_name: str, reason: str) -> type:
-    """Return a class that can be imported, subclassed and compared, and raises an error when it is used."""
-    module, _, name = full_name.rpartition(".")
-    refusal = f"{full_name} is not provided by drivetrain_accelerate: {reason}"
-    return _Refusing(name, (), {"__module__": module, "__doc__": refusal, "refusal": refusal})
-
-
 class InterfaceModule(ModuleType):
     """A module named `accelerate`, or inside of it, whose names are defined elsewhere in this package.
 
@@ -46,13 +39,12 @@ class InterfaceModule(ModuleType):
         table = module_table()
         module = self.__name__
         if (holder := table.holder(module, name)) is not None:
-            home = table.names[holder].get(name)
-            full = f"{holder}.{name}"
-            value: object = (
-                _stand_in(full, table.not_provided[full])
-                if home is None
-                else getattr(import_module(home.module), home.name)
-            )
+            if (home := table.names[holder].get(name)) is not None:
+                value: object = getattr(import_module(home.module), home.name)
+            else:
+                full = f"{holder}.{name}"
+                refusal = f"{full} is not provided by drivetrain_accelerate: {table.not_provided[full]}"
+                value = _Refusing(name, (), {"__module__": holder, "__doc__": refusal, "refusal": refusal})
         elif name in table.submodules(module):
             return import_module(f"{module}.{name}")  # importlib sets the attribute
         else:

@@ -24,19 +24,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """The interface as a value.
+    """The interface as a value."""
 
-    Attributes:
-        names: For each module of Accelerate's, the home of each name that it holds.
-        not_provided: For each full name that has no counterpart, what to do instead.
-        modules_not_provided: For each module that has none, what to do instead.
-        holders: For each name, the modules that define it, one for each object of that name.
-    """
-
-    names: Mapping[str, Mapping[str, Home]]
-    not_provided: Mapping[str, str]
+    names: Mapping[str, Mapping[str, Home]]  # by module of Accelerate's, then by name
+    not_provided: Mapping[str, str]  # what to do instead, by the full name without a counterpart
     modules_not_provided: Mapping[str, str]
-    holders: Mapping[str, tuple[str, ...]]
+    holders: Mapping[str, tuple[str, ...]]  # by name: a module for each object that some module defines by it
 
     def submodules(self, module: str) -> tuple[str, ...]:
         """Return the names of the modules directly inside a module."""
@@ -110,11 +103,11 @@ def parse_table(text: str) -> ModuleTable:
         names=MappingProxyType({module: MappingProxyType(homes) for module, homes in names.items()}),
         not_provided=MappingProxyType(refused),
         modules_not_provided=MappingProxyType(refused_modules),
-        holders=MappingProxyType(_holders(own, not_provided)),
+        holders=MappingProxyType(_find_holders(own, not_provided)),
     )
 
 
-def _holders(
+def _find_holders(
     own: Mapping[str, Mapping[str, Home]], not_provided: Mapping[str, str]
 ) -> dict[str, tuple[str, ...]]:
     """Return the modules that define each name; those that refuse it only where no other provides it."""

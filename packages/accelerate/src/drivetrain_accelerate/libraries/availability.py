@@ -8,8 +8,8 @@ from typing import Any
 
 from packaging.version import Version, parse
 
+from drivetrain_accelerate.environment_variables import says_yes
 from drivetrain_accelerate.plugins.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
-from drivetrain_config import environ
 
 
 def is_installed(module: str, distribution: str | None = None, minimum: str | None = None) -> bool:
@@ -82,16 +82,12 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 def is_rich_available() -> bool:
     """Return whether rich is installed and the program asked for it by ACCELERATE_ENABLE_RICH."""
-    return _is_true("ACCELERATE_ENABLE_RICH") and is_installed("rich")
+    return says_yes("ACCELERATE_ENABLE_RICH") and is_installed("rich")
 
 
 def is_megatron_lm_available() -> bool:
     """Return whether Megatron-LM is installed and the launcher chose it by ACCELERATE_USE_MEGATRON_LM."""
-    return _is_true("ACCELERATE_USE_MEGATRON_LM") and importlib.util.find_spec("megatron") is not None
-
-
-def _is_true(variable: str) -> bool:
-    return (environ.read(variable) or "").lower() in ("1", "true", "yes", "y", "on", "t")
+    return says_yes("ACCELERATE_USE_MEGATRON_LM") and importlib.util.find_spec("megatron") is not None
 
 
 def is_pippy_available() -> bool:
@@ -107,9 +103,7 @@ def is_weights_only_available() -> bool:
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Return whether a version, or that of an installed library, fulfils a requirement.
 
-    Raises:
-        ValueError: The operation is none of `>`, `>=`, `==`, `!=`, `<=`, `<`, or the required version is none.
-        PackageNotFoundError: The library is not installed.
+    A ValueError refuses an unknown operation or version; a PackageNotFoundError, a library that is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation={operation!r}: say one of {', '.join(STR_OPERATION_TO_FUNC)}")
@@ -126,7 +120,7 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions(release, operation, version)
 
 
-def _requiring(library: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _require(library: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -140,5 +134,5 @@ def _requiring(library: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-torchao_required = _requiring("torchao")
-deepspeed_required = _requiring("deepspeed")
+torchao_required = _require("torchao")
+deepspeed_required = _require("deepspeed")

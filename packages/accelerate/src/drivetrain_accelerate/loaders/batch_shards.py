@@ -13,12 +13,7 @@ Value = TypeVar("Value")
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that follows from a seed and the epoch, the same on all processes.
-
-    Attributes:
-        initial_seed: The seed of epoch 0; that of epoch n is larger by n.
-        epoch: The number of the next loop, which each loop raises by one.
-    """
+    """A random order that follows from a seed and the epoch, which each loop raises, the same on all processes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed: int | None = kwargs.pop("data_seed", None)
@@ -86,7 +81,7 @@ class BatchSamplerShard(BatchSampler):
                 return
             each = -(-size // self.num_processes)
             if self.even_batches:
-                batch += _cycled(first, each * self.num_processes - len(batch))
+                batch += _cycle_values(first, each * self.num_processes - len(batch))
             if part := batch[self.process_index * each : (self.process_index + 1) * each]:
                 yield part
 
@@ -108,7 +103,7 @@ class BatchSamplerShard(BatchSampler):
         if not turn or self.drop_last:
             return
         if self.even_batches:
-            turn = _filled(turn, first, size if is_regular else None, count)
+            turn = _fill_turn(turn, first, size if is_regular else None, count)
         if self.process_index < len(turn):
             yield turn[self.process_index]
 
@@ -192,15 +187,17 @@ def _check_divides(split_batches: bool, batch_size: int | None, num_processes: i
         )
 
 
-def _filled(turn: list[list[int]], first: list[list[int]], size: int | None, count: int) -> list[list[int]]:
+def _fill_turn(
+    turn: list[list[int]], first: list[list[int]], size: int | None, count: int
+) -> list[list[int]]:
     """Return a batch for each process: of a size, filled with the first samples; without one, the first batches."""
     if size is None:
-        return [*turn, *_cycled(first, count - len(turn))]
+        return [*turn, *_cycle_values(first, count - len(turn))]
     rest = list(chain.from_iterable(turn))
-    rest += _cycled(list(chain.from_iterable(first)), size * count - len(rest))
+    rest += _cycle_values(list(chain.from_iterable(first)), size * count - len(rest))
     return [rest[begin : begin + size] for begin in range(0, len(rest), size)]
 
 
-def _cycled(values: list[Value], count: int) -> list[Value]:
+def _cycle_values(values: list[Value], count: int) -> list[Value]:
     """Return as many values as asked for, from the beginning and again from there."""
     return list(islice(cycle(values), count))

@@ -17,15 +17,10 @@ from drivetrain_data.torchdata_view import TorchdataView
 
 
 class DataLoaderStateMixin:
-    """The part of a loader that tells where its loop is.
+    """The part of a loader that tells where its loop is."""
 
-    Attributes:
-        end_of_dataloader: Whether the current batch is the epoch's last.
-        remainder: The number of samples of the last step over all ranks; -1 if it is full, or unknown.
-    """
-
-    end_of_dataloader: bool = False
-    remainder: int = -1
+    end_of_dataloader: bool = False  # whether the current batch is the epoch's last
+    remainder: int = -1  # samples of the last step over all ranks; -1 if it is full, or unknown
 
     def reset(self) -> None:
         """Forget where the last loop was."""
@@ -43,25 +38,14 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's.
-
-    Attributes:
-        users_loader: The user's DataLoader.
-        base_dataloader: The loader whose attributes this one shows.
-        sharded: The loader that yields this process's batches.
-        iteration: The number of loops that have read their epoch to its end.
-        device: The device that batches are copied to; None leaves them on the CPU.
-        rng_types: Empty: the order needs no generator to be synchronised.
-        synchronized_generator: None, for the same reason.
-        use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads.
-    """
+    """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's."""
 
     users_loader: DataLoader[Any]
-    base_dataloader: DataLoader[Any]
-    sharded: ShardedLoader[Any] | SkippedBatches[Any]
-    iteration: int
-    device: torch.device | None
-    rng_types: list[Any]
+    base_dataloader: DataLoader[Any]  # whose attributes this one shows
+    sharded: ShardedLoader[Any] | SkippedBatches[Any]  # which yields this process's batches
+    iteration: int  # loops that have read their epoch to its end
+    device: torch.device | None  # None leaves batches on the CPU
+    rng_types: list[Any]  # empty: the order needs no generator to be synchronised
     synchronized_generator: torch.Generator | None
     use_stateful_dataloader: bool
     _is_accelerate_prepared: bool
@@ -99,7 +83,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         sharded_of(sharded).may_interleave = True  # programs look at a batch in the middle of a loop
         self.__dict__.update(
             users_loader=base,
-            base_dataloader=_shown_loader(base, sharded),
+            base_dataloader=_make_shown_loader(base, sharded),
             sharded=sharded,
             device=device,
             iteration=0,
@@ -214,7 +198,7 @@ def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoade
     return loader.loader if isinstance(loader, SkippedBatches) else loader
 
 
-def _shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
+def _make_shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
     """Return the loader whose attributes a prepared loader has; nothing is read by it."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if not is_stock(loader) or isinstance(loader.dataset, IterableDataset) or batches is None:

@@ -57,17 +57,13 @@ def check_epoch(sharded: ShardedLoader[Any], epoch: int) -> None:
 
 
 class PassedBatches:
-    """The batches that a loop over a resumed loader has received before the first backward.
-
-    Attributes:
-        has_ended: Whether the loop has come to the end of its epoch.
-    """
+    """The batches that a loop over a resumed loader has received before the first backward."""
 
     def __init__(self, num_read: int) -> None:
         self._num_read = num_read
         self._num_received = 0
         self._is_checked = False
-        self.has_ended = False
+        self.has_ended = False  # whether the loop has come to the end of its epoch
 
     def receive(self) -> None:
         """Count a batch, if the loop goes on."""

@@ -1,4 +1,4 @@
-"""The hook that brings the weights and inputs of one module to its device, and sends the weights back."""
+"""The hook that brings the weights and inputs of a module to its device and back, and how models get these."""
 
 import inspect
 from collections.abc import Collection, Generator, Mapping
@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.models.module_hooks import OLD_FORWARD, ModelHook, hook_of
+from drivetrain_accelerate.models.module_hooks import OLD_FORWARD, ModelHook, add_hook_to_module, hook_of
 from drivetrain_accelerate.models.module_tensors import (
     TiedCopies,
     Where,
+    device_of,
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from drivetrain_accelerate.models.offload_folder import PrefixedDataset
 from drivetrain_dispatch.model.model_layout import listed
 from drivetrain_dispatch.offload.device_transfer import first_device, move_to_device
 from drivetrain_dispatch.offload.forward_hooks import MethodWrapper
-from drivetrain_dispatch.planning.device_map import place_of
 
 _META = torch.device("meta")
 
@@ -98,7 +99,7 @@ class AlignDevicesHook(ModelHook):
                 set_module_tensor_to_device(module, name, _META)
             for copies in (self.tied_params_map or {}).values():
                 if self.execution_device is not None:
-                    copies.pop(_device(self.execution_device), None)
+                    copies.pop(device_of(self.execution_device), None)
         if self.io_same_device and self.input_device is not None:
             output = self._sent(output, self.input_device)
         return output
@@ -115,7 +116,7 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
 
     def _sent(self, value: Any, device: Where) -> Any:
-        return move_except(value, _device(device), listed(self.skip_keys or ()))
+        return move_except(value, device_of(device), listed(self.skip_keys or ()))
 
 
 def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
@@ -129,11 +130,6 @@ def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
         for name in given.keys() & set(kept):
             moved[name] = given[name]
     return moved
-
-
-def _device(device: Where) -> torch.device:
-    place = place_of(device)
-    return _META if place == "disk" else place
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -194,8 +190,127 @@ def get_state_dict_from_offload(
     """Fill the values of the weights of an offloaded module into a state dict."""
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
-    with align_module_device(module, _device(device_to_put_offload)):
+    with align_module_device(module, device_of(device_to_put_offload)):
         for name, value in module.state_dict().items():
             if prefix + name in state_dict:
                 state_dict[prefix + name] = value.detach().clone()
     return state_dict
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """The options that the hooks of all modules share, and how they are added."""
+
+    weights_map: Mapping[str, Tensor] | None
+    offload_buffers: bool
+    skip_keys: str | list[str] | None
+    preload_module_classes: list[str] | None
+    tied_params_map: TiedCopies | None
+
+    def add_to_each(self, module: nn.Module, name: str, device: Where | None, *, offload: bool) -> None:
+        """Add a hook to each module inside of one, of this name, that holds weights itself."""
+        whole = type(module).__name__ in (self.preload_module_classes or ())
+        if any(True for _ in named_module_tensors(module, recurse=whole)):
+            weights = self.weights_map if offload else None
+            hook = AlignDevicesHook(
+                device,
+                offload=offload,
+                weights_map=None if weights is None else PrefixedDataset(weights, f"{name}." if name else ""),
+                offload_buffers=offload and self.offload_buffers,
+                place_submodules=whole,
+                skip_keys=self.skip_keys,
+                tied_params_map=self.tied_params_map,
+            )
+            add_hook_to_module(module, hook, append=True)
+        for inner, child in module.named_children() if not whole else ():
+            self.add_to_each(child, f"{name}.{inner}" if name else inner, device, offload=offload)
+
+    def add_to_blocks(
+        self, module: nn.Module, name: str, devices: Mapping[str, Where | None], offload: Mapping[str, bool]
+    ) -> None:
+        """Add hooks to the modules that are named, inside of one of this name."""
+        device, is_offloaded = devices.get(name), name in devices and offload.get(name, False)
+        if is_offloaded:
+            self.add_to_each(module, name, device, offload=True)
+        elif name in devices:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=name == "",
+                place_submodules=name != "" or len(devices) == 1,
+                skip_keys=self.skip_keys,
+                tied_params_map=self.tied_params_map,
+            )
+            add_hook_to_module(module, hook)
+        if name == "" and (is_offloaded or name not in devices):
+            skip_keys = None if is_offloaded else self.skip_keys
+            hook = AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys)
+            add_hook_to_module(module, hook, append=True)
+        if device is not None and is_offloaded:
+            attach_execution_device_hook(
+                module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map
+            )
+        elif device is not None and name:
+            attach_execution_device_hook(module, device, tied_params_map=self.tied_params_map)
+        for inner, child in module.named_children():
+            full = f"{name}.{inner}" if name else inner
+            if any(entry == full or entry.startswith(f"{full}.") for entry in devices):
+                self.add_to_blocks(child, full, devices, offload)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Where,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Have a module and those inside that hold weights compute on a device, unless they have hooks."""
+    if hook_of(module) is None and module.state_dict():
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: torch.device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Offload each module inside of one that holds weights itself, and bring it to a device at its forward."""
+    hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    hooks.add_to_each(module, module_name, execution_device, offload=offload)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: torch.device | dict[str, torch.device] | None = None,
+    offload: bool | dict[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Have each named module inside of one compute on its device, offloaded or not."""
+    hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
+    if isinstance(execution_device, Mapping):
+        flags = offload if isinstance(offload, dict) else dict.fromkeys(execution_device, offload)
+        hooks.add_to_blocks(module, module_name, execution_device, flags)
+    elif isinstance(offload, dict):
+        hooks.add_to_blocks(module, module_name, dict.fromkeys(offload, execution_device), offload)
+    elif offload:
+        hooks.add_to_each(module, "", execution_device, offload=True)
+    else:
+        hooks.add_to_blocks(module, "", {"": execution_device}, {})

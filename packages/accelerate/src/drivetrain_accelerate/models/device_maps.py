@@ -73,10 +73,8 @@ def infer_auto_device_map(
 ) -> dict[str, Where]:
     """Plan where each part of a model goes. Nothing is moved or loaded.
 
-    Where no plan keeps the budgets in a forward, a warning says so, and the budgets hold what is stored alone.
-
-    Raises:
-        DeviceMapError: The disk has a budget that does not hold what is left.
+    Where no plan keeps the budgets in a forward, a warning says so, and the budgets hold what is stored alone; a
+    DeviceMapError refuses a budget of the disk that does not hold what is left.
     """
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
     budgets = get_max_memory(max_memory)

@@ -67,12 +67,9 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load weights into a model, each straight to its device; those for the disk stay in the checkpoint's files.
 
-    The offload options change nothing: no weight takes host memory twice, and the map places buffers like
-    parameters. With `broadcast_from_rank0`, all ranks call it and rank 0 reads.
-
-    Raises:
-        ValueError: `full_state_dict` is false, or another argument is wrong.
-        WeightsMismatchError: Names or shapes do not fit.
+    The offload options change nothing: no weight takes host memory twice, and the map places buffers like parameters.
+    With `broadcast_from_rank0`, all ranks call it and rank 0 reads. A ValueError refuses `full_state_dict=False`, a
+    WeightsMismatchError other names or shapes.
     """
     if not full_state_dict:
         raise ValueError(

@@ -1,14 +1,21 @@
 """Hooks that run before and after the forward of a module, and see to its weights."""
 
+import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from drivetrain_accelerate.models.module_tensors import Where
+from drivetrain_accelerate.plugins.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from drivetrain_dispatch import remove_hooks
+from drivetrain_dispatch.model.model_layout import listed
+from drivetrain_dispatch.offload.device_transfer import move_to_device
 from drivetrain_dispatch.offload.dispatch import is_dispatched
+from drivetrain_dispatch.planning.device_map import place_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -19,11 +26,7 @@ DEVICE_MAP = "hf_device_map"
 
 
 class ModelHook:
-    """A base of hooks; each method does nothing.
-
-    Attributes:
-        no_grad: Whether the forward of the module runs without gradients.
-    """
+    """A base of hooks; each method does nothing. With `no_grad`, the forward runs without gradients."""
 
     no_grad = False
 
@@ -148,3 +151,108 @@ def _call_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad() if hook.no_grad else nullcontext():
         output = getattr(module, OLD_FORWARD)(*args, **kwargs)
     return hook.post_forward(module, output)
+
+
+@dataclass(eq=False)
+class LayerwiseCastingHook(ModelHook):
+    """A hook by which a layer computes in another dtype than the one its weights are stored in."""
+
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Convert the weights to the storage dtype."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(
+        self, module: nn.Module, *args: object, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Convert the weights to the compute dtype."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: object) -> object:
+        """Convert the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Add a `LayerwiseCastingHook` to each linear layer, convolution and embedding in a module."""
+    patterns = listed(skip_modules_pattern or ())
+
+    def attach(each: nn.Module, name: str) -> None:
+        if isinstance(each, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns):
+            return
+        if isinstance(each, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(each, hook, append=True)
+            return
+        for inner, child in each.named_children():
+            attach(child, f"{name}.{inner}" if name else inner)
+
+    attach(module, "")
+
+
+class CpuOffload(ModelHook):
+    """A hook that moves a model to its device when it is called, where it stays."""
+
+    def __init__(
+        self, execution_device: Where | None = None, prev_module_hook: "UserCpuOffloadHook | None" = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        if execution_device is None and (
+            found := torch.accelerator.current_accelerator(check_available=True)
+        ):
+            execution_device = torch.device(found.type, torch.accelerator.current_device_index())
+        self.execution_device: Where = "cpu" if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the host."""
+        return module.to("cpu")
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the model of the other hook to the host, and this one and its inputs to the device."""
+        device = place_of(self.execution_device)
+        assert isinstance(device, torch.device)
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+        module.to(device)
+        return move_to_device(args, device), move_to_device(kwargs, device)
+
+
+@dataclass(eq=False)
+class UserCpuOffloadHook:
+    """A model and its hook, for the program to move the model to the host."""
+
+    model: nn.Module
+    hook: ModelHook
+
+    def offload(self) -> None:
+        """Move the model to the host."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook; the model stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Where | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model in host memory until it is called; then it stays on the device until the next one moves it."""
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

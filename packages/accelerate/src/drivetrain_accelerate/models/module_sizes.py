@@ -61,7 +61,7 @@ def compute_module_sizes(
 def planned_sizes(
     model: nn.Module, dtype: Any, special_dtypes: Mapping[str, Any] | None
 ) -> tuple[torch.dtype | None, dict[str, int]]:
-    """Return the dtype that torch knows, if it is one, and the bytes of the tensors that get another."""
+    """Return the dtype for torch, if torch has it, and the bytes of the tensors with other dtypes."""
     tensors = ModelLayout.of(model).tensors
     special = {name: each for name, each in (special_dtypes or {}).items() if name in tensors}
     if isinstance(dtype, CustomDtype):

@@ -1,20 +1,33 @@
-"""The parameters and buffers of a module: list them, and put one on a device."""
+"""The parameters and buffers of a module: list them, put one on a device, tie those that modules share."""
 
-from collections.abc import Iterator, MutableMapping
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_accelerate.compat import uncompiled
+from drivetrain_accelerate.compat import tied_weights_keys, uncompiled
 from drivetrain_dispatch.compat import BUFFERS, PARAMETERS
+from drivetrain_dispatch.loading.load_target import Assignment, apply_assignments
+from drivetrain_dispatch.model.model_layout import nearest_entry
 from drivetrain_dispatch.model.quantized_tensor import is_quantized
 from drivetrain_dispatch.planning.device_map import place_of
+from drivetrain_weights import find_tied_parameters as find_groups
+from drivetrain_weights.errors import TiedParametersError
+
+_LOGGER = logging.getLogger(__name__)
 
 Where = int | str | torch.device
 # For the address of each tied tensor, its copy on each device.
 TiedCopies = MutableMapping[int, dict[torch.device, Tensor]]
 _NON_PERSISTENT = "_non_persistent_buffers_set"  # torch has no public name for it
+
+
+def device_of(where: Where) -> torch.device:
+    """Return the device of a tensor by its place in a device map: meta for the disk."""
+    place = place_of(where)
+    return torch.device("meta") if place == "disk" else place
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -63,10 +76,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put a parameter or buffer on a device, with its present values or new ones.
 
-    Integer and boolean values keep their dtype. `clear_cache` changes nothing: what is freed is used again.
-
-    Raises:
-        ValueError: The module has no such tensor, the shape differs, or the tensor has no values and none are given.
+    Integer and boolean values keep their dtype. `clear_cache` changes nothing: what is freed is used again. A
+    ValueError refuses an unknown name, another shape, and a tensor without values if none are given.
     """
     owner, _, name = tensor_name.rpartition(".")
     module = module.get_submodule(owner) if owner else module
@@ -75,8 +86,7 @@ def set_module_tensor_to_device(
         raise ValueError(
             f"{type(module).__name__} has no parameter or buffer {name!r}: see named_parameters()"
         )
-    place = place_of(device)
-    place = torch.device("meta") if place == "disk" else place
+    place = device_of(device)
     if value is not None and value.shape != old.shape and not is_quantized(old):
         raise ValueError(
             f"{tensor_name}: value={tuple(value.shape)} is another shape than the tensor's, {tuple(old.shape)}: give "
@@ -95,13 +105,13 @@ def set_module_tensor_to_device(
         new = source.detach()
         if value is not None and (new.is_floating_point() or new.is_complex()):
             new = new.to(dtype_of(dtype) or old.dtype)
-        new = _wrapped(old, new.to(place, non_blocking=non_blocking), fp16_statistics)
+        new = _wrap_like(old, new.to(place, non_blocking=non_blocking), fp16_statistics)
         if copies is not None:
             copies[new.device] = new
     put_tensor(module, name, new)
 
 
-def _wrapped(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
+def _wrap_like(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
     """Return a tensor of the kind of the old one: a parameter of the same class and attributes, or a buffer."""
     if not isinstance(old, nn.Parameter):
         return new
@@ -144,3 +154,58 @@ def is_peft_model(model: nn.Module) -> bool:
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
         for kind in type(inner).__mro__
     )
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    del kwargs
+    return find_groups(model)
+
+
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make each group of names one parameter or buffer again: the first of them that has values, which stay.
+
+    A TiedParametersError for a name that the model lacks, or different shapes in a group, leaves the model unchanged.
+    """
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    kept: list[Tensor | None] = []
+    for group in tied_params:
+        if missing := [name for name in group if name not in named]:
+            raise TiedParametersError(f"tied_params: the model has no parameter {', '.join(missing)}")
+        if len({named[name].shape for name in group}) > 1:
+            shapes = ", ".join(f"{name} {tuple(named[name].shape)}" for name in group)
+            raise TiedParametersError(
+                f"tied_params: {shapes}: tensors of one shape can be one; leave others out"
+            )
+        kept.append(next((named[name] for name in group if not named[name].is_meta), None))
+    groups = zip(tied_params, kept, strict=True)
+    apply_assignments(model, [Assignment(tuple(group), each) for group, each in groups if each is not None])
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return whether the configuration of a model of transformers says that its embeddings are tied."""
+    config: Any = getattr(model, "config", None)
+    has_tied = getattr(model, "all_tied_weights_keys", None) or tied_weights_keys(model)
+    getter: Any = getattr(config, "get_text_config", None)
+    said: Any = config if getter is None else getter(decoder=True)
+    ties = any(getattr(each, "tie_word_embeddings", False) for each in (config, said) if each is not None)
+    embeds: Any = getattr(model, "get_output_embeddings", None)
+    output = embeds() if callable(embeds) else None
+    return bool((ties and output is not None) or (has_tied and ties))
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]
+) -> None:
+    """Warn of weights with several names that a device map gives to several devices."""
+    for group in tied_params:
+        devices = {
+            name: device_map[nearest]
+            for name in group
+            if (nearest := nearest_entry(name, device_map)) is not None
+        }
+        if len(set(devices.values())) > 1:
+            _LOGGER.warning(
+                "device_map gives the names of one weight to several devices: %s. Give them to one, or plan the map.",
+                devices,
+            )

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain_accelerate.models.device_maps import plan_budgets, present_classes
 from drivetrain_accelerate.models.model_dispatch import dispatch_model
-from drivetrain_accelerate.models.module_tensors import Where
-from drivetrain_accelerate.models.tied_weights import find_tied_parameters
+from drivetrain_accelerate.models.module_tensors import Where, find_tied_parameters
 from drivetrain_accelerate.plugins.quantization_config import BnbQuantizationConfig
 from drivetrain_dispatch import BitsAndBytes4Bit, BitsAndBytes8Bit, infer_auto_device_map, quantized_sizes
 from drivetrain_dispatch import load_checkpoint_and_dispatch as load_and_dispatch
@@ -128,13 +127,13 @@ def replace_with_bnb_layers(
     for name, module in list(model.named_modules()):
         full = ".".join([*(current_key_name or ()), name])
         if name and isinstance(module, nn.Linear) and not _is_kept(full, modules_to_not_convert or ()):
-            layer = quantization.layer(module, _unpacked(module.weight, bnb_quantization_config))
+            layer = quantization.layer(module, _make_unpacked(module.weight, bnb_quantization_config))
             assert layer is not None  # bitsandbytes' layers replace torch's
             model.set_submodule(name, layer.requires_grad_(False))
     return model
 
 
-def _unpacked(weight: Tensor, config: BnbQuantizationConfig) -> nn.Parameter:
+def _make_unpacked(weight: Tensor, config: BnbQuantizationConfig) -> nn.Parameter:
     """Return a weight that bitsandbytes packs when it moves."""
     import bitsandbytes
 

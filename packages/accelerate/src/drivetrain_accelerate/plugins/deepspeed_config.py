@@ -13,13 +13,9 @@ from drivetrain_config.files.file_text import parse_json, read_text
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration; `zero_optimization.stage` names a value of it.
+    """A DeepSpeed configuration, as the nested dict `config`; `zero_optimization.stage` names a value of it.
 
-    Args:
-        config_file_or_dict: A mapping, which is copied; a JSON file; or JSON in base64.
-
-    Attributes:
-        config: The configuration as a nested dict.
+    It is given as a mapping, which is copied; a JSON file; or JSON in base64.
     """
 
     config: dict[str, Any]
@@ -104,7 +100,7 @@ def _read(given: Any) -> dict[str, Any]:
                 "base64"
             ) from None
     try:
-        read = parse_json(path, text, object_pairs_hook=_without_repeats)
+        read = parse_json(path, text, object_pairs_hook=_refuse_repeats)
     except ValueError as error:
         raise ValueError(f"{given}: is no JSON that can be used ({error})") from error
     if not isinstance(read, dict):
@@ -112,7 +108,7 @@ def _read(given: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", read)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated and is_strict():

@@ -18,11 +18,7 @@ _DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "bias_correction")
 class DummyOptim:
     """The optimizer that the section `optimizer` of a DeepSpeed configuration describes.
 
-    Args:
-        params: Parameters, or groups of them.
-        lr: The learning rate, where the section leaves it open.
-        weight_decay: The weight decay, likewise.
-        **kwargs: Further options of the program's own.
+    Its values are for what the section leaves open.
     """
 
     def __init__(
@@ -37,12 +33,8 @@ class DummyOptim:
 class DummyScheduler:
     """The learning rate schedule that the section `scheduler` of a DeepSpeed configuration describes.
 
-    Args:
-        optimizer: The optimizer, or its stand-in.
-        total_num_steps: The number of steps of the run, where the section leaves it open.
-        warmup_num_steps: The number of steps in which the rate rises, likewise.
-        lr_scheduler_callable: A function of the optimizer that returns a schedule, instead of a section.
-        **kwargs: Further options of the program's own.
+    Its values are for what the section leaves open; a function of the optimizer returns a schedule instead of a
+    section.
     """
 
     def __init__(

@@ -57,6 +57,14 @@ class DistributedType(str, Enum):  # noqa: UP042 its str() is that of Enum, as i
     MULTI_NEURON = "MULTI_NEURON"
 
 
+# The way in which several processes with one kind of device train.
+TYPE_BY_DEVICE = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    **{kind: DistributedType[f"MULTI_{kind.upper()}"] for kind in ("xpu", "npu", "mlu", "hpu")},
+}
+
+
 class SageMakerDistributedType(str, Enum):  # noqa: UP042
     """The way in which processes train together on SageMaker."""
 

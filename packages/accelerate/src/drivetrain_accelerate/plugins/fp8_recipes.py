@@ -1,11 +1,23 @@
-"""The options of training in fp8, by the library that computes."""
+"""The options of training in fp8, by the library that computes, and drivetrain's recipes for them."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch import nn
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
-from drivetrain_accelerate.plugins.option_fields import becomes, options, without_effect
+from drivetrain_accelerate.plugins.option_fields import (
+    TranslationError,
+    becomes,
+    options,
+    refusal,
+    without_effect,
+)
+from drivetrain_precision import Fp8Recipe, LayerFilter, TorchaoRecipe, TransformerEngineRecipe, restore_model
+from drivetrain_precision import convert_model as convert_by
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -64,16 +76,8 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Fill the fields; raise a ValueError for an unknown word."""
-        fill_unsaid(
-            self,
-            _ENV,
-            use_autocast_during_eval=False,
-            margin=0,
-            interval=1,
-            amax_history_len=1024,
-            amax_compute_algo="most_recent",
-            use_mxfp8_block_scaling=False,
-        )
+        fill_unsaid(self, _ENV, margin=0, interval=1, amax_history_len=1024, amax_compute_algo="most_recent")
+        fill_unsaid(self, _ENV, use_autocast_during_eval=False, use_mxfp8_block_scaling=False)
         fill_unsaid(self, "ACCELERATE_", fp8_format="HYBRID")
         in_capitals: Any = str(self.fp8_format).upper()
         self.fp8_format = in_capitals
@@ -119,3 +123,169 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 def _check_one_of(options: object, field: str, *allowed: str) -> None:
     if (value := getattr(options, field)) not in allowed:
         raise ValueError(f"{field}={value!r}: `{field}` must be one of {' or '.join(allowed)}")
+
+
+def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
+    """Refuse options of fp8, if a program gives any, for a run in another precision, as Accelerate does."""
+    if handler is not None and mixed_precision != "fp8":
+        raise ValueError(
+            f"{type(handler).__name__} with mixed_precision={mixed_precision or 'no'!r}: options of fp8 have no "
+            "effect there; say mixed_precision='fp8', or leave the handler out"
+        )
+
+
+def fp8_recipe(
+    handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs, *, is_sharded: bool = True
+) -> Fp8Recipe:
+    """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
+
+    Where FSDP does not divide the weights, none is gathered in fp8, whatever the options say.
+    """
+    if isinstance(handler, AORecipeKwargs):
+        return _torchao_recipe(handler, is_sharded=is_sharded)
+    is_msamp = isinstance(handler, FP8RecipeKwargs) and handler.backend == "MSAMP"
+    if is_msamp or not isinstance(handler, TERecipeKwargs):
+        raise TranslationError(
+            f"{type(handler).__name__}: MS-AMP (drivetrain: fp8 recipes) is not trained with, nor maintained; "
+            "give AORecipeKwargs() or TERecipeKwargs()"
+        )
+    every = LayerFilter(skip_first=False, skip_last=False)
+    options: dict[str, object] = {"margin": handler.margin, "fp8_format": str(handler.fp8_format).lower()}
+    if handler.use_mxfp8_block_scaling:
+        return TransformerEngineRecipe(scaling="mxfp8", options=options, layers=every)
+    options["amax_history_len"] = handler.amax_history_len
+    options["amax_compute_algo"] = handler.amax_compute_algo
+    if any(handler.override_linear_precision or ()):
+        options["override_linear_precision"] = handler.override_linear_precision
+    return TransformerEngineRecipe(scaling="delayed", options=options, layers=every)
+
+
+def _torchao_recipe(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoRecipe:
+    from torchao.float8 import Float8LinearConfig
+
+    layers = LayerFilter()  # all but the first and the last, as by Accelerate's own filter
+    if (accepts := handler.module_filter_func) is not None:
+        layers = LayerFilter(
+            skip_first=False, skip_last=False, accept=lambda name, module: bool(accepts(module, name))
+        )
+    config: Any = handler.config
+    plain = replace(
+        config,
+        enable_fsdp_float8_all_gather=False,
+        pad_inner_dim=False,
+        round_scales_to_power_of_2=False,
+        emulate=False,
+        force_recompute_fp8_weight_in_bwd=False,
+    )
+    for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        known: Any = Float8LinearConfig.from_recipe_name(scaling)
+        if plain == replace(known, round_scales_to_power_of_2=False):
+            return TorchaoRecipe(
+                scaling=scaling,
+                round_scales=config.round_scales_to_power_of_2 and scaling == "tensorwise",
+                all_gather=is_sharded and config.enable_fsdp_float8_all_gather,
+                layers=layers,
+            )
+    instead = (
+        "the recipes are Float8LinearConfig.from_recipe_name's: tensorwise, rowwise and rowwise_with_gw_hp"
+    )
+    raise refusal(handler, "config", config, instead, ours="TorchaoRecipe(scaling=)")
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of a model's first and last linear layer; None if it has none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
+    """Return whether a layer can be converted: its sizes are multiples of 16, and its name is not left out."""
+    if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
+        return False
+    return fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Return whether a layer can be converted, and is not the first or last one inside of a module of this name."""
+    ends = find_first_last_linear_layers(module)
+    return filter_linear_layers(module, fqn, [name for name in ends if name is not None])
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether any layer computes in torchao's float8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return any(isinstance(module, Float8Linear) for module in model.modules())
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: "Float8LinearConfig | None" = None,
+    module_filter_func: Callable[..., Any] | None = None,
+) -> None:
+    """Let linear layers compute in float8, in place, by one of torchao's recipes; None: one scale for a tensor.
+
+    Without a function of layer and name, all are converted but the first, the last, and those with a size that 16
+    does not divide. A TranslationError refuses other recipes; a NothingConvertedError says that no layer can be
+    converted.
+    """
+    from torchao.float8 import Float8LinearConfig
+
+    handler = AORecipeKwargs(config=config or Float8LinearConfig(), module_filter_func=module_filter_func)
+    convert_by(model, fp8_recipe(handler))
+
+
+def convert_model(
+    model: nn.Module,
+    to_transformer_engine: bool = True,
+    _convert_linear: bool = True,
+    _convert_ln: bool = True,
+) -> None:
+    """Replace a model's linear layers by Transformer Engine's, or back, in place; norms stay torch's.
+
+    A PrecisionError says that the library cannot run here, a NothingConvertedError that no layer fits it.
+    """
+    del _convert_ln
+    recipe = TransformerEngineRecipe(scaling="delayed", layers=LayerFilter(skip_first=False, skip_last=False))
+    if not to_transformer_engine:
+        restore_model(model, recipe)
+    elif _convert_linear:
+        convert_by(model, recipe)
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Return whether any layer is Transformer Engine's."""
+    recipe = TransformerEngineRecipe()
+    return any(recipe.is_converted(module) for module in model.modules())
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """Return a bound forward that computes by Transformer Engine's recipe in training, or in evaluation too."""
+    from transformer_engine.pytorch import autocast  # pyright: ignore[reportMissingImports]
+
+    @wraps(model_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with cast("Any", autocast)(enabled=use_during_eval or self.training, recipe=fp8_recipe):
+            return model_forward(*args, **kwargs)
+
+    forward.__wrapped__ = model_forward
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
+    """Let a converted model compute in fp8 by a handler's recipe, or by the default one."""
+    recipe = fp8_recipe(fp8_recipe_handler or TERecipeKwargs())
+    during_eval = bool(fp8_recipe_handler and fp8_recipe_handler.use_autocast_during_eval)
+    forward = model.forward
+
+    @wraps(forward)
+    def computing(*args: Any, **kwargs: Any) -> Any:
+        if not (model.training or during_eval):
+            return forward(*args, **kwargs)
+        with recipe.computing():
+            return forward(*args, **kwargs)
+
+    model.forward = computing
+    return model

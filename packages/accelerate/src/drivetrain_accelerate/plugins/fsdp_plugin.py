@@ -41,6 +41,8 @@ _ENV = "FSDP_"
 # The words of fields, with what of torch's each means.
 STRATEGIES = dict(zip(FSDP_SHARDING_STRATEGY, ShardingStrategy, strict=True))
 _PREFETCHES = dict(zip(FSDP_BACKWARD_PREFETCH, (*BackwardPrefetch, None), strict=True))
+_POLICIES = (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)
+_WRAP_POLICIES = dict(zip(FSDP_AUTO_WRAP_POLICY, _POLICIES, strict=True))
 _STATE_DICT_TYPES = {word: StateDictType[word] for word in FSDP_STATE_DICT_TYPE}
 # For each form of state dicts, the classes of its options for models and optimizers, and Accelerate's values.
 _STATE_DICT_OPTIONS: dict[StateDictType, tuple[Any, Any, dict[str, bool]]] = {
@@ -229,7 +231,10 @@ class FullyShardedDataParallelPlugin:
     def set_cpu_offload(self) -> None:
         """Turn a truth value into the class of this version."""
         if isinstance(self.cpu_offload, bool):
-            self.cpu_offload = offload_of(self.cpu_offload, self.fsdp_version)
+            if self.fsdp_version == 1:
+                self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+            else:
+                self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError if the offload is not of the class of this version."""
@@ -290,7 +295,9 @@ class FullyShardedDataParallelPlugin:
         given = self.auto_wrap_policy
         if given is None:
             given = value_from(f"{_ENV}AUTO_WRAP_POLICY", "NO_WRAP")
-        self.auto_wrap_policy = wrap_policy_of(given) if isinstance(given, str) else given
+        if isinstance(given, str) and given.upper() not in _WRAP_POLICIES:
+            raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
+        self.auto_wrap_policy = _WRAP_POLICIES[given.upper()] if isinstance(given, str) else given
         if self.auto_wrap_policy is size_based_auto_wrap_policy:
             fill_unsaid(self, _ENV, min_num_params=0)
             if not isinstance(self.min_num_params, int):
@@ -326,22 +333,6 @@ def meant_by(value: Any, words: Mapping[str, Any], field: str) -> Any:
     if word not in words:
         raise ValueError(f"{field}={value!r}: must be one of {', '.join(words)}")
     return words[word]
-
-
-def wrap_policy_of(value: str) -> Callable[..., Any] | None:
-    """Return torch's wrap policy for a name; None for NO_WRAP."""
-    name = value.upper()
-    if name not in FSDP_AUTO_WRAP_POLICY:
-        raise ValueError(f"Invalid auto wrap policy: {value}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
-    policies = (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)
-    return policies[FSDP_AUTO_WRAP_POLICY.index(name)]
-
-
-def offload_of(value: bool, version: int) -> CPUOffload | OffloadPolicy:
-    """Return a version's value for parameters on the CPU, or on the device."""
-    if version == 1:
-        return CPUOffload(offload_params=value)
-    return CPUOffloadPolicy() if value else OffloadPolicy()
 
 
 def mixed_precision_of(

@@ -1,4 +1,4 @@
-"""The dataclasses of options that `Accelerator(kwargs_handlers=[...])` takes, and those of torch.compile."""
+"""The options that `Accelerator(kwargs_handlers=[...])` takes, those of torch.compile, and what they become."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,10 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_accelerate.environment_variables import clear_environment, fill_unsaid, truth
 from drivetrain_accelerate.plugins.enums import DDPCommunicationHookType, DynamoBackend
-from drivetrain_accelerate.plugins.option_fields import becomes, options, refused, without_effect
+from drivetrain_accelerate.plugins.option_fields import (
+    becomes,
+    check_refused,
+    options,
+    refusal,
+    refused,
+    settings_of,
+    without_effect,
+)
 from drivetrain_config import environ
 
 _DYNAMO = "ACCELERATE_DYNAMO_"
+# Each kind of device's library that communicates; others have gloo.
+_COMMUNICATES_BY = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 
 
 class KwargsHandler:
@@ -73,28 +83,24 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Have a model reduce its gradients by the hook that `comm_hook` names."""
         if self.comm_hook == DDPCommunicationHookType.NO:
             return
-        state: Any = None
-        hook: Any
-        if self.comm_hook == DDPCommunicationHookType.POWER_SGD:
-            state, hook = (
-                powerSGD_hook.PowerSGDState(None, **self.comm_state_option),
-                powerSGD_hook.powerSGD_hook,
-            )
-        elif self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
-            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
-            hook = powerSGD_hook.batched_powerSGD_hook
-        else:
-            hook = _COMPRESSING_HOOKS[self.comm_hook]
+        is_power_sgd = self.comm_hook in (
+            DDPCommunicationHookType.POWER_SGD,
+            DDPCommunicationHookType.BATCHED_POWER_SGD,
+        )
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if is_power_sgd else None
+        hook = _HOOKS[self.comm_hook]
         if self.comm_wrapper != DDPCommunicationHookType.NO:
-            hook = _COMPRESSING_WRAPPERS[self.comm_wrapper](hook)
+            hook = _WRAPPERS[self.comm_wrapper](hook)
         model.register_comm_hook(state=state, hook=hook)
 
 
-_COMPRESSING_HOOKS: dict[DDPCommunicationHookType, Any] = {
+_HOOKS: dict[DDPCommunicationHookType, Any] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+    DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
-_COMPRESSING_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
+_WRAPPERS: dict[DDPCommunicationHookType, Any] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
 }
@@ -192,3 +198,77 @@ class TorchDynamoPlugin(KwargsHandler):
         found = super().to_kwargs()
         found.pop("use_regional_compilation", None)
         return found
+
+
+def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
+    """Return the fields of the `ddp` section."""
+    check_refused(handler)
+    section: dict[str, object] = {
+        **settings_of(handler),
+        "bucket_size_mb": float(handler.bucket_cap_mb),
+        # A static graph finds unused parameters by itself.
+        "find_unused_parameters": handler.find_unused_parameters and not handler.static_graph,
+        "communication_hook": str(handler.comm_hook.value),
+    }
+    options = dict(handler.comm_state_option)
+    if handler.comm_hook == DDPCommunicationHookType.NO:
+        section["communication_hook"] = "none"
+    elif handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
+        section["power_sgd_rank"] = options.pop("matrix_approximation_rank", 1)
+        section["power_sgd_start_step"] = options.pop("start_powerSGD_iter", 1000)
+    elif handler.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+        instead = "PowerSGD over whole buckets is less accurate; say POWER_SGD"
+        raise refusal(handler, "comm_hook", handler.comm_hook, instead)
+    if options:
+        instead = "matrix_approximation_rank and start_powerSGD_iter of POWER_SGD are set here; leave the others out"
+        raise refusal(handler, "comm_state_option", options, instead)
+    return section
+
+
+def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
+    """Return the fields of the `precision` section that say how fp16's loss scale moves."""
+    check_refused(handler)
+    section: dict[str, object] = settings_of(handler)
+    if handler.init_scale < 1:
+        section["min_scale"] = handler.init_scale  # by default the scale does not fall below 1
+    return section
+
+
+def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
+    """Refuse another process group than drivetrain's on that kind of device; `PartialState` takes its timeout."""
+    own = _COMMUNICATES_BY.get(device_type, "gloo")
+    # The default, "nccl", means what fits the device in Accelerate too.
+    if handler.backend not in (None, "nccl", own, f"cpu:gloo,{device_type}:{own}"):
+        instead = (
+            f"processes on {device_type} communicate by {own}; leave it out, or make the group by "
+            "torch.distributed.init_process_group before the Accelerator, which takes it"
+        )
+        raise refusal(handler, "backend", handler.backend, instead)
+    if handler.init_method not in (None, "env://"):
+        raise refusal(handler, "init_method", handler.init_method)
+
+
+def check_autocast(handler: AutocastKwargs, mixed_precision: str) -> None:
+    """Refuse a run in half precision whose models would not compute in it, since autocast is off."""
+    if not handler.enabled and mixed_precision != "no":
+        instead = (
+            f"models would not compute in mixed_precision={mixed_precision!r}; say mixed_precision='no', or pass the "
+            "handler to accelerator.autocast() around the part that is computed in full precision"
+        )
+        raise refusal(handler, "enabled", False, instead)
+
+
+def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any] | None:
+    """Return the arguments of `torch.compile`; None if nothing is compiled."""
+    if plugin.backend == DynamoBackend.NO:
+        return None
+    options = {name: value for name, value in plugin.to_dict().items() if value is not None}
+    del options["use_regional_compilation"]
+    if options["mode"] == "default":
+        del options["mode"]
+    return options
+
+
+def compiles_regions(plugin: TorchDynamoPlugin) -> bool:
+    """Return whether the blocks of a model are compiled one by one."""
+    return plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation

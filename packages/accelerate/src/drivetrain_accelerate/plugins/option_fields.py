@@ -39,7 +39,7 @@ def options(kind: type[Options]) -> type[Options]:
 
 
 def with_known_fields(kind: type[Options]) -> type[Options]:
-    """Decorate a class: an argument that it does not have becomes a TypeError that lists those that it has."""
+    """Decorate a class: an unknown argument becomes a TypeError with the list of the known ones."""
     construct = kind.__init__
     _, *known = signature(construct).parameters
     what = "field" if is_dataclass(kind) else "argument"

@@ -1,9 +1,9 @@
-"""The options of tensor, context and sequence parallelism."""
+"""The options of tensor, context and sequence parallelism, and what the parallel dimensions become."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
-from drivetrain_accelerate.plugins.option_fields import options, refused
+from drivetrain_accelerate.plugins.option_fields import options, refusal, refused
 from drivetrain_config import environ
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
@@ -73,3 +73,36 @@ class DeepSpeedSequenceParallelConfig:
                 f"Invalid sp_attn_implementation: {name}. Must be one of {list(_ATTENTIONS)} or a flash attention "
                 "of the hub, such as kernels-community/flash-attn2"
             )
+
+
+def parallelism_sections(configuration: Any) -> dict[str, object]:
+    """Return the fields of the `fsdp` section for a `ParallelismConfig`: the ranks that share one replica."""
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(configuration, name)) > 1:
+            raise refusal(configuration, name, size)
+    if configuration.dp_shard_size == 1:
+        return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
+    if configuration.dp_replicate_size == 1:
+        return {"strategy": "full_shard"}
+    return {"strategy": "hybrid_shard", "shard_size": configuration.dp_shard_size}
+
+
+def check_dimensions(configuration: Any, *, num_processes: int) -> None:
+    """Check sizes, and, where one is above 1, their product against the number of processes."""
+    parallelism_sections(configuration)
+    if configuration.total_size not in (1, num_processes):
+        sizes = ", ".join(
+            f"{name}={size}" for name, size in vars(configuration).items() if name.endswith("_size")
+        )
+        raise ValueError(
+            f"ParallelismConfig({sizes}): the product of the sizes is {configuration.total_size}, and there are "
+            f"{num_processes} processes: make them equal"
+        )
+
+
+def check_engine_dimensions(configuration: Any) -> None:
+    """Refuse replicas and shards under DeepSpeed, which partitions over all ranks."""
+    for name in ("dp_replicate_size", "dp_shard_size"):
+        if configuration is not None and (size := getattr(configuration, name)) > 1:
+            instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
+            raise refusal(configuration, name, size, instead, ours="deepspeed.stage")

@@ -1,7 +1,15 @@
 """The dataclasses that say how a run reads its data, where it stores its results, and when it steps."""
 
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
-from drivetrain_accelerate.plugins.option_fields import becomes, options, refused, without_effect
+from drivetrain_accelerate.plugins.option_fields import (
+    becomes,
+    check_refused,
+    options,
+    refusal,
+    refused,
+    settings_of,
+    without_effect,
+)
 
 
 @options
@@ -65,3 +73,26 @@ class GradientAccumulationPlugin(KwargsHandler):
         "offload",
         default=False,
     )
+
+
+def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
+    """Return the fields of the `data` section.
+
+    `even_batches` fills the tail from the epoch's beginning, and `gather_for_metrics` leaves what was filled in out;
+    drivetrain's "pad" does both. Without it, no sample is repeated, and ranks stay in step.
+    """
+    return {**settings_of(configuration), "even": "pad" if configuration.even_batches else "uneven"}
+
+
+def check_project(configuration: ProjectConfiguration) -> None:
+    """Refuse options of a project about checkpoints that would have no effect."""
+    check_refused(configuration)
+    limit = configuration.total_limit
+    if limit is not None and not configuration.automatic_checkpoint_naming:
+        instead = (
+            "old checkpoints are known by their automatic names; say automatic_checkpoint_naming=True too"
+        )
+        raise refusal(configuration, "total_limit", limit, instead)
+    if limit is not None and limit < 1:
+        instead = "it would delete the checkpoint that was just written; say 1 or more, or None to keep all"
+        raise refusal(configuration, "total_limit", limit, instead)

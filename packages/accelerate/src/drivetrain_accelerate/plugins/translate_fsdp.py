@@ -59,7 +59,7 @@ def fsdp_sections(
     if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
         instead = "saves hold whole tensors by name, never a rank's own layout; say FULL_STATE_DICT"
         raise refusal(plugin, "state_dict_type", "LOCAL_STATE_DICT", instead, ours="checkpoint")
-    section: dict[str, object] = {"strategy": _strategy(plugin), **_wrapping(plugin, models)}
+    section: dict[str, object] = {"strategy": _strategy(plugin), **_read_wrapping(plugin, models)}
     held = plugin.cpu_offload
     section["offload"] = (
         held.offload_params if isinstance(held, CPUOffload) else isinstance(held, CPUOffloadPolicy)
@@ -124,21 +124,21 @@ def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
     return _STRATEGIES[strategy]
 
 
-def _wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> dict[str, object]:
+def _read_wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> dict[str, object]:
     names, least = plugin.transformer_cls_names_to_wrap, plugin.min_num_params
     policy = plugin.auto_wrap_policy
     if policy is None:  # what is said beside it is not heard in Accelerate, and is here
         said: dict[str, object] = {"wrap": tuple(names) if names else None, "min_num_params": least or None}
         found = {name: value for name, value in said.items() if value} or {"wrap": ()}
     else:
-        found = _of_policy(policy, plugin, models)
+        found = _read_policy(policy, plugin, models)
     if len(found) > 1 or (least and "min_num_params" not in found):
         instead = f"goes with size_based_wrap, not with {names or policy!r}; leave one of the two out"
         raise refusal(plugin, "min_num_params", least, instead)
     return found
 
 
-def _of_policy(
+def _read_policy(
     policy: Any, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> dict[str, object]:
     """Return the classes or the size of a policy, be it torch's function, a partial of it, or peft's combination."""
@@ -159,7 +159,7 @@ def _of_policy(
         # each parameter by itself.
         known = [part for part in options["policies"] if _function(part) is not lambda_auto_wrap_policy]
         if len(known) == 1:
-            return _of_policy(known[0], plugin, models)
+            return _read_policy(known[0], plugin, models)
     instead = (
         "blocks are chosen by class or by size: say auto_wrap_policy='transformer_based_wrap' with "
         "transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params"

@@ -1,37 +1,44 @@
 """The ranks, the precision and the plugins of the first Accelerator, shared by all that ask."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from importlib import import_module
+from logging import getLogger
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
+from drivetrain.settings import RunSettings
+from drivetrain_accelerate.environment_variables import value_from
 from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_accelerate.plugins.launched_plugin import add_unsaid_plugins, shown_plugin
+from drivetrain_accelerate.plugins.kwargs_handlers import TorchDynamoPlugin
+from drivetrain_accelerate.plugins.parallelism_handlers import check_dimensions
 from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_config import resolve
 
+logger = getLogger(__name__)
+
+# The backends that Accelerate has a plugin for, each with the variable that asks for it.
+_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+)
+_CLASSES = {"fsdp": "FullyShardedDataParallelPlugin", "deepspeed": "DeepSpeedPlugin"}
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
 _FORGET = "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
 
 
 class AcceleratorState(PartialState):
-    """The ranks, precision and plugins of a run. The first Accelerator sets them.
-
-    Attributes:
-        deepspeed_plugins: The plugins of DeepSpeed by name; None without.
-        device_mesh: The mesh of the parallel dimensions of more than one process; None without.
-        is_sharding_in_settings: Whether drivetrain's settings, and not a plugin, say how models are sharded.
-        accelerators: The Accelerators of this process, as far as the program holds them; a reset leaves them.
-        said_precision: The precision that the first Accelerator or its launch says; None if neither does.
-    """
+    """The ranks, precision and plugins of a run. The first Accelerator sets them."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    accelerators: ClassVar[WeakSet[Any]] = WeakSet()
+    accelerators: ClassVar[WeakSet[Any]] = WeakSet()  # of this process; a reset leaves them
 
-    deepspeed_plugins: dict[str, Any] | None
+    deepspeed_plugins: dict[str, Any] | None  # by name
     fsdp_plugin: Any
     dynamo_plugin: Any
     parallelism_config: Any
-    device_mesh: Any
-    said_precision: str | None
+    device_mesh: Any  # of the parallel dimensions of more than one process
+    said_precision: str | None  # by the first Accelerator or its launch
+    # Whether drivetrain's settings, and not a plugin, say how models are sharded.
     is_sharding_in_settings: bool
 
     def __init__(
@@ -160,3 +167,68 @@ class AcceleratorState(PartialState):
                 f"{'none' if self._shown[name] is None else 'another'}, and they share a state: leave it out, or "
                 f"{_FORGET}"
             )
+
+
+def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
+    """Add the plugins that follow from the others, from the parallel dimensions or from the launch; rank 0 warns.
+
+    Return whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
+    """
+    plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
+    dimensions = plugins["parallelism_config"]
+    if dimensions is not None:
+        check_dimensions(dimensions, num_processes=num_processes)
+    given = [name for name in _VARIABLES if plugins[f"{name}_plugin"] is not None]
+    if given:
+        if len(given) > 1:
+            asked = " and ".join(f"{name}_plugin=" for name in given)
+            raise ValueError(f"{asked}: a run has one backend; pass one")
+        for name, variable in _VARIABLES.items():
+            if is_main and name not in given and value_from(variable, False):
+                logger.warning(
+                    "%s=true gives way to %s_plugin= of the program, which comes first: unset the variable, or leave "
+                    "the plugin out",
+                    variable,
+                    given[0],
+                )
+        return False
+    if dimensions is not None and dimensions.dp_shard_size > 1:
+        plugins |= _make_plugin("fsdp", fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        return False
+    # A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
+    found = resolve(RunSettings, section="run")
+    is_said = found.sources["backend"].kind != "default" and found.value.backend != "auto"
+    asked = [name for name, variable in _VARIABLES.items() if value_from(variable, False)]
+    if not is_said and len(asked) > 1:
+        raise ValueError(
+            f"{' and '.join(map(_VARIABLES.__getitem__, asked))} are both true, and a run has one backend: unset "
+            "one of them, or pass the plugin of the one you mean"
+        )
+    for backend in [found.value.backend] if is_said else asked:
+        plugins |= _make_plugin(backend) if backend in _VARIABLES else {}
+    return is_said and found.value.backend in _VARIABLES
+
+
+def _make_plugin(backend: str, **fields: Any) -> dict[str, Any]:
+    # torch's FSDP takes seconds to import: only a run that asks for it does.
+    module = import_module(f"drivetrain_accelerate.plugins.{backend}_plugin")
+    return {f"{backend}_plugin": getattr(module, _CLASSES[backend])(**fields)}
+
+
+def shown_plugin(plugin: Any) -> str | None:
+    """Return what a plugin, or several by name, say: equal for equal options, and unchanged by later use.
+
+    A text, since some options, such as partial functions, are not equal to others of the same parts.
+    """
+    if plugin is None:
+        return None
+    if isinstance(plugin, Mapping):
+        named = cast("Mapping[str, Any]", plugin)
+        return repr({name: shown_plugin(each) for name, each in named.items()})
+    said = {
+        name: value
+        for name, value in vars(plugin).items()
+        if not name.startswith("_")
+        and name not in ("hf_ds_config", "dschf")  # made of the others, or noted in use
+    }
+    return f"{type(plugin).__name__}: {said!r}"

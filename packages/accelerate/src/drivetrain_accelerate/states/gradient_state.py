@@ -14,36 +14,24 @@ class ActiveLoader(Protocol):
 
 
 class DataPosition(TypedDict):
-    """The place of a loop in its data, in plain values that are saved beside an optimizer's state.
-
-    Attributes:
-        epoch: The number of the epoch that is read.
-        position: The number of samples read of it; of batches if those are distributed whole.
-        stride: The number by which each batch of all ranks moves the position.
-    """
+    """The place of a loop in its data, in plain values that are saved beside an optimizer's state."""
 
     epoch: int
-    position: int
-    stride: int
+    position: int  # samples read of the epoch; batches if those are distributed whole
+    stride: int  # by which each batch of all ranks moves the position
 
 
 class GradientState(SharedState):
-    """The place of the run: whether the optimizer steps with this micro-batch, and where the loaders are.
-
-    Attributes:
-        plugin_kwargs: The options of accumulation that differ from their defaults.
-        is_window_set: Whether the program itself says which micro-batch closes a window, by `_set_sync_gradients`,
-            as transformers' Trainer does.
-        resumed_from: The position that was saved with the optimizer's state that was loaded last; None once the
-            program has said where it reads on.
-    """
+    """The place of the run: whether the optimizer steps with this micro-batch, and where the loaders are."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     sync_gradients: bool
-    plugin_kwargs: dict[str, Any]
+    plugin_kwargs: dict[str, Any]  # options of accumulation that differ from their defaults
+    # Whether the program itself says which micro-batch closes a window, as transformers' Trainer does.
     is_window_set: bool
     is_xla_gradients_synced: bool = False
+    # Saved with the optimizer's state that was loaded last; None once the program has said where it reads on.
     resumed_from: DataPosition | None
     _loaders: list[ActiveLoader]
 

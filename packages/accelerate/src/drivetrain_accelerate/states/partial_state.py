@@ -9,20 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 
-from drivetrain_accelerate.plugins.enums import DistributedType
-from drivetrain_config import environ, resolve
+from drivetrain_accelerate.environment_variables import says_yes
+from drivetrain_accelerate.plugins.enums import TYPE_BY_DEVICE, DistributedType
+from drivetrain_config import resolve
 from drivetrain_state import Context, StateSettings, best_device_kind, connect
 from drivetrain_state.collectives import control
 from drivetrain_state.collectives import operations as collectives
-
-_BY_DEVICE = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "xpu": DistributedType.MULTI_XPU,
-    "npu": DistributedType.MULTI_NPU,
-    "mlu": DistributedType.MULTI_MLU,
-    "hpu": DistributedType.MULTI_HPU,
-}
 
 
 class SharedState:
@@ -102,17 +94,15 @@ class RankControl:
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function so that it runs on rank 0 only and returns None elsewhere."""
-        decorate = control.on_main_process(self.context)
-        return decorate if function is None else decorate(function)
+        return self._decorate_for(function, is_chosen=self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function so that it runs on rank 0 of each node only."""
-        decorate = control.on_local_main_process(self.context)
-        return decorate if function is None else decorate(function)
+        return self._decorate_for(function, is_chosen=self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function so that it runs on the highest rank only."""
-        return control.on_last_process(self.context)(function)
+        return self._decorate_for(function, is_chosen=self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
@@ -234,14 +224,14 @@ def is_initialized() -> bool:
 
 def distributed_type_on(device_kind: str) -> DistributedType:
     """Return the way in which several processes train on a kind of device."""
-    if device_kind not in _BY_DEVICE:
+    if device_kind not in TYPE_BY_DEVICE:
         raise NotImplementedError(
             f"several processes on {device_kind}: programs for Accelerate train here on several of "
-            f"{', '.join(_BY_DEVICE)}; run one process on {device_kind}, or several with Accelerator(cpu=True)"
+            f"{', '.join(TYPE_BY_DEVICE)}; run one process on {device_kind}, or several with Accelerator(cpu=True)"
         )
-    return _BY_DEVICE[device_kind]
+    return TYPE_BY_DEVICE[device_kind]
 
 
 def asks_for_cpu() -> bool:
     """Return whether the launch says to compute on the CPU."""
-    return (environ.read("ACCELERATE_USE_CPU") or "").lower() in ("1", "true", "yes", "y", "on", "t")
+    return says_yes("ACCELERATE_USE_CPU")

@@ -1,10 +1,12 @@
-"""Apply functions to the tensors in nested lists, tuples, mappings and dataclasses, and move them to a device."""
+"""Apply functions to the tensors in nested lists, tuples, mappings and dataclasses; move, cut, join, convert them."""
 
 from collections import UserDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, cast
+from functools import update_wrapper, wraps
+from pickle import PicklingError
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -61,7 +63,7 @@ def recursively_apply(
         )
 
     if isinstance(data, (tuple, list, Mapping)):
-        return _with_items(data, again)
+        return _map_items(data, again)
     if test_type(data):
         return func(data, *args, **kwargs)
     if is_dataclass(data) and not isinstance(data, type):
@@ -75,7 +77,7 @@ def recursively_apply(
     return data
 
 
-def _with_items(data: Any, again: Callable[[Any], Any], skipped: Container[Any] = ()) -> Any:
+def _map_items(data: Any, again: Callable[[Any], Any], skipped: Container[Any] = ()) -> Any:
     """Return a list, tuple or mapping with a function applied to its items, but for those of the skipped keys."""
     if not isinstance(data, Mapping):
         return honor_type(data, map(again, data))
@@ -127,7 +129,7 @@ def send_to_device(
         except TypeError:  # the `to` of a class of the program's own takes the device alone
             return moves.to(device)
     if isinstance(tensor, (tuple, list, Mapping)):
-        return _with_items(tensor, again, skipped)
+        return _map_items(tensor, again, skipped)
     if is_dataclass(tensor) and not isinstance(tensor, type) and is_strict():
         values = {each.name: getattr(tensor, each.name) for each in fields(tensor)}
         sent = {name: value if name in skipped else again(value) for name, value in values.items()}
@@ -150,3 +152,141 @@ def list_tensors(data: Any) -> list[torch.Tensor]:
 
     recursively_apply(noted, data)
     return found
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the size of the first dimension of the first leaf, which must be a tensor."""
+    if isinstance(data, (tuple, list, Mapping)):
+        items = cast("Mapping[Any, Any]", data).values() if isinstance(data, Mapping) else data
+        for first in cast("Sequence[Any]", items):
+            return find_batch_size(first)
+        raise ValueError(f"an empty {type(data).__name__} has no batch size: give it a tensor")
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{type(data)} has no batch size: the first leaf must be a tensor")
+    if data.dim() == 0:
+        raise ValueError("a tensor of shape () has no batch size: the first leaf needs a dimension")
+    return data.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the size of the first dimension of the first leaf; None if it has none."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return nested data with a `TensorInformation` in place of each tensor."""
+
+    def information(tensor: torch.Tensor) -> TensorInformation:
+        return TensorInformation(tensor.shape, tensor.dtype)
+
+    return recursively_apply(information, data)
+
+
+def get_shape(data: Any) -> Any:
+    """Return nested data with the shape of each tensor, as a list, in its place."""
+
+    def shape(tensor: torch.Tensor) -> list[int]:
+        return list(tensor.shape)
+
+    return recursively_apply(shape, data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return nested data with a tensor of any values in place of each `TensorInformation`."""
+
+    def empty(information: TensorInformation) -> torch.Tensor:
+        return torch.empty(information.shape, dtype=information.dtype)
+
+    return recursively_apply(empty, data_structure, test_type=is_tensor_information)
+
+
+def listify(data: Any) -> Any:
+    """Return nested data with a list of numbers in place of each tensor."""
+    return recursively_apply(torch.Tensor.tolist, data)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return nested data with a slice of each tensor."""
+    del process_index, num_processes
+    return recursively_apply(torch.Tensor.__getitem__, data, tensor_slice)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join nested tensors of the same structure, leaf by leaf."""
+    if not data:
+        raise ValueError("there is nothing to concatenate: the list is empty")
+    first = data[0]
+    if isinstance(first, (tuple, list)):
+        if len({len(each) for each in data}) > 1:
+            raise ValueError(f"cannot concatenate sequences of lengths {[len(each) for each in data]}")
+        columns = zip(*data, strict=True)
+        return honor_type(first, (concatenate(column, dim=dim) for column in columns))
+    if isinstance(first, Mapping):
+        mapping = cast("Mapping[Any, Any]", first)
+        if any(each.keys() != mapping.keys() for each in data):
+            raise ValueError(
+                f"cannot concatenate mappings of different keys: {[list(each) for each in data]}"
+            )
+        return with_values(
+            mapping, {key: concatenate([each[key] for each in data], dim=dim) for key in mapping}
+        )
+    if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
+        raise TypeError(f"cannot concatenate {type(first)}: all leaves must be tensors")
+    return torch.cat(list(data), dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return nested tensors whose last row is repeated until the batch divides by the number of processes."""
+    missing = -batch_size % num_processes
+
+    def padded(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0:
+            return leaf
+        last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+        return torch.cat([leaf, *[last] * missing], dim=dim)
+
+    return recursively_apply(padded, tensor, error_on_other_type=True)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return nested data with its float16 and bfloat16 tensors in float32."""
+
+    def is_half(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+
+    return recursively_apply(torch.Tensor.float, tensor, test_type=is_half)
+
+
+class ConvertOutputsToFp32:
+    """A callable around another, with the results in float32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the callable."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> NoReturn:
+        raise PicklingError(
+            "a forward that converts its outputs to float32 cannot be pickled: unwrap the model first, by "
+            "Accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function around another, with the results in float32."""
+    converting = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converting(*args, **kwargs)
+
+    return wraps(converting)(forward)

@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from hashlib import blake2b
 from logging import getLogger
 from typing import Any, cast
 from warnings import warn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drivetrain_accelerate.compat import map_nested
 from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.strictness import is_strict
 from drivetrain_accelerate.tensors.nested_tensors import list_tensors, recursively_apply
-from drivetrain_accelerate.tensors.verification import check_same_call, without_check
-from drivetrain_state import Context, LeafError, RankLogger, barrier
+from drivetrain_state import CollectiveMismatchError, Context, LeafError, RankLogger, barrier
 from drivetrain_state.collectives import operations
+from drivetrain_state.collectives.agreement import CollectiveCall, describe_call
 from drivetrain_state.collectives.nested import rebuild, tensors_in
 
 logger = RankLogger(getLogger(__name__))
@@ -39,9 +41,8 @@ def wait_for_everyone() -> None:
 def gather(tensor: Any) -> Any:
     """Concatenate nested tensors over ranks, in dimension 0 and rank order. Called on all ranks.
 
-    Raises:
-        TypeError: A leaf is no tensor, where there are several ranks.
-        DistributedOperationException: Structures, dtypes or shapes differ between ranks.
+    On several ranks, a leaf that is no tensor is a TypeError; a difference between ranks in structure, dtype or shape
+    is a DistributedOperationException.
     """
     context = current_context()
     if context.topology.world_size == 1:
@@ -92,8 +93,7 @@ def _is_sent(leaf: Any) -> bool:
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Fill nested tensors with those of one rank, in place, and return them. Called on all ranks.
 
-    Raises:
-        DistributedOperationException: Structures, dtypes or shapes differ between ranks.
+    Structures, dtypes or shapes that differ between ranks are a DistributedOperationException.
     """
     context = current_context()
     if context.topology.world_size == 1:
@@ -126,9 +126,8 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> Any:
     """Reduce nested tensors over ranks, elementwise, without `scale`, as on all devices but XLA. Called on all ranks.
 
-    Raises:
-        ValueError: The reduction is unknown, or the mean is of integers, where there are several ranks.
-        DistributedOperationException: Structures, dtypes or shapes differ between ranks.
+    A ValueError refuses an unknown reduction, and on several ranks the mean of integers; a difference between ranks
+    in structure, dtype or shape is a DistributedOperationException.
     """
     if reduction not in _REDUCED_BY_ACCELERATE and not is_strict():
         reduction = "sum"
@@ -169,9 +168,8 @@ class CannotPadNestedTensorWarning(UserWarning):
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors in one dimension to the largest size on any rank; dtypes are kept. Called on all ranks.
 
-    Raises:
-        ValueError: A tensor of whole numbers is to be padded with a fraction.
-        DistributedOperationException: Structures, dtypes or numbers of dimensions differ between ranks.
+    A ValueError refuses to pad whole numbers with a fraction; a difference between ranks in structure, dtype or
+    number of dimensions is a DistributedOperationException.
     """
     context = current_context()
     recursively_apply(_check_paddable, tensor, pad_index, error_on_other_type=True)
@@ -263,3 +261,74 @@ def GatheredParameters(  # noqa: N802 Accelerate's name
     zero: Any = deepspeed.zero
     with zero.GatheredParameters(given, modifier_rank=modifier_rank, fwd_module=fwd_module) as gathered:
         yield gathered
+
+
+class DistributedOperationException(CollectiveMismatchError):  # noqa: N818 the name is Accelerate's
+    """The ranks call different collectives, or one with data of different structures, dtypes or shapes."""
+
+
+def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ: bool = False) -> None:
+    """Compare the calls of all ranks by a hash, at the price of one collective of 16 bytes. Called on all ranks.
+
+    If they differ, a DistributedOperationException on all ranks shows the call of each.
+    """
+    if context.topology.world_size == 1:
+        return
+    mine = describe_call(operation, data)
+    if sizes_differ:
+        unsized = tuple((path, kind, (-1,) * len(shape)) for path, kind, shape in mine.leaves)
+        mine = CollectiveCall(mine.call, unsized)
+    digest = blake2b(str(mine).encode(), digest_size=16).digest()
+    words = [int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:])]
+    plain = without_check(context)
+    # A group that serves the CPU does not wait for the accelerator there.
+    backends = str(dist.get_backend_config(context.group))
+    device = torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
+    rows = operations.gather(plain, torch.tensor([words], device=device))
+    if bool((rows == rows[0]).all()):
+        return
+    lines = [f"  rank {rank}: {said}" for rank, said in enumerate(operations.gather_object(plain, str(mine)))]
+    raise DistributedOperationException(
+        "the ranks do not make the same call:\n"
+        + "\n".join(lines)
+        + "\nStructures, dtypes and shapes must be equal; use pad_across_processes first where sizes differ"
+    )
+
+
+def without_check(context: Context) -> Context:
+    """Return the context for a collective whose calls were compared already."""
+    return replace(context, settings=replace(context.settings, debug=False))
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective so that in debug mode the ranks compare its first argument, `tensor`, before it runs."""
+    operation = f"{function.__module__}.{function.__name__}"
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context.settings.debug and context.topology.world_size > 1:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if other := sorted({leaf.device.type for leaf in list_tensors(tensor)} - {context.device.type}):
+                raise DistributedOperationException(
+                    f"{operation} got a tensor on {other[0]}, while this process computes on {context.device.type}: "
+                    "move it there first"
+                )
+            check_same_call(context, operation, tensor)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of collectives: their errors name the function too."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            operation = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(f"in {operation}: {error}") from error
+
+    return wrapper

@@ -30,14 +30,10 @@ class GeneralTracker:
     """A tracker: a subclass has `name`, `requires_logging_directory` and `tracker`, the platform's own object.
 
     The calls are `start`, `store_init_configuration` if the run has one, `log` any number of times, and `finish`.
-
-    Args:
-        _blank: Whether it stands for a tracker of another process, and does nothing.
-
-    Attributes:
-        main_process_only: Whether the methods that `on_main_process` decorates run on the main process alone.
+    With `_blank`, it stands for a tracker of another process, and does nothing.
     """
 
+    # Whether the methods that `on_main_process` decorates run on the main process alone.
     main_process_only: ClassVar[bool] = True
 
     def __init__(self, _blank: bool = False) -> None:
@@ -75,14 +71,14 @@ def calls_on_main_process(kind: Kind) -> Kind:
 class LibraryTracker(GeneralTracker):
     """A tracker over the module of its name; `start` sets the attribute that `opened` names, the platform's object.
 
-    Args:
-        run_name: The name of the run or its project.
-        **kwargs: The arguments of the platform's function that opens a run.
+    The keywords are the arguments of the platform's function that opens a run.
     """
 
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool] = False
     opened: ClassVar[str] = "run"
+    configured_by: ClassVar[str]  # the method of the platform's object that stores a configuration
+    ended_by: ClassVar[str] = "finish"
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
@@ -98,6 +94,16 @@ class LibraryTracker(GeneralTracker):
     def module(self) -> Any:
         """The platform's library."""
         return importlib.import_module(self.name)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration of the run, as the platform does."""
+        getattr(self.tracker, self.configured_by)(values)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        getattr(self.tracker, self.ended_by)()
 
     def numbers(self, values: dict[str, Any]) -> dict[str, int | float]:
         """Return the numbers among values, and warn of the others."""

@@ -1,16 +1,20 @@
 """The trackers of the platforms, which call the platforms' libraries as Accelerate's trackers do."""
 
+import importlib
 import json
+import time
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 from packaging.version import parse
 
 from drivetrain_accelerate.libraries.availability import compare_versions
-from drivetrain_accelerate.trackers.general_tracker import LibraryTracker, calls_on_main_process
+from drivetrain_accelerate.trackers.general_tracker import LibraryTracker, calls_on_main_process, number_of
 from drivetrain_config import environ
 
 Folder = str | PathLike[str]
+_PLAIN = (int, float, str, bool, type(None))
 
 
 @calls_on_main_process
@@ -30,10 +34,6 @@ class _RunTracker(LibraryTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values, which may be media of the platform's own."""
         self.run.log(values, step=step, **kwargs)
-
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
 
 
 class TrackioTracker(_RunTracker):
@@ -82,6 +82,8 @@ class CometMLTracker(LibraryTracker):
 
     name = "comet_ml"
     opened = "writer"
+    configured_by = "log_parameters"
+    ended_by = "end"
 
     def start(self) -> None:
         """Start the experiment."""
@@ -89,10 +91,6 @@ class CometMLTracker(LibraryTracker):
         has_start = compare_versions(parse(comet.__version__), ">=", "3.41.0")
         begin = comet.start if has_start else comet.Experiment
         self.writer: Any = begin(project_name=self.run_name, **self.init_kwargs)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the configuration as parameters."""
-        self.writer.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics, strings as others, and dicts as metrics under their name."""
@@ -106,10 +104,6 @@ class CometMLTracker(LibraryTracker):
             else:
                 self.writer.log_metric(name, value, step=step, **kwargs)
 
-    def finish(self) -> None:
-        """End the experiment."""
-        self.writer.end()
-
 
 @calls_on_main_process
 class AimTracker(LibraryTracker):
@@ -118,6 +112,7 @@ class AimTracker(LibraryTracker):
     name = "aim"
     requires_logging_directory = True
     opened = "writer"
+    ended_by = "close"
 
     def __init__(self, run_name: str, logging_dir: Folder | None = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -151,23 +146,12 @@ class AimTracker(LibraryTracker):
             made = image(picture, caption=caption, **given.get("aim_image", {}))
             self.writer.track(made, name=name, step=step, **given.get("track", {}))
 
-    def finish(self) -> None:
-        """Close the run."""
-        self.writer.close()
-
 
 @calls_on_main_process
 class MLflowTracker(LibraryTracker):
     """A tracker of MLflow. What is None is read from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID and so on.
 
-    Args:
-        experiment_name: The experiment, created if there is none.
-        logging_dir: The folder of a new experiment's artifacts.
-        run_id: The run to continue.
-        tags: Tags, as a dict or as JSON.
-        nested_run: Whether the run is inside another one.
-        run_name: The name of a new run.
-        description: A description of the run.
+    The experiment is created if there is none, with `logging_dir` for its artifacts. Tags are a dict, or one as JSON.
     """
 
     name = "mlflow"
@@ -247,15 +231,14 @@ class MLflowTracker(LibraryTracker):
 
 @calls_on_main_process
 class ClearMLTracker(LibraryTracker):
-    """A tracker of ClearML: the current task, or a new one, which it closes.
+    """A tracker of ClearML: the current task, or a new one by `Task.init(**kwargs)`, which it closes.
 
-    Args:
-        run_name: The project of a new task, unless CLEARML_PROJECT says one.
-        **kwargs: The arguments of `clearml.Task.init`.
+    CLEARML_PROJECT comes before the run's name as the project of a new task.
     """
 
     name = "clearml"
     opened = "task"
+    configured_by = "connect_configuration"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -273,10 +256,6 @@ class ClearMLTracker(LibraryTracker):
         }
         self.task: Any = current if self._is_given else task.init(**{**options, **self.init_kwargs})
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Connect the configuration to the task."""
-        self.task.connect_configuration(values)
-
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers as scalars; what is no number is left out, with a warning."""
         reporter = self.task.get_logger()
@@ -284,13 +263,13 @@ class ClearMLTracker(LibraryTracker):
             if step is None:
                 reporter.report_single_value(name=name, value=value, **kwargs)
             else:
-                reporter.report_scalar(**_titled(name), value=value, iteration=step, **kwargs)
+                reporter.report_scalar(**_split_title(name), value=value, iteration=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report images by name."""
         reporter = self.task.get_logger()
         for name, value in values.items():
-            reporter.report_image(**_titled(name), iteration=step, image=value, **kwargs)
+            reporter.report_image(**_split_title(name), iteration=step, image=value, **kwargs)
 
     def log_table(
         self,
@@ -305,7 +284,9 @@ class ClearMLTracker(LibraryTracker):
         if dataframe is None and data is None:
             raise ValueError(f"log_table({table_name!r}): give data=, a list of rows, or dataframe=")
         plot = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
-        self.task.get_logger().report_table(**_titled(table_name), table_plot=plot, iteration=step, **kwargs)
+        self.task.get_logger().report_table(
+            **_split_title(table_name), table_plot=plot, iteration=step, **kwargs
+        )
 
     def finish(self) -> None:
         """Close the task, if it was begun here."""
@@ -315,16 +296,12 @@ class ClearMLTracker(LibraryTracker):
 
 @calls_on_main_process
 class DVCLiveTracker(LibraryTracker):
-    """A tracker of DVCLive, which has no names of runs.
-
-    Args:
-        run_name: Without effect: DVCLive has no names of runs.
-        live: The `Live` to log to; None for a new one.
-        **kwargs: The arguments of `dvclive.Live`.
-    """
+    """A tracker of DVCLive, which has no names of runs: a given `live`, or `dvclive.Live(**kwargs)`."""
 
     name = "dvclive"
     opened = "live"
+    configured_by = "log_params"
+    ended_by = "end"
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -335,10 +312,6 @@ class DVCLiveTracker(LibraryTracker):
         if self.live is None:
             self.live = self.module.Live(**self.init_kwargs)
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the configuration as parameters."""
-        self.tracker.log_params(values)
-
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics of a step; what is no number is left out, with a warning."""
         if step is not None:
@@ -347,14 +320,73 @@ class DVCLiveTracker(LibraryTracker):
             self.tracker.log_metric(name, value, **kwargs)
         self.tracker.next_step()
 
-    def finish(self) -> None:
-        """End the run."""
-        self.tracker.end()
 
-
-def _titled(name: str) -> dict[str, str]:
+def _split_title(name: str) -> dict[str, str]:
     """Return ClearML's title and series of a name: `eval_loss` is the series `eval` of `loss`."""
     for series in ("eval", "test", "train"):
         if name.startswith(f"{series}_"):
             return {"title": name.removeprefix(f"{series}_"), "series": series}
     return {"title": name, "series": "train"}
+
+
+@calls_on_main_process
+class TensorBoardTracker(LibraryTracker):
+    """A tracker that writes event files into a folder of the run's name, by `SummaryWriter(**kwargs)`."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    opened = "writer"
+    ended_by = "close"
+
+    def __init__(self, run_name: str, logging_dir: str | PathLike[str], **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = str(Path(logging_dir) / run_name)
+
+    def start(self) -> None:
+        """Open the event files, with torch's writer or that of tensorboardX."""
+        try:
+            module: Any = importlib.import_module("torch.utils.tensorboard")
+        except ImportError:
+            module = importlib.import_module("tensorboardX")
+        self.writer: Any = module.SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the configuration as hyperparameters and as a file `hparams.yml`.
+
+        A ValueError names values that are neither a number, a string, a boolean nor None.
+        """
+        if unfit := [name for name, value in values.items() if not isinstance(value, _PLAIN)]:
+            raise ValueError(
+                f"TensorBoard's hyperparameters are numbers, strings and booleans, not {', '.join(unfit)}: leave "
+                "them out of init_trackers(config=), or give str(value)"
+            )
+        self.writer.add_hparams(values, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir) / str(time.time())
+        folder.mkdir(parents=True, exist_ok=True)
+        # JSON's words for plain values are YAML's.
+        lines = [f"{json.dumps(str(name))}: {json.dumps(value)}\n" for name, value in values.items()]
+        (folder / "hparams.yml").write_text("".join(lines), encoding="utf-8")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers as scalars, strings as texts, and a dict of numbers as curves of one chart."""
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            elif number_of(value) is not None:
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write batches of images, as `SummaryWriter.add_images` takes them."""
+        for name, value in values.items():
+            self.writer.add_images(name, value, global_step=step, **kwargs)
+
+
+# In the order in which a run with `log_with="all"` has them.
+TRACKERS: tuple[type[LibraryTracker], ...] = (
+    *(TensorBoardTracker, WandBTracker, CometMLTracker, AimTracker, MLflowTracker),
+    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker),
+)

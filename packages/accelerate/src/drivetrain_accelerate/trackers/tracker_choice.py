@@ -8,21 +8,10 @@ from typing import Any
 from drivetrain_accelerate.plugins.enums import LoggerType
 from drivetrain_accelerate.trackers import platforms
 from drivetrain_accelerate.trackers.general_tracker import GeneralTracker
-from drivetrain_accelerate.trackers.tensorboard_files import TensorBoardTracker
 from drivetrain_tracking import tracker_names
 
 # A table that programs may read and extend, as the real one.
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": platforms.WandBTracker,
-    "comet_ml": platforms.CometMLTracker,
-    "aim": platforms.AimTracker,
-    "mlflow": platforms.MLflowTracker,
-    "clearml": platforms.ClearMLTracker,
-    "dvclive": platforms.DVCLiveTracker,
-    "swanlab": platforms.SwanLabTracker,
-    "trackio": platforms.TrackioTracker,
-}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {kind.name: kind for kind in platforms.TRACKERS}
 _PLATFORMS = tuple(map(LoggerType, LOGGER_TYPE_TO_CLASS))
 
 
@@ -71,7 +60,7 @@ def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = Non
 
 
 def split_trackers(log_with: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split what a program logs with into Accelerate's trackers and names, and those that drivetrain alone has.
+    """Split `log_with` into Accelerate's trackers and names, and those of drivetrain alone.
 
     The second are its log ("jsonl"), trackers that other packages announce, and objects of drivetrain's form.
     """

@@ -26,13 +26,10 @@ class EngineMethods:
     """The methods of DeepSpeed's engine by which programs save a model and look at it.
 
     Attributes that neither these methods nor the model have are the engine's.
-
-    Attributes:
-        schedules: The schedules that advance with the model's optimizer, which a checkpoint holds too.
     """
 
     accelerator: Accelerator
-    schedules: list[Any]
+    schedules: list[Any]  # which advance with the model's optimizer; a checkpoint holds them too
     engine: Any
 
     def __getattr__(self, name: str) -> Any:
@@ -112,15 +109,11 @@ class EngineMethods:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, Mapping[str, Any]]:
-        """Load what `save_checkpoint` saved on any number of ranks. Called on all ranks.
+        """Load what `save_checkpoint` saved on any number of ranks; return its folder, and the program's own values.
 
-        Returns:
-            The folder of the checkpoint, and the program's own values.
-
-        Raises:
-            FileNotFoundError: The folder does not name its latest checkpoint.
-            NoCheckpointError: There is no such checkpoint, or it is one that DeepSpeed itself wrote.
-            ValueError: It is of another model, or lacks frozen parameters.
+        Called on all ranks. A FileNotFoundError or NoCheckpointError says that there is no such checkpoint, the
+        second also that DeepSpeed itself wrote it; a ValueError, that it is of another model, or lacks frozen
+        parameters.
         """
         place = _find_checkpoint(Path(load_dir), tag)
         prepared = self._prepared()

@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch.optim import Optimizer
 
+from drivetrain_accelerate.plain_values import shown
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_backends import PreparedOptimizer
@@ -13,25 +14,10 @@ from drivetrain_backends import PreparedOptimizer
 _POSITION = "data_position"  # the entry of an optimizer's saved state
 
 
-def _of_inner(name: str, doc: str) -> Any:
-    """Return a property that is an attribute of the user's optimizer."""
-
-    def read(stepped: "AcceleratedOptimizer") -> Any:
-        return getattr(stepped.optimizer, name)
-
-    def write(stepped: "AcceleratedOptimizer", value: Any) -> None:
-        setattr(stepped.optimizer, name, value)
-
-    return property(read, write, doc=doc)
-
-
 class AcceleratedOptimizer(Optimizer):
     """The user's optimizer, with its groups and state, stepped by drivetrain.
 
     A deep copy or pickle holds a copy of the user's optimizer: a snapshot, or one to be prepared with its own model.
-
-    Attributes:
-        schedules: The schedules that each of its steps advances.
     """
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
@@ -41,7 +27,7 @@ class AcceleratedOptimizer(Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
-        self.schedules: list[Any] = []
+        self.schedules: list[Any] = []  # each step advances them
 
     def release(self) -> None:
         """Have the run that prepared it forget it."""
@@ -53,9 +39,9 @@ class AcceleratedOptimizer(Optimizer):
         """True if the run that prepared it has forgotten it: it may be prepared again."""
         return isinstance(self._prepared, PreparedOptimizer) and self._prepared.is_released
 
-    state = _of_inner("state", "The state by parameter.")
-    param_groups = _of_inner("param_groups", "The parameter groups; learning rates are read and set here.")
-    defaults = _of_inner("defaults", "The defaults of a new parameter group.")
+    state = shown("optimizer.state", "The state by parameter.", is_settable=True)
+    param_groups = shown("optimizer.param_groups", "The groups, with their learning rates.", is_settable=True)
+    defaults = shown("optimizer.defaults", "The defaults of a new group.", is_settable=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the user's optimizer."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain_accelerate.compat import count_call, num_calls
+from drivetrain_accelerate.plain_values import shown
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
 from drivetrain_accelerate.training.stepped_optimizer import AcceleratedOptimizer
@@ -39,25 +40,11 @@ class AcceleratedScheduler:
             if last is None or num_calls(self.scheduler) <= last:
                 self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the groups."""
-        return self.scheduler.get_last_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the user's scheduler."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the user's scheduler."""
-        self.scheduler.load_state_dict(state_dict)
-
-    def get_lr(self) -> list[float]:
-        """Return what the user's scheduler computes for the groups."""
-        return self.scheduler.get_lr()
-
-    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """Print as the user's scheduler does."""
-        return self.scheduler.print_lr(*args, **kwargs)
+    get_last_lr = shown("scheduler.get_last_lr", "Return the learning rates of the groups.")
+    state_dict = shown("scheduler.state_dict", "Return the state of the user's scheduler.")
+    load_state_dict = shown("scheduler.load_state_dict", "Load a state into the user's scheduler.")
+    get_lr = shown("scheduler.get_lr", "Return what the user's scheduler computes for the groups.")
+    print_lr = shown("scheduler.print_lr", "Print as the user's scheduler does.")
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not yet set

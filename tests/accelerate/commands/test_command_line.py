@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain_accelerate.commands.argument_parsers import CustomArgumentGroup, CustomArgumentParser
+from drivetrain_accelerate.commands.command_line import CustomArgumentGroup, CustomArgumentParser
 
 pytest.importorskip("accelerate", reason="the interface is held against the real one")
 
