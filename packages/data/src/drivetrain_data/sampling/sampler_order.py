@@ -33,25 +33,18 @@ _BATCHES_AT_ONCE = 64  # so that generators are swapped seldom
 
 
 class Drawn(NamedTuple):
-    """The number and the checksum of the samples drawn in an epoch, which a resume compares with what it draws."""
+    """The number and the checksum of the samples drawn in an epoch, for a resume to compare."""
 
     length: int
     checksum: int
 
 
-class _Snapshot(NamedTuple):
-    """The state from which a sampler begins an epoch."""
-
-    epoch: int
-    state: dict[str, Any]
-
-
 class SamplerOrder(Order):
     """A base class of orders that a user's sampler draws.
 
-    A sampler with a `state_dict` gets its state back. A sampler without one whose attributes change when it is read
-    is read again from its first epoch on. For any other, the seeds of its generators are the whole state. `agree`
-    checks that all ranks drew the same; None if only one rank draws.
+    A sampler with a `state_dict` gets its state back. A sampler without it whose attributes change when it is read is
+    read again from its first epoch on. For any other, the seeds of its generators are the full state. `agree` checks
+    that all ranks drew the same; None if only one rank draws.
     """
 
     kind: str  # begins the name in a saved position
@@ -68,8 +61,9 @@ class SamplerOrder(Order):
         self._content: bytes | None = None  # that of the sampler before the running epoch
         self._changes = False  # whether reading changes the sampler
         self._epochs_read: list[list[int]] = []  # as runs [start, stop)
-        self._begun: _Snapshot | None = None  # of the epoch begun last
-        self._loaded: _Snapshot | None = None
+        # The epoch begun last, or loaded -> the state from which the sampler begins it.
+        self._begun: dict[int, dict[str, Any]] = {}
+        self._loaded: dict[int, dict[str, Any]] = {}
 
     @property
     def source(self) -> str:
@@ -90,8 +84,8 @@ class SamplerOrder(Order):
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Draw the epoch again as the saved run drew it."""
-        self._loaded = _Snapshot(epoch, dict(state))
-        self._begun = self._prepared = None
+        self._begun, self._loaded = {}, {epoch: dict(state)}
+        self._prepared = None
 
     def _fixed_length(self) -> int | None:
         """Return the sampler's length; None if it has none, or `set_epoch` may change it."""
@@ -100,15 +94,15 @@ class SamplerOrder(Order):
     def _begin_epoch(self, epoch: int) -> None:
         """Prepare the sampler for the iteration of an epoch."""
         self._finish_epoch()
-        loaded = self._loaded_for(epoch)
-        if loaded is not None and "sampler" in loaded and self._is_stateful:
+        loaded = self._loaded.get(epoch, {})
+        if "sampler" in loaded and self._is_stateful:
             self._sampler.load_state_dict(deepcopy(loaded["sampler"]))
         # A state from the first epoch has no "read", because only finishing an epoch shows that reading changes it.
-        if loaded is not None and ("read" in loaded or self._changes):
+        if epoch in self._loaded and ("read" in loaded or self._changes):
             self._read_again(loaded.get("read", []))
         state = self._current_state()
         self._begin(epoch)
-        self._begun = _Snapshot(epoch, state)
+        self._begun = {epoch: state}
 
     def _finish_epoch(self) -> None:
         """Record whether reading has changed the sampler."""
@@ -117,20 +111,20 @@ class SamplerOrder(Order):
         now = copy_of(self._sampler)
         self._changes = now is not None and now.content != self._content
         self._content = None
-        if self._changes and self._begun is not None:
+        if self._changes and self._begun:
             *before, (start, stop) = self._epochs_read
             before += [[start, stop - 1]] if stop - 1 > start else []
-            self._begun = _Snapshot(self._begun.epoch, {**self._begun.state, "read": before})
+            self._begun = {epoch: {**state, "read": before} for epoch, state in self._begun.items()}
 
     def _state(self, epoch: int, drawn: Drawn | None = None) -> dict[str, Any]:
         """Return the state to save in an epoch, with a summary of what was drawn, or before it."""
-        known = [it.state for it in (self._begun, self._loaded) if it is not None and it.epoch == epoch]
-        state = known[0] if known else self._current_state()
+        known = {**self._loaded, **self._begun}
+        state = known[epoch] if epoch in known else self._current_state()
         return state if drawn is None else {**state, "drawn": drawn._asdict()}
 
     def _expected(self, epoch: int) -> Drawn | None:
         """Return the summary that an epoch must match, if it was saved after a sample had been received."""
-        saved = (self._loaded_for(epoch) or {}).get("drawn")
+        saved = self._loaded.get(epoch, {}).get("drawn")
         return None if saved is None else Drawn(**saved)
 
     def _check(self, epoch: int, drawn: Drawn | None) -> None:
@@ -147,9 +141,6 @@ class SamplerOrder(Order):
     def _check_agreement(self, checksum: int) -> None:
         if self._agree is not None:
             self._agree(type(self._sampler).__name__, checksum)
-
-    def _loaded_for(self, epoch: int) -> dict[str, Any] | None:
-        return self._loaded.state if self._loaded is not None and self._loaded.epoch == epoch else None
 
     def _current_state(self) -> dict[str, Any]:
         state = {"sampler": deepcopy(self._sampler.state_dict())} if self._is_stateful else {}
