@@ -1,26 +1,18 @@
-"""Prefetch batches to the device.
+"""Prefetch batches to the device, on a side stream where the device has streams.
 
-On a device with streams, a side stream copies the batches, so that copies from pinned memory overlap with
-computation; the loop's stream waits only for the copy that it needs. The loader's position advances when the loop
-receives a batch, not when its copy starts.
+Copies from pinned memory then overlap with computation: the loop's stream waits only for the copy that it needs. The
+loader's position advances when the loop receives a batch, not when its copy starts.
 """
 
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from drivetrain_data._nested import leaves_of, to_device
 from drivetrain_data.sources.batch_source import Reading
-
-
-class _Copied(NamedTuple):
-    """A reading whose batch is being copied."""
-
-    reading: Reading
-    done: Any  # the event recorded after the copy; None if the loop's own stream makes the copy
 
 
 class DeviceCopies:
@@ -35,13 +27,14 @@ class DeviceCopies:
 
     def copied(self, readings: Iterator[Reading]) -> Generator[Reading]:
         """Yield the readings with their batches on the device; raise an error only after the batches before it."""
-        ahead: deque[_Copied] = deque()
+        # With the event recorded after each copy; None if the loop's own stream makes the copies.
+        ahead: deque[tuple[Reading, Any]] = deque()
         while True:
             try:
                 reading = next(readings, None)
             except Exception:
                 while ahead:
-                    yield self._arrived(ahead.popleft())
+                    yield self._receive(*ahead.popleft())
                 raise
             if reading is None:
                 break
@@ -49,20 +42,20 @@ class DeviceCopies:
             with self._stream or nullcontext():
                 batch = to_device(batch, self._device, non_blocking=self._non_blocking)
             done = None if self._stream is None else self._stream.record_event()
-            ahead.append(_Copied((plan, batch, origin), done))
+            ahead.append(((plan, batch, origin), done))
             if len(ahead) > self._num_ahead:
-                yield self._arrived(ahead.popleft())
+                yield self._receive(*ahead.popleft())
         while ahead:
-            yield self._arrived(ahead.popleft())
+            yield self._receive(*ahead.popleft())
 
-    def _arrived(self, copied: _Copied) -> Reading:
+    def _receive(self, reading: Reading, done: Any) -> Reading:
         """Make the loop's stream wait for the copy, and keep the memory until that stream has finished with it."""
-        if copied.done is not None:
+        if done is not None:
             # The batch was allocated on the side stream; without record_stream the allocator could reuse its memory
             # while kernels on the loop's stream still read it.
             stream = torch.accelerator.current_stream(self._device)
-            stream.wait_event(copied.done)
-            for leaf in leaves_of(copied.reading[1]):
+            stream.wait_event(done)
+            for leaf in leaves_of(reading[1]):
                 if hasattr(leaf, "record_stream"):
                     leaf.record_stream(stream)
-        return copied.reading
+        return reading

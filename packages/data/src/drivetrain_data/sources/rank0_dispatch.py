@@ -1,8 +1,7 @@
 """Dispatch: one rank reads, and every rank receives its own batches.
 
 Small steps that are read quickly share a message. The structure, the shapes and the plan of a step are sent only when
-they change. A reader that fails sends its traceback in place of a batch, so that no rank waits forever. See
-`drivetrain_data.transport` for how a message is sent.
+they change. A reader that fails sends its traceback in place of a batch, so that no rank waits forever.
 """
 
 import traceback
@@ -50,7 +49,7 @@ class Rank0Dispatch:
         self._shard = shard
         self._is_reader = dist.get_rank(group) == 0
         self._channel = open_channel(group, device)
-        self._shards = _shards_of(group, shard)
+        self._shards = _gather_shards(group, shard)
         self._read_ahead = read_ahead
         self._loop = 0  # the number of loops started
         self._sent: list[Layout] = []
@@ -74,29 +73,26 @@ class Rank0Dispatch:
 
     def _send(self, open_source: Callable[[], Iterator[Reading]]) -> Generator[Reading]:
         try:
-            yield from self._sent_steps(open_source())
+            groups = self._groups(open_source())
+            group = self._post(next(groups, []))
+            while group:
+                held, error = group, None
+                if self._read_ahead:
+                    try:
+                        group = self._post(next(groups, []))
+                    except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
+                        error = raised
+                for (plan, batches, origin), _ in held:
+                    yield plan, batches[min(self._shard.index, len(batches) - 1)], origin
+                if error is not None:
+                    raise error
+                if not self._read_ahead:
+                    group = self._post(next(groups, []))
         except DispatchError:  # a receiving rank has exited, so there is no one to send an error to
             raise
         except (Exception, SystemExit):  # reading or packing failed: send the traceback to all ranks
             self._send_note(traceback.format_exc())
             raise
-
-    def _sent_steps(self, readings: Iterator[Reading]) -> Generator[Reading]:
-        groups = self._groups(readings)
-        group = self._post(next(groups, []))
-        while group:
-            held, error = group, None
-            if self._read_ahead:
-                try:
-                    group = self._post(next(groups, []))
-                except (Exception, SystemExit) as raised:  # noqa: BLE001 raised below, after the steps before it
-                    error = raised
-            for (plan, batches, origin), _ in held:
-                yield plan, batches[min(self._shard.index, len(batches) - 1)], origin
-            if error is not None:
-                raise error
-            if not self._read_ahead:
-                group = self._post(next(groups, []))
 
     def _groups(self, readings: Iterator[Reading]) -> Iterator[list[_Read]]:
         """Yield groups of steps that share a layout and a message; raise an error only after the steps before it."""
@@ -179,15 +175,14 @@ def _same_layouts(one: list[Layout], other: list[Layout]) -> bool:
     return len(one) == len(other) and all(map(Layout.same, one, other))
 
 
-def _shards_of(group: dist.ProcessGroup, shard: Shard) -> list[int]:
+def _gather_shards(group: dist.ProcessGroup, shard: Shard) -> list[int]:
     """Return the shard of each rank of a group, which must hold all of them. Called on all ranks of the group."""
-    shards: list[Shard | None] = [None] * dist.get_world_size(group)
+    shards = [shard] * dist.get_world_size(group)
     dist.all_gather_object(shards, shard, group=group)
-    held = [each for each in shards if each is not None]
-    if {(each.index, each.count) for each in held} != {(index, shard.count) for index in range(shard.count)}:
-        told = ", ".join(f"{each.index} of {each.count}" for each in held)
+    if set(shards) != {Shard(index, shard.count) for index in range(shard.count)}:
+        shown = ", ".join(f"{each.index} of {each.count}" for each in shards)
         raise ValueError(
-            f"dispatch: the group's ranks hold the shards {told}, and every shard needs a rank there: pass "
+            f"dispatch: the group's ranks hold the shards {shown}, and every shard needs a rank there: pass "
             "the group of all ranks that share the data, and the same count on each"
         )
-    return [each.index for each in held]
+    return [each.index for each in shards]
