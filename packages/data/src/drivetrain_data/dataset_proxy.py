@@ -6,8 +6,6 @@ from typing import Any
 class DatasetProxy:
     """A mixin of datasets that read another: all other attributes are those of that dataset."""
 
-    _drivetrain_dataset: Any
-
     def __init__(self, dataset: Any, **own: Any) -> None:
         vars(self).update(_drivetrain_dataset=dataset, **own)  # bypasses __setattr__
 

@@ -1,4 +1,4 @@
-"""Compare over ranks what each was given to read, and what it drew or read, before the data is divided among them.
+"""Compare the data of ranks before it is divided: how it was given, drawn and read.
 
 Samples that only one rank has would be read by none, and samples in another order twice or never.
 """
@@ -98,8 +98,11 @@ class RankAgreement:
         differ = (rank for rank, each in enumerate(by_rank) if not by_rank[0].is_like(each))
         return next(differ, None)
 
-    def refuse_samples(self, name: str, rank: int) -> None:
-        """Refuse data whose samples differ."""
+    def check_samples(self, name: str, found: FirstRead) -> None:
+        """Raise ValueError, on all ranks, if the samples of a rank are known to differ from the first rank's."""
+        rank = self.differing(name, found)
+        if rank is None:
+            return
         read = "rank 0 reads for all, and " if self.for_all else ""
         raise ValueError(
             f"{read}{name} gives other samples on rank {rank} of those that share the data than on rank 0, at the "

@@ -35,10 +35,7 @@ _NUM_SAMPLES, _FEWEST, _MOST_SECONDS = 16, 3, 0.2
 
 def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
     """Raise ValueError, on all ranks, if a map-style dataset gives other samples on one. Called on all ranks."""
-    name = type(loader.dataset).__name__
-    rank = agreement.differing(name, _some_of(loader))
-    if rank is not None:
-        agreement.refuse_samples(name, rank)
+    agreement.check_samples(type(loader.dataset).__name__, _read_some(loader))
 
 
 class ComparingOpener:
@@ -54,35 +51,33 @@ class ComparingOpener:
         if agreement is None or position:
             return partial(source.open, epoch, position)
         self._agreement = None
-        return partial(iter, _compared_with_ranks(source, epoch, agreement))
+        return partial(iter, _compare_with_ranks(source, epoch, agreement))
 
 
-def _compared_with_ranks(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
+def _compare_with_ranks(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
     """Return the steps of an epoch, where this rank reads; an error in the first is raised when it is asked for."""
     steps: Iterator[Reading] = iter(())
     if agreement.reads:
-        steps = _with_first_read(source.open(epoch, 0))
-        read = _described(source.signatures)
+        steps = _read_first(source.open(epoch, 0))
+        read = _describe(source.signatures)
     else:
-        read = _peeked(source, epoch)
+        read = _peek(source, epoch)
     if agreement.differing(source.name, read) is None:
         return steps
     found = dict(read.signatures)
     if not agreement.is_first and not holds_iterators(source.dataset):
-        again = _peeked(source, epoch).signatures
+        again = _peek(source, epoch).signatures
         found = settled(found, again)
         # What gives other samples whenever it is read was not divided: one rank's is as good as another's.
         if agreement.for_all and not FirstRead(found).is_like(FirstRead(again)):
             found = {}
         if agreement.reads:  # which must begin anew: two reads may share a place in the stream
-            steps = _with_first_read(source.open(epoch, 0))
-    rank = agreement.differing(source.name, FirstRead(found))
-    if rank is not None:
-        agreement.refuse_samples(source.name, rank)
+            steps = _read_first(source.open(epoch, 0))
+    agreement.check_samples(source.name, FirstRead(found))
     return steps
 
 
-def _some_of(loader: DataLoader[Any]) -> FirstRead:
+def _read_some(loader: DataLoader[Any]) -> FirstRead:
     """Read some samples twice; none count if they cannot be read, or are others when they are read again."""
     dataset: Any = loader.dataset
     size = length_of(dataset)
@@ -96,7 +91,7 @@ def _some_of(loader: DataLoader[Any]) -> FirstRead:
         FetchedDataset(dataset, (), seeds=True),
         Generator(),
         batch_sampler=[Fetch((0, 0), 0, [place]) for place in places for _ in range(2)],
-        collate_fn=_signature_of_first,
+        collate_fn=_sign_first,
         num_workers=min(1, loader.num_workers),
         persistent_workers=False,
         pin_memory=False,
@@ -112,14 +107,14 @@ def _some_of(loader: DataLoader[Any]) -> FirstRead:
     except Exception as error:  # noqa: BLE001 nobody has asked for a sample yet: the loop that does gets the error
         return FirstRead({}, f"reading it raised {error!r}")
     found = settled(reads, again)
-    return _described(found) if FirstRead(found).is_like(FirstRead(again)) else FirstRead({})
+    return _describe(found) if FirstRead(found).is_like(FirstRead(again)) else FirstRead({})
 
 
-def _signature_of_first(samples: list[Any]) -> Signature:
+def _sign_first(samples: list[Any]) -> Signature:
     return signature_of(samples[0])
 
 
-def _peeked(source: BatchSource, epoch: int) -> FirstRead:
+def _peek(source: BatchSource, epoch: int) -> FirstRead:
     """Read what this rank would read first, beside the loop."""
     try:
         fresh = source.again()
@@ -127,25 +122,25 @@ def _peeked(source: BatchSource, epoch: int) -> FirstRead:
         next(fresh.open(epoch, 0), None)
     except (Exception, SystemExit) as error:  # noqa: BLE001 only the first rank needs to be able to read
         return FirstRead({}, f"reading its beginning raised {error!r}")
-    return _described(fresh.signatures)
+    return _describe(fresh.signatures)
 
 
-def _described(signatures: Mapping[Place, Signature]) -> FirstRead:
+def _describe(signatures: Mapping[Place, Signature]) -> FirstRead:
     found = settled(signatures, signatures)
     return FirstRead(found, "its samples have no values that can be compared" if is_vague(found) else "")
 
 
-def _with_first_read(readings: Iterator[Reading]) -> Iterator[Reading]:
+def _read_first(readings: Iterator[Reading]) -> Iterator[Reading]:
     """Read the first step now, and return all steps."""
     try:
         first = next(readings)
     except StopIteration:
         return iter(())
     except (Exception, SystemExit) as error:  # noqa: BLE001 raised where the steps are asked for
-        return _raising(error)
+        return _raise_later(error)
     return chain([first], readings)
 
 
-def _raising(error: BaseException) -> Iterator[Reading]:
+def _raise_later(error: BaseException) -> Iterator[Reading]:
     raise error
     yield  # which makes this a generator: the error is raised when a step is asked for, and not before

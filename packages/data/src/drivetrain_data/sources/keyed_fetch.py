@@ -1,8 +1,7 @@
 """Fetch a map-style dataset's batches, each in its epoch and with draws that depend only on its place in the data.
 
-Which worker reads a batch depends on the number of workers, and workers may still be reading batches of a loop that
-was left. So the epoch and the seed of a batch travel with its indices to whoever reads it. torchdata's
-StatefulDataLoader, where it fetches batches, gets the states that it asks samplers and datasets for.
+The epoch and the seed of a batch travel with its indices: the number of workers decides which of them reads it, and
+workers may still read batches of a loop that was left. torchdata's StatefulDataLoader also finds its states here.
 """
 
 from collections import deque
@@ -65,11 +64,6 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
     `seeds`, the global generators are seeded for each batch.
     """
 
-    _drivetrain_seeds: bool
-    _drivetrain_listeners: tuple[Any, ...]
-    _drivetrain_epoch: tuple[int, int] | None
-    _drivetrain_seeder: GlobalSeeder
-
     def __init__(
         self, dataset: Any, listeners: tuple[Any, ...], *, seeds: bool, epoch: tuple[int, int] | None = None
     ) -> None:
@@ -94,8 +88,8 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
         return self._fetch(sent, sent.wanted, getattr(self._drivetrain_dataset, "__getitems__", None))
 
     def __reduce__(self) -> Any:
-        told = {"seeds": self._drivetrain_seeds, "epoch": self._drivetrain_epoch}
-        return partial(type(self), **told), (self._drivetrain_dataset, self._drivetrain_listeners)
+        make = partial(type(self), seeds=self._drivetrain_seeds, epoch=self._drivetrain_epoch)
+        return make, (self._drivetrain_dataset, self._drivetrain_listeners)
 
     def begin(self, epoch: tuple[int, int]) -> None:
         """Announce an epoch, (seed, number), to the listeners in this process that do not know it yet."""
@@ -122,7 +116,7 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
 
 
 class CountedBatches(Sampler[Any]):
-    """A sampler whose iterations count the samples that they have sent, as those of torchdata's BatchSampler do."""
+    """A sampler that counts the samples of its iterations, as torchdata's BatchSampler does."""
 
     def __init__(self, sampler: Iterable[Fetch]) -> None:
         self._sampler = sampler

@@ -117,8 +117,8 @@ class Snapshotter:
 class EpochReader:
     """A reader that starts a dataset's epochs, in this process or a worker: sets the epoch, the seeds and the start.
 
-    Workers that persist across epochs can start only at the beginning of an epoch. The dataset's state is complete if
-    it is `trusted`. The `set_epoch` of listeners is called in every process that reads an epoch.
+    Persistent workers can start only at the beginning of an epoch. A `trusted` dataset has a complete state. The
+    `set_epoch` of listeners is called in every process that reads an epoch.
     """
 
     def __init__(
@@ -192,8 +192,6 @@ class EpochReader:
 
 class EpochStream(DatasetProxy, IterableDataset[Any]):
     """A proxy of an iterable dataset whose epochs a reader starts."""
-
-    _drivetrain_reader: EpochReader
 
     def __init__(self, reader: EpochReader) -> None:
         super().__init__(reader.stream, _drivetrain_reader=reader)
