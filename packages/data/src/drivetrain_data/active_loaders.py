@@ -51,7 +51,7 @@ class LoaderTracker:
 
     @property
     def being_read(self) -> Sequence[Planned]:
-        """The loaders whose loops run, the one that yielded last at the end."""
+        """The loaders in running loops; the last of them has yielded last."""
         return self._stack
 
     def push(self, loader: Planned) -> None:

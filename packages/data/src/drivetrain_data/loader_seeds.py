@@ -26,7 +26,13 @@ def own_seed(loader: Any) -> int | None:
     Returns:
         The seed; None if the loader has no generator of its own.
     """
-    reader = _reader(loader)
+    reader: Any = getattr(loader, "sampler", None)  # the object that determines the order
+    batches = getattr(loader, "batch_sampler", None)
+    # The batch sampler of a DataLoader with a batch size is torch's own, over the sampler.
+    if batches is not None and not (
+        isinstance(loader, DataLoader) and cast("Any", loader).batch_size is not None
+    ):
+        reader = batches
     if type(reader) is PermutationSampler:
         return reader.seed
     if isinstance(reader, DistributedSampler) and is_torchs_distributed(reader) and reader.seed % 2**63:
@@ -52,13 +58,3 @@ def seed_at(seed: int, place: int) -> int:
         True
     """
     return seed if place == 0 else hash_key(seed, place) >> 1
-
-
-def _reader(loader: Any) -> Any:
-    """Return the object that determines the order: the user's batch sampler or sampler."""
-    if isinstance(loader, DataLoader):
-        chosen = cast("Any", loader)
-        batches = None if chosen.batch_size is not None else chosen.batch_sampler
-        return chosen.sampler if batches is None else batches  # whose truth would ask for a length
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None) if batches is None else batches

@@ -65,7 +65,9 @@ class UnpreparedLoops:
                 return None
             for block in blocks if found is None else []:
                 loaders = [] if isinstance(block, ast.With) else list(_loaders_of(block.iter, frame))
-                if loaders and not all(map(_is_read_whole, loaders)):
+                if any(isinstance(each, ShardedLoader | SkippedBatches) for each in loaders):
+                    return None
+                if any(not isinstance(each, type) and divides_itself(each) for each in loaders):
                     return None
                 if loaders and not isinstance(block, ast.With):
                     found = f"`{ast.unparse(block.iter)}` ({frame.f_code.co_filename}:{block.iter.lineno})"
@@ -141,12 +143,6 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
         if type(holder) in (list, tuple) and isinstance(key, int) and key < len(holder):
             return holder[key]
     return None
-
-
-def _is_read_whole(loader: Any) -> bool:
-    if isinstance(loader, (ShardedLoader, SkippedBatches)):
-        return False
-    return isinstance(loader, type) or not divides_itself(loader)
 
 
 def _is_join(block: ast.With) -> bool:

@@ -1,6 +1,6 @@
 """A keyed bijection on [0, n): a random order without a list.
 
-The index at each position is computed on its own, so that shuffling needs no memory that grows with the dataset and a
+The index at each position is computed independently: shuffling needs no memory that grows with the dataset, and a
 resume starts at any position in constant time. Up to 2**20 samples, the order is the argsort of a keyed 64-bit hash.
 Above, it is a Feistel network (Luby and Rackoff, 1988) over the next power of two, with cycle walking (Black and
 Rogaway, 2002) and a keyed swap of two indices, because a Feistel network alone is an even permutation.

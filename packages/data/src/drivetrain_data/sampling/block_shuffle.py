@@ -107,7 +107,16 @@ class BlockOrder(ComputedOrder):
                 f"{_name(self._function)}, and here are {self._num_blocks}: resume with {num_blocks}, or give "
                 "the function inverse(index, num_shards) -> (position, shard index)"
             )
-        self._check_values(num_blocks, state)
+        if self._function is not None:
+            if num_blocks not in self._checksums:
+                self._checksums[num_blocks] = check_function(self._function, self.size, num_blocks)
+            own = self._checksums[num_blocks]
+            if state.get("function", own) != own:
+                raise DataStateError(
+                    "the loader's state was saved in an epoch that was read by another function than "
+                    f"{_name(self._function)}, or by one that gave other samples: some would be lost and others come "
+                    "twice; pass the same function as strategy=, or start the epoch anew"
+                )
         if num_blocks != self._num_blocks and self._warns:
             logger.warning(
                 "epoch %d was begun with %d blocks of the data, and there are %d now: its rest is read by the old "
@@ -118,19 +127,6 @@ class BlockOrder(ComputedOrder):
             )
         self._resumed = (epoch, num_blocks)
         self._permutation = lru_cache(maxsize=max(num_blocks, self._num_blocks))(Permutation)
-
-    def _check_values(self, num_blocks: int, state: Mapping[str, Any]) -> None:
-        if self._function is None:
-            return
-        if num_blocks not in self._checksums:
-            self._checksums[num_blocks] = check_function(self._function, self.size, num_blocks)
-        own = self._checksums[num_blocks]
-        if state.get("function", own) != own:
-            raise DataStateError(
-                f"the loader's state was saved in an epoch that was read by another function than "
-                f"{_name(self._function)}, or by one that gave other samples: some would be lost and others come "
-                "twice; pass the same function as strategy=, or start the epoch anew"
-            )
 
     def _in_block(self, epoch: int, num_blocks: int, block: int, numbers: Positions) -> Positions:
         size, larger = divmod(self.size, num_blocks)

@@ -26,7 +26,14 @@ def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
     except (TypeError, OverflowError):
-        _check_keys(items, size, sampler)
+        for number, item in enumerate(items):  # keys, of any other type
+            if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
+                raise IndexRangeError(
+                    f"{type(sampler).__name__} gave {item!r} as its number {number}: a dataset is indexed with whole "
+                    "numbers, or with keys throughout; let the sampler give one or the other"
+                ) from None
+            if isinstance(item, int) and size is not None and not -size <= item < size:
+                raise outside_of(item, size, sampler) from None
         return items
     if size is not None:
         outside = np.flatnonzero((indices < -size) | (indices >= size))
@@ -68,15 +75,3 @@ def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int
     return crc32(
         repr([key if isinstance(key, _PLAIN) else type(key).__name__ for key in drawn]).encode(), before
     )
-
-
-def _check_keys(items: list[Any], size: int | None, sampler: object) -> None:
-    """Check that keys are neither None nor floats and are not mixed with indices; any other type is allowed."""
-    for number, item in enumerate(items):
-        if item is None or isinstance(item, float) or isinstance(item, int) != isinstance(items[0], int):
-            raise IndexRangeError(
-                f"{type(sampler).__name__} gave {item!r} as its number {number}: a dataset is indexed with whole "
-                "numbers, or with keys throughout; let the sampler give one or the other"
-            )
-        if isinstance(item, int) and size is not None and not -size <= item < size:
-            raise outside_of(item, size, sampler)

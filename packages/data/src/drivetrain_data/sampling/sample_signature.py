@@ -87,9 +87,8 @@ class _Walk:
             return [len(cast("Any", part)), *map(self.describe, _some(cast("Sequence[Any]", part)))]
         if hasattr(part, "tobytes"):  # an image
             return _of_array(np.frombuffer(cast("Any", part).tobytes(), dtype=np.uint8))
-        return None if hasattr(part, "__next__") else self._of_object(part)
-
-    def _of_object(self, part: Any) -> Signature:
+        if hasattr(part, "__next__"):
+            return None
         reduced = part.__reduce_ex__(2)
         if isinstance(reduced, str):
             return Reduced(type(part).__name__, [reduced])
@@ -100,8 +99,8 @@ class _Walk:
 def settled(reads: Mapping[Place, Signature], again: Mapping[Place, Signature]) -> dict[Place, Signature]:
     """Return signatures without the parts of objects that are not the samples' own.
 
-    These are parts that another read of the same sample gives otherwise, such as a time, and parts that are the same
-    in all samples: if those differ between ranks, they may be a process's own, such as its number or its device.
+    Such a part differs in another read of the same sample, as a time does, or is the same in all samples: if it
+    differs between ranks, it may be a process's own, such as its number or its device.
     """
     places = [place for place in reads if place in again]
     pairs = [(reads[place], again[place]) for place in places]

@@ -99,18 +99,6 @@ class OrderSampler(StepSampler):
         super().__init__(order, sharding, stride=batch_size * sharding.shard.count, batch_size=batch_size)
         self._size = batch_size
 
-    def _partition(self) -> Partition:
-        """Return the rest of the epoch; shards keep to the order's blocks if their number divides that of shards."""
-        num_shards, num_blocks = self.sharding.shard.count, self.order.num_blocks(self.epoch)
-        return Partition(
-            start=self.position,
-            stop=self.order.length(self.epoch),
-            num_shards=num_shards,
-            batch_size=self._size,
-            even=self.sharding.even,
-            num_blocks=num_blocks if num_shards % num_blocks == 0 else 1,
-        )
-
     def _plan(self, partition: Partition, step: int) -> BatchPlan:
         return partition.plan(step, self.sharding.shard.index)
 
@@ -118,7 +106,16 @@ class OrderSampler(StepSampler):
         """Yield batches of indices: full steps, computed in blocks, then the tail."""
         epoch, size, count = self.epoch, self._size, self.sharding.shard.count
         self.order.begin(epoch)  # before the partition, which needs the length of what is drawn
-        partition = self._partition()
+        num_blocks = self.order.num_blocks(epoch)
+        partition = Partition(
+            start=self.position,
+            stop=self.order.length(epoch),
+            num_shards=count,
+            batch_size=size,
+            even=self.sharding.even,
+            # Shards keep to the order's blocks if the number of blocks divides that of shards.
+            num_blocks=num_blocks if count % num_blocks == 0 else 1,
+        )
         num_full, last = partition.num_full_steps, partition.num_steps - 1
         full = self._plan(partition, 0) if partition.num_steps > 1 else None
         readers = self.sharding.readers((size,) * count)

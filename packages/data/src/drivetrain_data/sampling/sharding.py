@@ -48,7 +48,7 @@ class DataSharding:
 
     @property
     def is_first_reader(self) -> bool:
-        """True on one of the ranks that read, which warns for all of them."""
+        """True on the reading rank that warns for all."""
         return self.for_all or self.shard.index == 0
 
     def readers(self, counts: Sequence[int]) -> Sequence[int]:
@@ -67,14 +67,14 @@ class DataSharding:
             )
         return batch_size // self.shard.count
 
-    def check_interleaved(self, what: str) -> None:
-        """Check that the strategy is "interleaved", for a loader that cannot be sharded by index, since `what`."""
+    def check_interleaved(self, reason: str) -> None:
+        """Raise ValueError, with the reason, for another strategy than "interleaved"."""
         if self.strategy != "interleaved":
             raise ValueError(
-                f"strategy={self.strategy_name}: {what}; leave it out for this loader, or say 'interleaved'"
+                f"strategy={self.strategy_name}: {reason}; leave it out for this loader, or say 'interleaved'"
             )
 
-    def check_unsplit(self, what: str) -> None:
-        """Check that batches are not to be split, for a loader that has none to split, since `what`."""
+    def check_unsplit(self, reason: str) -> None:
+        """Raise ValueError, with the reason, if batches are to be split."""
         if self.split:
-            raise ValueError(f"split_batches=True: {what}; leave it out")
+            raise ValueError(f"split_batches=True: {reason}; leave it out")

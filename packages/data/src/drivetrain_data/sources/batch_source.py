@@ -59,17 +59,19 @@ class BatchSource(ABC):
 
     def again(self) -> Self:
         """Return a source that reads the same anew."""
-        make: Any = type(self)
-        fresh = make(self._users_loader, self.sharding)
-        fresh.seed = self.seed
-        return fresh
+        return self._rebuild(self.sharding)
 
     def with_even(self, even: UnevenPolicy) -> Self:
         """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to."""
         if self.sharding.even in ("drop", even):
             return self
+        return self._rebuild(replace(self.sharding, even=even))
+
+    def _rebuild(self, sharding: DataSharding) -> Self:
         make: Any = type(self)
-        return make(self._users_loader, replace(self.sharding, even=even))
+        fresh = make(self._users_loader, sharding)
+        fresh.seed = self.seed
+        return fresh
 
     @property
     def seed(self) -> int:

@@ -27,10 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class ExternalSource(BatchSource):
-    """A source that reads any iterable of batches, `shard.count` batches per step.
+    """A source that reads any iterable of batches, `shard.count` batches per step, from its start in each loop.
 
-    The iterable starts anew with each loop. The generators that it holds and, while it reads, the global ones are
-    seeded from the seed and the epoch.
+    The generators that it holds and, while it reads, the global ones are seeded from the seed and the epoch.
     """
 
     def __init__(self, loader: Any, sharding: DataSharding) -> None:
@@ -158,23 +157,14 @@ class ExternalSource(BatchSource):
         are_known = len(sizes) == len(held)
         if not are_known and self.stride > 1 and not self._has_warned:
             self._has_warned = True
-            self._warn_of_unknown_size(held[guessed.index(None)])
+            shown = ", ".join(map(str, sorted(leading_sizes(held[guessed.index(None)]))))
+            logger.warning(
+                "a batch of %s does not say how many samples it holds (%s): every batch weighs the same, whatever "
+                "its size, in a mean over ranks; to weigh samples, give a sum and their number: "
+                "backward(loss_sum, count=...)",
+                self._name,
+                f"its parts have sizes {shown}" if shown else "no part of it has a size",
+            )
         counts = [*(sizes if are_known else [1] * num_new)[:num_new], *[0] * (len(held) - num_new)]
-        return plan_of_batches(
-            counts,
-            sizes if are_known else None,
-            self.sharding,
-            advance=num_new,
-            is_last=is_last,
-            guessed=True,
-        )
-
-    def _warn_of_unknown_size(self, batch: Any) -> None:
-        sizes = ", ".join(map(str, sorted(leading_sizes(batch))))
-        logger.warning(
-            "a batch of %s does not say how many samples it holds (%s): every batch weighs the same, whatever its "
-            "size, in a mean over ranks; to weigh samples, give a sum and their number: "
-            "backward(loss_sum, count=...)",
-            self._name,
-            f"its parts have sizes {sizes}" if sizes else "no part of it has a size",
-        )
+        known = sizes if are_known else None
+        return plan_of_batches(counts, known, self.sharding, advance=num_new, is_last=is_last, guessed=True)

@@ -157,17 +157,6 @@ class IterableSource(BatchSource):
         if position == 0:
             self._reader.begin(self.seed, epoch)
             return iter(self._loader)
-        self._check_known(position)
-        if self.sharding.is_first_reader:
-            self._received.warn_if_read_again(
-                position, "sample", of="a stream", reader=self._name, left_out=self._left_out
-            )
-        self._reader.begin(self.seed, epoch, self._received.copy())
-        # Persistent workers have started already and cannot take a new start: build a loader with workers of its own.
-        return iter(self._build())
-
-    def _check_known(self, position: int) -> None:
-        """Check that each worker's part of a position is known, and that the dataset shuffles as it did."""
         if sum(self._received.received) != position:
             raise RuntimeError(
                 f"position {position} of a stream read by {self._num_workers} workers cannot be found without "
@@ -179,9 +168,16 @@ class IterableSource(BatchSource):
                 "of an epoch, and would yield in another order; give its shuffle() the same seed= and buffer_size= "
                 "in every run, or start the epoch anew"
             )
+        if self.sharding.is_first_reader:
+            self._received.warn_if_read_again(
+                position, "sample", of="a stream", reader=self._name, left_out=self._left_out
+            )
+        self._reader.begin(self.seed, epoch, self._received.copy())
+        # Persistent workers have started already and cannot take a new start: build a loader with workers of its own.
+        return iter(self._build())
 
     def _check_seeded(self) -> None:
-        """Check that only one rank reads a stream shuffled without a seed, whose order differs between processes."""
+        """Refuse a stream that several ranks read, each in its own order, since it is shuffled without a seed."""
         if not shuffles_unseeded(self.dataset):
             return
         shard = self.sharding.shard

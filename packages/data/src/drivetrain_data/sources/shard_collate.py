@@ -28,7 +28,7 @@ class CollatedStep(NamedTuple):
 
 
 class ShardCollate:
-    """A collate function that splits a step's samples into one batch per shard and collates those that are read.
+    """A collate function that splits a step's samples into one batch per shard, and collates the ones to read.
 
     The batch size is None for datasets that yield batches themselves. Padding repeats the tail's own samples.
     """

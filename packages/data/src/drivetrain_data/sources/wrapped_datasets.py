@@ -1,6 +1,6 @@
-"""Look through the datasets that a user's dataset is made of: which are told the epoch, and which move as read."""
+"""Search the parts of a user's dataset: those with a `set_epoch`, and those that move as they are read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
@@ -27,7 +27,12 @@ _PLAIN = (TensorDataset, Subset, ConcatDataset, torch.Tensor, np.ndarray, list, 
 def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
     """Return the outermost objects with a `set_epoch` in datasets and samplers, and such a collate function."""
     # What such an object holds is its own affair: it may pass on another number than the epoch.
-    inside = [part for root in roots for part in islice(reachable(root, _until_set_epoch(root)), _MOST_PARTS)]
+    inside: list[Any] = []
+    for root in roots:
+        parts = reachable(
+            root, lambda part, root=root: [] if _has_set_epoch(part) else _held_by_data(part, root)
+        )
+        inside += islice(parts, _MOST_PARTS)
     parts = (*inside, collate, getattr(collate, "__self__", None))
     return tuple({id(part): part for part in parts if _has_set_epoch(part)}.values())
 
@@ -55,10 +60,6 @@ def _parts_in(dataset: Any) -> Iterator[Any]:
         return _held_by_data(part, dataset) if is_apart(part) else held_by(part)
 
     return islice(reachable(dataset, inside), _MOST_PARTS)
-
-
-def _until_set_epoch(root: Any) -> Callable[[Any], list[Any]]:
-    return lambda part: [] if _has_set_epoch(part) else _held_by_data(part, root)
 
 
 def _has_set_epoch(part: Any) -> bool:

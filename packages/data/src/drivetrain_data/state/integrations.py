@@ -1,4 +1,4 @@
-"""Checks of other libraries' streams: which ones divide the data themselves, and whose state is incomplete.
+"""Find streams of other libraries that divide the data themselves, or have an incomplete state.
 
 Streams are recognised by the names of their parts, so none of these libraries need be installed.
 """

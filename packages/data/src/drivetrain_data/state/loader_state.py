@@ -20,7 +20,7 @@ STATE_FORMAT = 1
 
 
 def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raise DataStateError, which says what differs, unless a saved state fits the loader that loads it."""
+    """Raise DataStateError, with the difference, unless a saved state fits the loader that loads it."""
     _check_values(state)
     for name, own in identity.items():
         saved = state["identity"].get(name)

@@ -43,8 +43,17 @@ class TorchdataStates:
         self.received = self.loaded = None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Have the next loop begin from a state."""
-        self.received, self.loaded = None, _at_snapshot(state)
+        """Have the next loop begin from a state; torchdata would read the batches behind its snapshot again."""
+        behind = state.get(STEPS_SINCE, 0)
+        if behind and any(
+            each["dataset_state"] is not None for each in state[SNAPSHOT][WORKER_SNAPSHOTS].values()
+        ):
+            raise DataStateError(
+                f"the loader's state was saved {behind} batches behind the last snapshot of its dataset; build the "
+                "loader that saves it with snapshot_every_n_steps=1"
+            )
+        self.received = None
+        self.loaded = {**counted_from(state, behind), STEPS_SINCE: 0} if behind else dict(state)
 
     def begin(self, loader: Any, num_before: int) -> None:
         """Have the next iteration over the loader begin from the loaded state, or count from a number of batches."""
@@ -94,7 +103,7 @@ def samples_yielded(state: Mapping[str, Any]) -> int | None:
 def counted_from(
     state: Mapping[str, Any], num_batches: int, num_samples: int | None = None
 ) -> dict[str, Any]:
-    """Return a state with a number of batches before it, and with all samples that it has behind it if it says so."""
+    """Return a state that counts batches before it too, and the samples behind it if it counts samples."""
     counted = dict(state)
     if SNAPSHOT in state:
         snapshot = counted[SNAPSHOT] = dict(state[SNAPSHOT])
@@ -107,16 +116,3 @@ def counted_from(
     if num_samples is not None and main[SAMPLER_STATE] is not None:
         main[SAMPLER_STATE] = {"samples_yielded": num_samples}
     return counted
-
-
-def _at_snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without batches behind its snapshot, which torchdata would read again."""
-    behind = state.get(STEPS_SINCE, 0)
-    if not behind:
-        return dict(state)
-    if any(each["dataset_state"] is not None for each in state[SNAPSHOT][WORKER_SNAPSHOTS].values()):
-        raise DataStateError(
-            f"the loader's state was saved {behind} batches behind the last snapshot of its dataset; build the "
-            "loader that saves it with snapshot_every_n_steps=1"
-        )
-    return {**counted_from(state, behind), STEPS_SINCE: 0}

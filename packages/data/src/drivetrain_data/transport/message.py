@@ -32,14 +32,6 @@ class TensorPlace:
         self.shape = tuple(tensor.shape)
         self.requires_grad = tensor.requires_grad
 
-    def same(self, other: "TensorPlace") -> bool:
-        """Return whether two placeholders have the same shape, dtype and `requires_grad`."""
-        return (
-            self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.requires_grad == other.requires_grad
-        )
-
 
 class ObjectPlace:
     """A placeholder for any other object in a batch."""
@@ -175,7 +167,7 @@ def _same_places(one: Nested, other: Nested) -> bool:
     if kind is not type(other):
         return False
     if kind is TensorPlace:
-        return one.same(other)
+        return (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
     if kind is ObjectPlace:
         return True
     if kind is dict:

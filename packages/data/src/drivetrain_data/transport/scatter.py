@@ -12,9 +12,9 @@ _FIRST_BYTES = 4096
 
 
 class ScatterChannel:
-    """A channel that sends each message by one scatter of a size that every rank knows.
+    """A channel that sends each message by one scatter, whose size every rank knows from the message before.
 
-    If a message exceeds that size, a second scatter sends the rest. The next size follows from the last message.
+    If a message exceeds the size, a second scatter sends the rest.
     """
 
     name = "a scatter"

@@ -1,8 +1,8 @@
 """A channel on one machine, through memory that the sender shares with each receiver.
 
 Each receiver has two slots, written in turn. Over a socket, the sender announces which slot holds a message, and the
-receiver replies once it has copied the message. Neither slots nor sockets have a name in the file system, so that a
-killed process leaves nothing behind, and the processes that wait for it notice its exit.
+receiver replies once it has copied the message. Slots and sockets have no names in the file system: a killed process
+leaves nothing behind, and the processes that wait for it notice its exit.
 """
 
 import os
