@@ -71,6 +71,14 @@ def test_one_rank_reads_and_all_get_their_part(run_ranks, num_processes, kind, l
     assert all(other[1:] == (plans, states) for other in results)
 
 
+def place_of_messages() -> str:
+    return dispatched(DataLoader(range(4))).order_source.partition(" through ")[2]
+
+
+def test_ranks_of_one_machine_share_memory(run_ranks) -> None:
+    assert run_ranks(place_of_messages) == ["shared memory"] * 2
+
+
 def steps_of_several_batches_each() -> list[list[int]]:
     buckets = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
     loader = dispatched(DataLoader(torch.arange(9), batch_sampler=buckets))

@@ -66,7 +66,7 @@ def _of_batches(batches: Any, sharding: DataSharding, num_samples: int | None) -
             f"even='pad' with split_batches=True: batches of {name} have sizes of their own, and are split as they "
             "are; use even='uneven', or a batch_size instead of the batch sampler"
         )
-    order = DrawnBatches(batches, seed=sharding.seed, size=num_samples, agree=sharding.agree)
+    order = DrawnBatches(batches, seed=sharding.seed, size=num_samples, agreement=sharding.agreement)
     return WholeBatchSampler(order, sharding)
 
 

@@ -1,6 +1,5 @@
 """Replace known samplers by equivalent orders that any rank can compute at any position."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -20,14 +19,16 @@ from drivetrain_data.sampling.samplers import PermutationSampler
 from drivetrain_data.sampling.sharding import DataSharding
 from drivetrain_data.state.sampler_parts import parts_of
 
+# By name, because torchdata, whose sampler has the fields of torch's, need not be installed.
+_OF_TORCHDATA = "torchdata.stateful_dataloader.sampler.RandomSampler"
+
 
 def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
     """Return the order that replaces a sampler with a length: a computed one if it is known, else what it draws."""
-    compute = _distributed if is_torchs_distributed(sampler) else _KNOWN.get(_name(type(sampler)))
-    order = None if compute is None else compute(sampler, sharding.seed)
+    order = _compute_order(sampler, sharding.seed)
     if order is None:
         check_undivided(sampler)
-        return DrawnOrder(sampler, seed=sharding.seed, size=num_samples, agree=sharding.agree)
+        return DrawnOrder(sampler, seed=sharding.seed, size=num_samples, agreement=sharding.agreement)
     if num_samples is not None and (outside := order.first_outside(num_samples)) is not None:
         raise outside_of(outside, num_samples, sampler)
     return order
@@ -61,49 +62,34 @@ def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None
     )
 
 
-def _random(sampler: RandomSampler, seed: int) -> ComputedOrder:
+def _compute_order(sampler: Any, seed: int) -> ComputedOrder | None:
+    """Return the order of a known sampler; None for any other, and for a subset by keys."""
+    kind: Any = type(sampler)
+    if is_torchs_distributed(sampler):
+        # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
+        return (ShuffledOrder if sampler.shuffle else SequentialOrder)(len(sampler.dataset), seed=seed)
+    if kind is SequentialSampler:
+        return SequentialOrder(len(sampler), seed=seed)
+    if kind is SubsetRandomSampler:
+        indices = as_indices(list(sampler.indices), None, sampler)
+        return SubsetOrder(indices, seed=seed) if isinstance(indices, np.ndarray) else None
+    if kind is PermutationSampler:
+        if sampler.epoch:
+            raise ValueError(
+                f"PermutationSampler with epoch={sampler.epoch}: a sharded loader counts epochs itself, from 0; "
+                f"leave it out, and call set_epoch({sampler.epoch}) of the sharded loader"
+            )
+        return sampler.order(sampler.seed)
+    if kind is not RandomSampler and f"{kind.__module__}.{kind.__qualname__}" != _OF_TORCHDATA:
+        return None
     size, num_positions = len(sampler.data_source), sampler.num_samples
     if size == 0 and num_positions > 0:
         raise ValueError(
-            f"{type(sampler).__name__} has num_samples={num_positions} to draw from a dataset of 0 samples, which "
-            "torch refuses at the first batch; give it samples, or leave the loader out"
+            f"{kind.__name__} has num_samples={num_positions} to draw from a dataset of 0 samples, which torch "
+            "refuses at the first batch; give it samples, or leave the loader out"
         )
     order = ReplacementOrder if sampler.replacement else ShuffledOrder
     return order(size, seed=seed, num_positions=num_positions)
-
-
-def _subset(sampler: SubsetRandomSampler, seed: int) -> ComputedOrder | None:
-    indices = as_indices(list(sampler.indices), None, sampler)
-    return SubsetOrder(indices, seed=seed) if isinstance(indices, np.ndarray) else None  # None for keys
-
-
-def _distributed(sampler: "DistributedSampler[Any]", seed: int) -> ComputedOrder:
-    # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
-    dataset: Any = sampler.dataset
-    return (ShuffledOrder if sampler.shuffle else SequentialOrder)(len(dataset), seed=seed)
-
-
-def _permutation(sampler: PermutationSampler, _seed: int) -> ComputedOrder:
-    if sampler.epoch:
-        raise ValueError(
-            f"PermutationSampler with epoch={sampler.epoch}: a sharded loader counts epochs itself, from 0; leave it "
-            f"out, and call set_epoch({sampler.epoch}) of the sharded loader"
-        )
-    return sampler.order(sampler.seed)
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-# By name, because torchdata, whose samplers have the fields of torch's, need not be installed.
-_KNOWN: dict[str, Callable[[Any, int], ComputedOrder | None]] = {
-    _name(SequentialSampler): lambda sampler, seed: SequentialOrder(len(sampler), seed=seed),
-    _name(RandomSampler): _random,
-    "torchdata.stateful_dataloader.sampler.RandomSampler": _random,
-    _name(SubsetRandomSampler): _subset,
-    _name(PermutationSampler): _permutation,
-}
 
 
 def is_torchs_distributed(sampler: Any) -> bool:

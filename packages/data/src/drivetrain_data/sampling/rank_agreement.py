@@ -4,18 +4,15 @@ Samples that only one rank has would be read by none, and samples in another ord
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 
 from drivetrain_data.sampling.sample_signature import Place, Signature, alike
 
 logger = logging.getLogger(__name__)
-
-# A callback that receives a sampler's name and a checksum of the indices it drew.
-Agree: TypeAlias = Callable[[str, int], None]
 
 _WAY_OUT = (
     "Every rank must be given all of the same data, which is divided here: build it without the rank or RANK, with "
@@ -60,6 +57,8 @@ class RankAgreement:
 
     def check_drawn(self, name: str, checksum: int) -> None:
         """Raise ValueError, on all ranks, if a sampler drew other indices, by their checksum, on another rank."""
+        if self.for_all:  # no other rank draws
+            return
         drawn = self._gathered(checksum)
         others = [rank for rank, other in enumerate(drawn) if other != drawn[0]]
         if others:

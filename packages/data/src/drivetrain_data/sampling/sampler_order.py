@@ -20,7 +20,7 @@ from drivetrain_data.randomness.generators import KeyedDraws
 from drivetrain_data.randomness.permutation import Positions
 from drivetrain_data.sampling.indices import as_indices, checksum_of, until_its_end
 from drivetrain_data.sampling.order import ComputedOrder, Order
-from drivetrain_data.sampling.rank_agreement import Agree
+from drivetrain_data.sampling.rank_agreement import RankAgreement
 from drivetrain_data.state.sampler_parts import (
     SamplerCopy,
     StatefulReader,
@@ -43,17 +43,19 @@ class SamplerOrder(Order):
     """A base class of orders that a user's sampler draws.
 
     A sampler with a `state_dict` gets its state back. A sampler without it whose attributes change when it is read is
-    read again from its first epoch on. For any other, the seeds of its generators are the full state. `agree` checks
-    that all ranks drew the same; None if only one rank draws.
+    read again from its first epoch on. For any other, the seeds of its generators are the full state. The
+    agreement checks that all ranks drew the same; None without other ranks.
     """
 
     kind: str  # begins the name in a saved position
 
-    def __init__(self, sampler: Any, *, seed: int, size: int | None, agree: Agree | None = None) -> None:
+    def __init__(
+        self, sampler: Any, *, seed: int, size: int | None, agreement: RankAgreement | None = None
+    ) -> None:
         super().__init__(f"{self.kind}:{type(sampler).__name__}", seed=seed)
         self._sampler = sampler
         self._size = size
-        self._agree = agree
+        self._agreement = agreement
         self._is_stateful = isinstance(sampler, StatefulReader)
         self._prepared: tuple[int, int] | None = None  # the seed and epoch that the sampler is prepared for
         self._first: SamplerCopy | None = None  # the sampler before its first epoch
@@ -139,8 +141,8 @@ class SamplerOrder(Order):
             )
 
     def _check_agreement(self, checksum: int) -> None:
-        if self._agree is not None:
-            self._agree(type(self._sampler).__name__, checksum)
+        if self._agreement is not None:
+            self._agreement.check_drawn(type(self._sampler).__name__, checksum)
 
     def _current_state(self) -> dict[str, Any]:
         state = {"sampler": deepcopy(self._sampler.state_dict())} if self._is_stateful else {}

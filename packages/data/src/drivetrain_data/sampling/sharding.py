@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from drivetrain_data.sampling.block_shuffle import IndexFunction
-from drivetrain_data.sampling.rank_agreement import Agree, RankAgreement
+from drivetrain_data.sampling.rank_agreement import RankAgreement
 from drivetrain_data.settings import ShardingStrategy, UnevenPolicy
 from drivetrain_data.shard import Shard
 
@@ -32,12 +32,6 @@ class DataSharding:
         if self.group is None or dist.get_world_size(self.group) == 1:
             return None
         return RankAgreement(self.group, self.for_all)
-
-    @property
-    def agree(self) -> Agree | None:
-        """The check that all ranks draw the same; None if only one rank draws or the group is unknown."""
-        agreement = self.agreement
-        return None if agreement is None or self.for_all else agreement.check_drawn
 
     @property
     def strategy_name(self) -> str:

@@ -17,8 +17,9 @@ from drivetrain_data.errors import DispatchError
 from drivetrain_data.sampling.step_info import BatchPlan
 from drivetrain_data.shard import Shard
 from drivetrain_data.sources.batch_source import Reading, StepOrigin
-from drivetrain_data.transport.channel import open_channel
 from drivetrain_data.transport.message import Incoming, Layout, Outgoing, SeparatedBatch, take_apart
+from drivetrain_data.transport.scatter import ScatterChannel, transport_device
+from drivetrain_data.transport.shared_memory import meet
 
 _NO_WORKER = -1
 _GROUP_BYTES = 2**18  # for each rank; larger messages cost no less per step
@@ -48,7 +49,8 @@ class Rank0Dispatch:
     ) -> None:
         self._shard = shard
         self._is_reader = dist.get_rank(group) == 0
-        self._channel = open_channel(group, device)
+        # Shared memory, if all ranks run on one Linux machine.
+        self._channel = meet(group) or ScatterChannel(group, transport_device(group, device))
         self._shards = _gather_shards(group, shard)
         self._read_ahead = read_ahead
         self._loop = 0  # the number of loops started

@@ -74,26 +74,23 @@ class _Line:
         try:
             if self._num_in_use == len(self._slots):
                 if self._connection.recv(len(_COPIED)) != _COPIED:
-                    raise self._ended()
+                    raise self._end_error()
                 self._num_in_use -= 1
             self._num_in_use += 1
             if message.used <= len(self._slots[slot]):
                 message.write(self._slots[slot], longest=message.used)
                 self._connection.send(_NOTICE.pack(slot, message.used, False))
-            else:
-                self._send_in_new_memory(slot, message)
+                return
+            descriptor = os.memfd_create("drivetrain-batches")
+            try:
+                os.ftruncate(descriptor, max(_SMALLEST_SLOT, message.used + message.used // 4))
+                self._slots[slot] = _map(descriptor)
+                message.write(self._slots[slot], longest=message.used)
+                socket.send_fds(self._connection, [_NOTICE.pack(slot, message.used, True)], [descriptor])
+            finally:
+                os.close(descriptor)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._ended() from None
-
-    def _send_in_new_memory(self, slot: int, message: Outgoing) -> None:
-        descriptor = os.memfd_create("drivetrain-batches")
-        try:
-            os.ftruncate(descriptor, max(_SMALLEST_SLOT, message.used + message.used // 4))
-            self._slots[slot] = _mapped(descriptor)
-            message.write(self._slots[slot], longest=message.used)
-            socket.send_fds(self._connection, [_NOTICE.pack(slot, message.used, True)], [descriptor])
-        finally:
-            os.close(descriptor)
+            raise self._end_error() from None
 
     def receive(self) -> Bytes:
         try:
@@ -101,17 +98,17 @@ class _Line:
         except ConnectionResetError:  # the sender exited with unread replies; its notices can still be read
             notice, descriptors, _, _ = socket.recv_fds(self._connection, _NOTICE.size, 1)
         if not notice:
-            raise self._ended()
+            raise self._end_error()
         slot, used, is_new = _NOTICE.unpack(notice)
         if is_new:
-            self._slots[slot] = _mapped(descriptors[0])
+            self._slots[slot] = _map(descriptors[0])
             os.close(descriptors[0])
         message = self._slots[slot][:used].copy()
         with suppress(BrokenPipeError, ConnectionResetError):  # the sender may have exited meanwhile
             self._connection.send(_COPIED)
         return message
 
-    def _ended(self) -> DispatchError:
+    def _end_error(self) -> DispatchError:
         who = "that is handed batches" if self._rank else "that reads for all"
         return DispatchError(
             f"the process {who} has ended, rank {self._rank} of the group; see its own output"
@@ -127,7 +124,7 @@ def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
         place: list[str | None] = [None if listener is None else listener.getsockname()]
         dist.broadcast_object_list(place, dist.get_global_rank(group, 0), group=group)
         # Receivers connect before the sender accepts: the listener's backlog has room for all of them.
-        connections = {} if is_sender else _connected(place[0], dist.get_rank(group))
+        connections = {} if is_sender else _connect(place[0], dist.get_rank(group))
         reached: list[bool | None] = [None] * num_ranks
         dist.all_gather_object(reached, is_sender or bool(connections), group=group)
         if listener is not None:
@@ -155,7 +152,7 @@ def _listen(path: Path, backlog: int) -> socket.socket | None:
     return listener
 
 
-def _connected(place: str | None, rank: int) -> dict[int, socket.socket]:
+def _connect(place: str | None, rank: int) -> dict[int, socket.socket]:
     """Connect to the first rank and send it this rank; return an empty dict if it is on another machine."""
     if place is None:
         return {}
@@ -169,7 +166,7 @@ def _connected(place: str | None, rank: int) -> dict[int, socket.socket]:
     return {0: connection}
 
 
-def _mapped(descriptor: int) -> Bytes:
+def _map(descriptor: int) -> Bytes:
     return np.frombuffer(mmap(descriptor, os.fstat(descriptor).st_size), dtype=np.uint8)
 
 
