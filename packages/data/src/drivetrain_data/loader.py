@@ -35,10 +35,6 @@ class _Cursor:
     is_begun: bool = False  # by a loop, so that the next loop reads the next epoch
     is_finished: bool = False
 
-    def begin(self) -> None:
-        """Record that a loop reads from here."""
-        self.is_begun, self.repeats = True, 0
-
     def next_loop(self) -> tuple[int, int]:
         """Return the epoch and the position from which the next loop reads."""
         return (self.epoch + 1, 0) if self.is_begun else (self.epoch, self.position)
@@ -202,9 +198,7 @@ class ShardedLoader(Generic[Batch]):
     def treating_tails(self, even: UnevenPolicy) -> Generator[None]:
         """Treat the tails of the loops in the block otherwise. Called on all ranks, outside a loop.
 
-        Args:
-            even: The treatment, as `shard_loader` takes it; a loader that drops its tails goes on to. ValueError if
-                the loader's batches cannot be treated so.
+        A loader that drops its tails goes on to. ValueError if the loader's batches cannot be treated so.
         """
         if self.current is not None:
             raise RuntimeError(
@@ -317,7 +311,7 @@ class ShardedLoader(Generic[Batch]):
         if self._cursor.is_begun:
             self._start(*self._cursor.next_loop())
         cursor = self._running = self._cursor
-        cursor.begin()
+        cursor.is_begun, cursor.repeats = True, 0
         source, activity, on_batch, copies = self.source, self._activity, self._on_batch, self._copies
         cursor.position += num_skipped * source.stride
         try:

@@ -77,12 +77,18 @@ def shard_loader(
         [[0, 1], [4, 5], [8]]
     """
     _check(loader, shard, even, seed, copy_ahead)
+    if dispatch and group is None and shard.count > 1:
+        raise ValueError(
+            "dispatch=True: the ranks that share the data are needed; pass their process group, group="
+        )
+    is_shared = group is not None and dist.get_world_size(group) > 1
+    by_index = is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
     readers = (loader, getattr(loader, "batch_sampler", None))
     sharding = DataSharding(
         shard=shard, even="drop" if any(getattr(reader, "drop_last", False) for reader in readers) else even,
         split=split_batches, seed=seed, group=group, draws_apart=draws_apart,
         strategy=strategy, num_blocks=_num_blocks(strategy, shard, num_nodes),
-        for_all=_is_dispatched(loader, shard, dispatch, group),
+        for_all=is_shared and (not by_index if dispatch is None else dispatch),
         compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
     source = _source_of(loader, sharding, compare_samples=compare_samples)
@@ -134,17 +140,6 @@ def _num_blocks(strategy: ShardingStrategy | IndexFunction, shard: Shard, num_no
     if strategy == "interleaved":
         return 1
     return num_nodes if strategy == "node" else shard.count
-
-
-def _is_dispatched(loader: Any, shard: Shard, dispatch: bool | None, group: dist.ProcessGroup | None) -> bool:
-    """Return whether one rank reads for all: as requested, or by default if the loader cannot be sharded by index."""
-    if dispatch and group is None and shard.count > 1:
-        raise ValueError(
-            "dispatch=True: the ranks that share the data are needed; pass their process group, group="
-        )
-    by_index = is_stock(loader) and not isinstance(loader.dataset, IterableDataset)
-    shared = group is not None and dist.get_world_size(group) > 1
-    return shared and (not by_index if dispatch is None else dispatch)
 
 
 def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead: int) -> None:

@@ -19,6 +19,7 @@ class TorchdataView:
                 "kind: pass a StatefulDataLoader, or use state_dict()"
             )
         self._loader = loader
+        self._source: Any = loader.source  # of one of the kinds that read torchdata's loaders
         self._states = states
 
     def state_dict(self) -> dict[str, Any]:
@@ -26,7 +27,7 @@ class TorchdataView:
 
         A StatefulDataLoader over this shard's batches takes it; the sharded loader's own is in it where that matters.
         """
-        loader, source = self._loader, self._loader.source
+        loader, source = self._loader, self._source
         own = loader.state_dict()
         state = self._states.received or self._states.loaded
         if state is None:
@@ -38,7 +39,7 @@ class TorchdataView:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict`, or torchdata's StatefulDataLoader, returned."""
-        loader, source = self._loader, self._loader.source
+        loader, source = self._loader, self._source
         self._states.check(state)
         if "sharded" in state:
             loader.load_state_dict(state["sharded"])

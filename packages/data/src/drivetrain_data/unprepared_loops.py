@@ -61,7 +61,12 @@ class UnpreparedLoops:
             if frame is None:
                 break
             blocks = self._around(frame.f_code.co_filename, frame.f_lineno)
-            if any(isinstance(block, ast.With) and _is_join(block) for block in blocks):
+            entered = [
+                item.context_expr for block in blocks if isinstance(block, ast.With) for item in block.items
+            ]
+            if any(
+                getattr(getattr(call, "func", None), "attr", "") == "join_uneven_inputs" for call in entered
+            ):
                 return None
             for block in blocks if found is None else []:
                 loaders = [] if isinstance(block, ast.With) else list(_loaders_of(block.iter, frame))
@@ -143,11 +148,3 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
         if type(holder) in (list, tuple) and isinstance(key, int) and key < len(holder):
             return holder[key]
     return None
-
-
-def _is_join(block: ast.With) -> bool:
-    calls = (item.context_expr for item in block.items)
-    return any(
-        isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "join_uneven_inputs"
-        for call in calls
-    )

@@ -94,9 +94,8 @@ class BlockOrder(ComputedOrder):
         if not position:
             return {}
         num_blocks = self.num_blocks(epoch)
-        # Without a function there are no checksums.
-        values = {"function": self._checksums[num_blocks]} if num_blocks in self._checksums else {}
-        return {"num_blocks": num_blocks, **values}
+        checksum = {} if self._function is None else {"function": self._checksums[num_blocks]}
+        return {"num_blocks": num_blocks, **checksum}
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Resume an epoch with its original number of blocks; DataStateError if the function differs."""

@@ -35,7 +35,16 @@ def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSamp
         batches = BatchSampler(sampler, size, drop_last=sharding.even == "drop")
     num_samples = length_of(loader.dataset)
     if batches is not None:
-        chosen: StepSampler = _of_batches(batches, sharding, num_samples)
+        name = type(batches).__name__
+        sharding.check_interleaved(f"the batches of {name} are distributed whole")
+        check_undivided(batches)
+        if sharding.split and sharding.even == "pad":
+            raise ValueError(
+                f"even='pad' with split_batches=True: batches of {name} have sizes of their own, and are split as "
+                "they are; use even='uneven', or a batch_size instead of the batch sampler"
+            )
+        order = DrawnBatches(batches, seed=sharding.seed, size=num_samples, agreement=sharding.agreement)
+        chosen: StepSampler = WholeBatchSampler(order, sharding)
         few = "batches are fewer than one"
     elif size is None:
         sharding.check_unsplit("with batch_size=None there are no batches to split")
@@ -55,19 +64,6 @@ def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> Ind
     if sharding.for_all:
         sharding.check_interleaved("one rank reads for all, and none has data of its own")
     return block_order_of(sampler, sharding, num_samples)
-
-
-def _of_batches(batches: Any, sharding: DataSharding, num_samples: int | None) -> WholeBatchSampler:
-    name = type(batches).__name__
-    sharding.check_interleaved(f"the batches of {name} are distributed whole")
-    check_undivided(batches)
-    if sharding.split and sharding.even == "pad":
-        raise ValueError(
-            f"even='pad' with split_batches=True: batches of {name} have sizes of their own, and are split as they "
-            "are; use even='uneven', or a batch_size instead of the batch sampler"
-        )
-    order = DrawnBatches(batches, seed=sharding.seed, size=num_samples, agreement=sharding.agreement)
-    return WholeBatchSampler(order, sharding)
 
 
 def _warn_if_empty(sampler: StepSampler, few: str) -> None:

@@ -54,10 +54,7 @@ class Order(ABC):
 
 
 class ComputedOrder(Order):
-    """A base class of orders whose sample at a position is computed, also from the value `built_from`.
-
-    The phrase for users may hold "{seed}".
-    """
+    """A base class of orders whose sample at a position is computed, also from the value `built_from`."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class ComputedOrder(Order):
         size: int,
         *,
         seed: int,
-        phrase: str,
+        phrase: str,  # for users; it may hold "{seed}"
         num_positions: int | None = None,
         built_from: int | None = None,
     ) -> None:

@@ -81,10 +81,7 @@ class RankAgreement:
                     )
 
     def differing(self, name: str, read: FirstRead) -> int | None:
-        """Return the first rank whose samples differ from the first rank's; None if none is known to differ.
-
-        The first rank warns of what could not be compared.
-        """
+        """Return a rank whose samples are known to differ from the first rank's, which warns of what is unknown."""
         by_rank = self._gathered(read)
         problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)
         if problem is not None and self.is_first:

@@ -60,7 +60,12 @@ class _Walk:
 
     def _described(self, part: Any) -> Signature:
         if isinstance(part, torch.Tensor) and part.layout is torch.strided and not part.is_nested:
-            return _of_tensor(part)
+            if part.is_meta:
+                return None
+            flat = part.int_repr() if part.is_quantized else part.detach()
+            if flat.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+                flat = flat.float()  # NumPy has none of these dtypes
+            return _of_array(flat.cpu().numpy())
         if isinstance(part, np.ndarray | np.generic | float | complex):
             array = np.asarray(part)
             return self.describe(array.ravel().tolist()) if array.dtype.hasobject else _of_array(array)
@@ -155,15 +160,6 @@ def alike(one: Signature, other: Signature) -> bool:
         pair = cast("Sequence[Any]", one), cast("Sequence[Any]", other)
         return len(pair[0]) == len(pair[1]) and all(map(alike, *pair))
     return type(one) is type(other) and one == other
-
-
-def _of_tensor(tensor: torch.Tensor) -> Signature:
-    if tensor.is_meta:
-        return None
-    flat = tensor.int_repr() if tensor.is_quantized else tensor.detach()
-    if flat.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
-        flat = flat.float()
-    return _of_array(flat.cpu().numpy())
 
 
 def _of_array(array: Any) -> Signature:

@@ -132,20 +132,3 @@ class BatchSource(ABC):
         """Record that the loop has received a step."""
         if self.states is not None:
             self.states.received = origin.state
-
-    @property
-    def reads_all(self) -> bool:
-        """True if the loader that this source reads yields the batches of all shards."""
-        return self.sharding.shard.count == 1 or self.sharding.for_all
-
-    def initial_state(self) -> dict[str, Any]:
-        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
-        raise NotImplementedError
-
-    def num_before(self, position: int) -> tuple[int, int | None]:
-        """Return how many batches, and samples if known, torchdata's loader has yielded before a position."""
-        raise NotImplementedError
-
-    def position_of(self, state: Mapping[str, Any]) -> int:
-        """Return the position that a state of torchdata's loader has behind it."""
-        raise NotImplementedError

@@ -75,8 +75,8 @@ class ExternalSource(BatchSource):
 
     def initial_state(self) -> dict[str, Any]:
         """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
-        layout = {"batch_size": self._loader.batch_size, "drop_last": self._loader.drop_last}
-        reader: Any = rebuild(self._loader, self.dataset, Generator(), **layout)
+        size, drops = self._loader.batch_size, self._loader.drop_last
+        reader: Any = rebuild(self._loader, self.dataset, Generator(), batch_size=size, drop_last=drops)
         return reader.state_dict()
 
     def num_before(self, position: int) -> tuple[int, int | None]:

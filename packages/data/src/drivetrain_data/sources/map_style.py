@@ -36,6 +36,7 @@ class MapStyleSource(BatchSource):
         super().__init__(loader, sampler.sharding, stride=sampler.stride, batch_size=sampler.batch_size)
         self._sampler = sampler
         self._order = sampler.order
+        self._reads_all = sharding.shard.count == 1 or sharding.for_all  # the batches of all shards
         self._num_samples = length_of(self.dataset)
         seeds = sharding.draws_apart or loader.num_workers > 0
         seeds = seeds and may_draw(self.dataset, loader.collate_fn)  # seeding costs as much as a small batch
@@ -110,24 +111,21 @@ class MapStyleSource(BatchSource):
 
     def num_before(self, position: int) -> tuple[int, int | None]:
         """Return how many batches, and samples, torchdata's loader has yielded before a position."""
-        count = self.sharding.shard.count
         num_steps = -(-position // self.stride)
-        num_batches = num_steps * count if self.sharding.for_all else num_steps
+        num_batches = num_steps * self.sharding.shard.count if self.sharding.for_all else num_steps
         if self.batch_size is None:
             return num_batches, None
-        return num_batches, position if self.reads_all else num_steps * self.batch_size
+        return num_batches, position if self._reads_all else num_steps * self.batch_size
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return the position that a state of torchdata's loader has behind it."""
-        if not self.reads_all:
-            position = num_yielded(state) * self.stride
-        elif self.batch_size is None:
-            position = num_yielded(state)
-        else:
-            found = samples_yielded(state)
-            size: Any = self._users_loader.batch_size or self._users_loader.batch_sampler.batch_size
-            position = min(num_yielded(state) * size, self.length(0)) if found is None else found
-        return position
+        if not self._reads_all:
+            return num_yielded(state) * self.stride
+        if self.batch_size is None:
+            return num_yielded(state)
+        found = samples_yielded(state)
+        size: Any = self._users_loader.batch_size or self._users_loader.batch_sampler.batch_size
+        return min(num_yielded(state) * size, self.length(0)) if found is None else found
 
     def length(self, epoch: int) -> int:
         """Return the number of positions in an epoch."""

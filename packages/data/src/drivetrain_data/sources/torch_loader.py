@@ -23,10 +23,7 @@ def is_stock(loader: Any) -> bool:
 def rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, kind: Any = None, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a loader of a dataset with a user's workers, pinning and other options, but for those given.
-
-    It is of `kind`; by default torchdata's for a loader of torchdata's, else torch's.
-    """
+    """Return a loader of a dataset, by default of the user's kind, with the user's options but for `layout`."""
     options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
         options["pin_memory_device"] = loader.pin_memory_device
@@ -35,12 +32,6 @@ def rebuild(
 
 
 _KEPT = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
+    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
 )

@@ -91,8 +91,8 @@ class ReadPosition:
 class Snapshotter:
     """A taker of snapshots, from time to time, of a dataset or loader and the global generators that it may use.
 
-    A worker uses its own dataset in place of `reader`. A reader that is not `trusted` has no complete state, and so
-    no snapshots.
+    A worker uses the dataset in its own `EpochStream` in place of `reader`. A reader that is not `trusted` has no
+    complete state, and so no snapshots.
     """
 
     def __init__(self, reader: Any, *, trusted: bool = True) -> None:
@@ -105,7 +105,7 @@ class Snapshotter:
         if not self._is_stateful or time.monotonic() < self._next_time:
             return None
         info: Any = get_worker_info()
-        reader = self._reader if info is None else EpochStream.inside(info.dataset)
+        reader = self._reader if info is None else info.dataset._drivetrain_dataset
         if not isinstance(reader, StatefulReader):
             self._is_stateful = False
             return None
@@ -195,11 +195,6 @@ class EpochStream(DatasetProxy, IterableDataset[Any]):
 
     def __init__(self, reader: EpochReader) -> None:
         super().__init__(reader.stream, _drivetrain_reader=reader)
-
-    @staticmethod
-    def inside(dataset: Any) -> Any:
-        """Return the user's dataset inside an `EpochStream`, or any other dataset unchanged."""
-        return dataset._drivetrain_dataset if isinstance(dataset, EpochStream) else dataset
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._drivetrain_reader)

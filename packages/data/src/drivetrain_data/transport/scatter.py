@@ -39,7 +39,14 @@ class ScatterChannel:
         self._send_rest()
         before, self._under_way = self._under_way, []
         longest = max(message.used for message in messages)
-        rows = self._write(messages, longest).to(self._device)
+        length = max(longest, self._capacity)
+        written = self._rows.pop(0)
+        if written.shape != (self._num_ranks, length):
+            written = torch.empty((self._num_ranks, length), dtype=torch.uint8)
+        self._rows.append(written)
+        for row, message in zip(written[1:].numpy(), messages, strict=True):
+            message.write(row, longest=longest)
+        rows = written.to(self._device)
         self._start(rows[:, : self._capacity])
         self._rest = (rows, longest)
         if complete:
@@ -87,17 +94,6 @@ class ScatterChannel:
         if longest > self._capacity:
             self._start(rows[:, self._capacity : longest])
         self._capacity = _next_capacity(longest, self._capacity)
-
-    def _write(self, messages: Sequence[Outgoing], longest: int) -> torch.Tensor:
-        """Write messages as rows of a buffer that no running scatter uses."""
-        length = max(longest, self._capacity)
-        rows = self._rows.pop(0)
-        if rows.shape != (self._num_ranks, length):
-            rows = torch.empty((self._num_ranks, length), dtype=torch.uint8)
-        self._rows.append(rows)
-        for row, message in zip(rows[1:].numpy(), messages, strict=True):
-            message.write(row, longest=longest)
-        return rows
 
     def _start(self, rows: torch.Tensor) -> None:
         """Start a scatter of rows; the first row goes to the sender itself, which does not read it."""
