@@ -15,14 +15,8 @@ def find_conversions(
 ) -> dict[str, str]:
     """Return the tensors that a load converts, such as {"weight": "bfloat16 to float32"}.
 
-    Args:
-        saved: A model's state as it was saved, by name.
-        own: The model's state in this run; only plain floating-point tensors are compared, sharded or not.
-        dtypes: The dtypes of the run: `param` asks for parameters to be rounded, `buffer` for buffers.
-        parameters: The names of the parameters; other names are buffers.
-
-    Raises:
-        ValueError: A tensor would be rounded, and no setting asks for it.
+    Only plain floating-point tensors of the two states are compared, sharded or not; those without the name of a
+    parameter are buffers. ValueError if a tensor would be rounded, and the dtypes of the run do not ask for it.
     """
     changed: dict[str, str] = {}
     for name, value in own.items():

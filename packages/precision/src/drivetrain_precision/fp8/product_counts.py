@@ -17,22 +17,14 @@ _COMPILING = "torch.compile was compiling; mark the sizes that change from step 
 
 @dataclass(slots=True, kw_only=True)
 class ProductCounts:
-    """The matrix products that ran, filled in when the counting ends.
+    """The matrix products that ran, filled in when the counting ends."""
 
-    Attributes:
-        scaled: The products in 8 bits or fewer.
-        others: The products in other formats: layers that are not converted, attention, emulation.
-        compiled: The calls of graphs that torch.compile has made, and of their gradients.
-        is_counted: Whether they could be counted: not while another profiler records, nor where something is
-            compiled, since tracing runs the same operations without data.
-        hindrance: The reason in words, once the counting has ended and they could not.
-    """
-
-    scaled: int = 0
-    others: int = 0
-    compiled: int = 0
+    scaled: int = 0  # in 8 bits or fewer
+    others: int = 0  # in other formats: of layers that are not converted, attention, emulation
+    compiled: int = 0  # calls of graphs that torch.compile has made, and of their gradients
+    # Not while another profiler records, nor where something is compiled: tracing runs operations without data.
     is_counted: bool = False
-    hindrance: str | None = None
+    hindrance: str | None = None  # the reason in words, once the counting has ended without counts
 
 
 @contextmanager

@@ -12,49 +12,28 @@ PATIENCE_STEPS = 10  # a run that compiles for each of its first sizes takes a f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProducts:
-    """The matrix products of an optimizer step.
+    """The matrix products of an optimizer step."""
 
-    Attributes:
-        counts: The products of its forwards and backwards.
-        scaled_by_model: The products in the recipe's formats within the forwards of each converted model that was
-            called, by its place among the converted models.
-        hindrance: The reason why they prove nothing; None if they do.
-        num_steps: The optimizer steps so far, this one included.
-    """
-
-    counts: ProductCounts
+    counts: ProductCounts  # of its forwards and backwards
+    # Those in the recipe's formats in the forwards of converted models that were called, by the place of each model.
     scaled_by_model: Mapping[int, int]
-    hindrance: str | None
-    num_steps: int
+    hindrance: str | None  # the reason why the products prove nothing
+    num_steps: int  # so far, this one included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepVerdict:
-    """A verdict on a run.
+    """A verdict on a run."""
 
-    Attributes:
-        fact: The fact for the plan.
-        warning: A warning for rank 0.
-        error: The message of the error that ends the run.
-    """
-
-    fact: str | None = None
-    warning: str | None = None
-    error: str | None = None
+    fact: str | None = None  # for the plan
+    warning: str | None = None  # for rank 0
+    error: str | None = None  # the message of the error that ends the run
 
 
 def judge_step(
     step: StepProducts, *, recipe: str, needed: Requirements, support: Support, models: Mapping[int, str]
 ) -> StepVerdict:
-    """Return the verdict on a step; an empty one while the next steps may still prove it.
-
-    Args:
-        step: The products of the step.
-        recipe: The name of the recipe.
-        needed: The requirements of the recipe.
-        support: The support of the device for it.
-        models: The converted models, by place, in words.
-    """
+    """Return the verdict on a step, an empty one while later steps may prove it; models are in words, by place."""
     if step.hindrance is not None:
         return judge_unproved(step, recipe) if step.num_steps == PATIENCE_STEPS else StepVerdict()
     counts = step.counts
