@@ -13,7 +13,7 @@ class Named:
 def test_a_proxys_attributes_are_those_of_the_dataset_but_for_its_own() -> None:
     dataset = Named()
     proxy = DatasetProxy(dataset, own=3)
-    assert (proxy.name, proxy.own) == ("train", 3)
+    assert (proxy.name, vars(proxy)["_drivetrain_own"]) == ("train", 3)
     proxy.name = "test"
     assert dataset.name == "test"
     with pytest.raises(AttributeError, match="size"):

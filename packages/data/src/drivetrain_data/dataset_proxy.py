@@ -6,8 +6,13 @@ from typing import Any
 class DatasetProxy:
     """A mixin of datasets that read another: all other attributes are those of that dataset."""
 
+    _drivetrain_dataset: Any
+
     def __init__(self, dataset: Any, **own: Any) -> None:
-        vars(self).update(_drivetrain_dataset=dataset, **own)  # bypasses __setattr__
+        values = {"dataset": dataset, **own}
+        vars(self).update(
+            {f"_drivetrain_{name}": value for name, value in values.items()}
+        )  # not by __setattr__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("__", "_drivetrain")):

@@ -144,8 +144,7 @@ class ShardedLoader(Generic[Batch]):
     @property
     def is_resumed(self) -> bool:
         """True if the next loop goes on where a loaded state left it, and not with an epoch that nobody has read."""
-        cursor = self._cursor
-        return (cursor.position > 0 or cursor.repeats > 0) and not cursor.is_begun
+        return (self.position > 0 or self._cursor.repeats > 0) and not self._cursor.is_begun
 
     def __len__(self) -> int:
         """Return the number of steps in a full epoch, the same on all ranks; TypeError if that has no length."""
@@ -155,8 +154,7 @@ class ShardedLoader(Generic[Batch]):
     def num_left(self) -> int:
         """Return the number of steps of the next loop: the rest of the epoch after a resume, else `len(self)`."""
         # Ask only about the epoch being read: asking a sampler about another epoch would reseed it.
-        _, position = self._cursor.next_loop()
-        return self.source.num_steps(self.epoch, position)
+        return self.source.num_steps(self.epoch, self._cursor.next_loop()[1])
 
     def __repr__(self) -> str:
         return (

@@ -157,10 +157,7 @@ def _lists_arrays(data: Nested) -> bool:
 
 
 def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
-    """Raise TrimError if data gathered after a loop may hold rows of repeated samples; single numbers always pass.
-
-    The plan `left` is that of the last batch of the loop that ended last.
-    """
+    """Raise TrimError if data may hold rows of samples that the last batch of the loop that was left repeated."""
     tail = _tail_of(left)
     if tail is None or not holds_rows(data):
         return

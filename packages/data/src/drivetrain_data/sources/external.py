@@ -64,8 +64,7 @@ class ExternalSource(BatchSource):
         steps = KeyedDraws(self.seed, epoch).around(self._steps_from(position))
         first: list[Any] = []
         for (step, origin), is_last in look_ahead(steps):
-            if not first:
-                first = step
+            first = first or step
             held = distribute(step, first, self.sharding)
             plan = self._plan(held, num_new=len(step), is_last=is_last)
             if self.sharding.for_all:  # also a batch without samples is its shard's own

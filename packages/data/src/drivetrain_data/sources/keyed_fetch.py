@@ -64,16 +64,14 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
     `seeds`, the global generators are seeded for each batch.
     """
 
+    _drivetrain_seeder: GlobalSeeder | None
+    _drivetrain_listeners: tuple[Any, ...]
+    _drivetrain_epoch: tuple[int, int] | None
+
     def __init__(
         self, dataset: Any, listeners: tuple[Any, ...], *, seeds: bool, epoch: tuple[int, int] | None = None
     ) -> None:
-        super().__init__(
-            dataset,
-            _drivetrain_seeds=seeds,
-            _drivetrain_listeners=listeners,
-            _drivetrain_epoch=epoch,
-            _drivetrain_seeder=GlobalSeeder(),
-        )
+        super().__init__(dataset, seeder=GlobalSeeder() if seeds else None, listeners=listeners, epoch=epoch)
 
     def __len__(self) -> int:
         return len(self._drivetrain_dataset)
@@ -88,7 +86,7 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
         return self._fetch(sent, sent.wanted, getattr(self._drivetrain_dataset, "__getitems__", None))
 
     def __reduce__(self) -> Any:
-        make = partial(type(self), seeds=self._drivetrain_seeds, epoch=self._drivetrain_epoch)
+        make = partial(type(self), seeds=self._drivetrain_seeder is not None, epoch=self._drivetrain_epoch)
         return make, (self._drivetrain_dataset, self._drivetrain_listeners)
 
     def begin(self, epoch: tuple[int, int]) -> None:
@@ -101,7 +99,7 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
 
     def _fetch(self, sent: Fetch, indices: list[Any], read_batch: Any = None) -> list[Any]:
         self.begin(sent.epoch)
-        if self._drivetrain_seeds:
+        if self._drivetrain_seeder is not None:
             self._drivetrain_seeder.seed(sent.seed)
         dataset, samples = self._drivetrain_dataset, list[Any]()
         try:

@@ -193,8 +193,10 @@ class EpochReader:
 class EpochStream(DatasetProxy, IterableDataset[Any]):
     """A proxy of an iterable dataset whose epochs a reader starts."""
 
+    _drivetrain_reader: EpochReader
+
     def __init__(self, reader: EpochReader) -> None:
-        super().__init__(reader.stream, _drivetrain_reader=reader)
+        super().__init__(reader.stream, reader=reader)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._drivetrain_reader)
