@@ -1,7 +1,7 @@
 """Clusters as plug-ins: a process's place in a job of Slurm, MPI, Kubernetes or Ray, and how a job is submitted.
 
-`protocol.py` is what a cluster is, `registry.py` finds those that are installed; each cluster has a folder. `jobs/`
-submits, follows and cancels.
+`protocol.py` defines a cluster, `registry.py` finds the installed ones, and each has a folder. `jobs/` submits,
+follows and cancels.
 """
 
 from typing import TYPE_CHECKING

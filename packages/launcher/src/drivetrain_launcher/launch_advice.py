@@ -44,7 +44,7 @@ def ask_num_processes(known: Known) -> Advice | None:
 
 def ask_rdzv_backend(known: Known) -> Advice | None:
     """Ask how several machines find their ranks."""
-    if not _several_without_cluster(known):
+    if not _needs_meeting(known):
         return None
     return {
         "value": "static",
@@ -59,7 +59,7 @@ def ask_rdzv_backend(known: Known) -> Advice | None:
 
 def ask_master_addr(known: Known) -> Advice | None:
     """Ask where several machines meet."""
-    if not _several_without_cluster(known):
+    if not _needs_meeting(known):
         return None
     return {
         "value": known["machine.host"],
@@ -70,7 +70,7 @@ def ask_master_addr(known: Known) -> Advice | None:
 
 def ask_rdzv_id(known: Known) -> Advice | None:
     """Ask for the name of a run whose machines agree on their ranks."""
-    if not _several_without_cluster(known) or known.get("launch.rdzv_backend") == "static":
+    if not _needs_meeting(known) or known.get("launch.rdzv_backend") == "static":
         return None
     return {
         "value": known["machine.folder"],
@@ -83,5 +83,5 @@ def _num_nodes(known: Known) -> int:
     return known.get("cluster.num_nodes") or known.get("launch.num_nodes") or 1
 
 
-def _several_without_cluster(known: Known) -> bool:
+def _needs_meeting(known: Known) -> bool:
     return known.get("cluster.num_nodes") is None and _num_nodes(known) > 1

@@ -35,15 +35,15 @@ def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest
     return {
         "apiVersion": API_VERSION,
         "kind": "JobSet",
-        "metadata": _given(
+        "metadata": _drop_unset(
             name=name,
             namespace=options.namespace,
             labels=None if options.queue is None else {_QUEUE_LABEL: options.queue},
         ),
-        "spec": _given(
+        "spec": _drop_unset(
             network={"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
             successPolicy={"operator": "All"},
-            failurePolicy=_given(
+            failurePolicy=_drop_unset(
                 maxRestarts=request.max_requeues, rules=None if options.restart_failures else rules
             ),
             replicatedJobs=[
@@ -58,7 +58,7 @@ def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest
     }
 
 
-def _given(**fields: Any) -> Manifest:
+def _drop_unset(**fields: Any) -> Manifest:
     """Return the fields of an object that have a value; Kubernetes has defaults for the others."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -67,7 +67,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
     limit, on_disruption = request.time_limit_seconds, {"type": "DisruptionTarget", "status": "True"}
     on_save = {"containerName": CONTAINER, "operator": "In", "values": [RESUME_EXIT_CODE]}
     # Kubernetes gives 64 MB by default, too little for the batches of several loader workers.
-    shm = _given(
+    shm = _drop_unset(
         medium="Memory", sizeLimit=None if options.shm_bytes is None else quantity(options.shm_bytes)
     )
     claims = (
@@ -77,7 +77,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
         }
         for i, mount in enumerate(options.volumes)
     )
-    pod_spec = _given(
+    pod_spec = _drop_unset(
         restartPolicy="Never",
         terminationGracePeriodSeconds=request.save_seconds + _MARGIN_SECONDS,
         # Else the launcher is process 1, for which Linux ignores SIGTERM unless a handler is there.
@@ -90,7 +90,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
         nodeSelector=dict(pair.split("=", 1) for pair in options.node_selector) or None,
         tolerations=[{"key": key, "operator": "Exists"} for key in options.tolerations] or None,
     )
-    return _given(
+    return _drop_unset(
         completionMode="Indexed",
         parallelism=request.num_nodes,
         completions=request.num_nodes,
@@ -110,7 +110,7 @@ def _job_spec(name: str, request: JobRequest, options: KubernetesOptions) -> Man
 def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Manifest:
     cpus, memory, accelerators = request.cpus_per_node, request.memory_per_node, request.accelerators_per_node
     # Without requests of their own, the limits are also what is requested.
-    limits = _given(
+    limits = _drop_unset(
         cpu=None if cpus is None else str(cpus),
         memory=None if memory is None else quantity(memory_bytes(memory)),
         **{options.accelerator: str(accelerators) if accelerators else None},
@@ -123,7 +123,7 @@ def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Ma
         "DRIVETRAIN_KUBERNETES_PORT": str(options.port),
     }
     restarts = {"name": "DRIVETRAIN_KUBERNETES_RESTARTS", "valueFrom": {"fieldRef": {"fieldPath": _RESTARTS}}}
-    return _given(
+    return _drop_unset(
         name=CONTAINER,
         image=options.image,
         imagePullPolicy=options.pull_policy,

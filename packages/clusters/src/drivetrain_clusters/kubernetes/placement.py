@@ -50,7 +50,7 @@ def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
             raise ClusterError(f"{', '.join(missing)}: not set in this pod, but {given} is; {_MANIFEST}")
         return _place(environment, job_id=environment[_OURS["job_id"]], names=_OURS)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
-        return _of_kubeflow(environment)
+        return _place_by_kubeflow(environment)
     replica = _REPLICA.fullmatch(environment.get("HOSTNAME", ""))
     # Of a process with a local rank, another launcher has set the ranks.
     is_rank = any(name in environment for name in ("LOCAL_RANK", "GROUP_RANK"))
@@ -60,7 +60,7 @@ def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     return None
 
 
-def _of_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
+def _place_by_kubeflow(environment: Mapping[str, str]) -> JobPlacement | None:
     if ":" in environment["PET_NNODES"]:
         return None  # an elastic job: the nodes agree on their ranks, and torchrun's own flags say where
     names: dict[str, str] = {}

@@ -73,7 +73,9 @@ class Local:
         output = OutputTail(job_file(submission, job_id, ".out"))
         code = job_file(submission, job_id, ".code")
         while True:
-            runs = _runs(job_id)  # before the code is looked for, since it is written before the shell ends
+            runs = _is_running(
+                job_id
+            )  # before the code is looked for, since it is written before the shell ends
             write(output.read())
             if code.exists():
                 write(output.read())
@@ -84,12 +86,12 @@ class Local:
 
     def cancel(self, job_id: str) -> None:
         """End the job: its ranks save, and are not started again."""
-        if not _runs(job_id) or _is_another_program(job_id):
+        if not _is_running(job_id) or _is_another_program(job_id):
             raise ClusterError(f"local: job {job_id}: no job of this machine has this number; it has ended")
         os.kill(int(job_id), _SIGTERM)
 
 
-def _runs(job_id: str) -> bool:
+def _is_running(job_id: str) -> bool:
     if not (job_id.isascii() and job_id.isdecimal()) or int(job_id) < 1:
         raise ClusterError(f"local: job {job_id!r}: the id of a job is the number of its process")
     try:

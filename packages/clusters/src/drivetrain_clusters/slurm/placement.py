@@ -33,7 +33,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
             f"slurm: SLURM_HET_SIZE={size}: the parts of a heterogeneous job do not know each other's nodes; submit "
             "a job of one part, or say --cluster none and give the ranks with --node-rank and --master-addr"
         )
-    hosts, nodelist = _expanded(read, expand_hosts, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    hosts, nodelist = _expand(read, expand_hosts, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     num_nodes, nodes_from = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
     if len(hosts) != num_nodes:
         raise read.contradict(f"the list names {len(hosts)} nodes", nodes_from, nodelist)
@@ -75,7 +75,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     )
 
 
-def _expanded(read: JobVariables, expand: Callable[[str], _Expanded], *names: str) -> tuple[_Expanded, str]:
+def _expand(read: JobVariables, expand: Callable[[str], _Expanded], *names: str) -> tuple[_Expanded, str]:
     text, name = read.text(*names)
     try:
         return expand(text), name
@@ -88,8 +88,8 @@ def _tasks(
 ) -> tuple[tuple[int, ...], int, str, str]:
     """Return the number of tasks of each node, their sum, and the variables of both.
 
-    SLURM_NTASKS_PER_NODE is what the user asked for, which srun may not have kept; it counts only where Slurm does
-    not say what it did.
+    SLURM_NTASKS_PER_NODE is the user's request, from which srun may differ: it counts only where no other variable
+    gives the number.
     """
     num_tasks, tasks_from = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
     per_node = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -97,7 +97,7 @@ def _tasks(
         each, counts_from = read.integer("SLURM_NTASKS_PER_NODE", least=1)
         counts = (each,) * num_nodes
     else:
-        counts, counts_from = _expanded(read, expand_counts, *per_node)
+        counts, counts_from = _expand(read, expand_counts, *per_node)
     if len(counts) != num_nodes:
         raise read.contradict(f"the counts are of {len(counts)} nodes", nodes_from, counts_from)
     if sum(counts) != num_tasks:

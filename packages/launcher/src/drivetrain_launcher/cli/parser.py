@@ -73,10 +73,10 @@ class CommandParser:
         """Parse a command line into the command's dataclass; SystemExit after `--help` has been printed."""
         given, words, rest = self._scan(tokens)
         own: dict[str, Any] = {**given.said.pop(_OWN, {}), **dict(zip(self.positionals, words, strict=False))}
-        for name in self._needed():
+        for name in self._find_needed():
             if name not in own and name not in (self.rest, self.layers):
                 shown = name.upper() if name in self.positionals else _own_flag(name)
-                raise UsageError(f"{shown} is missing: {self._help_of(name)}")
+                raise UsageError(f"{shown} is missing: {self._find_help(name)}")
         if self.takes_several and len(words) >= len(self.positionals):
             own[self.positionals[-1]] = tuple(words[len(self.positionals) - 1 :])
         elif len(words) > len(self.positionals):
@@ -109,7 +109,7 @@ class CommandParser:
         """True if the last positional argument takes one or more words."""
         return bool(self.positionals) and get_origin(self.types[self.positionals[-1]]) is tuple
 
-    def _needed(self) -> list[str]:
+    def _find_needed(self) -> list[str]:
         """Return the names of the fields without a default."""
         return [
             field.name
@@ -117,7 +117,7 @@ class CommandParser:
             if field.default is MISSING and field.default_factory is MISSING
         ]
 
-    def _help_of(self, name: str) -> str:
+    def _find_help(self, name: str) -> str:
         return next(field.metadata.get("help", "") for field in fields(self.arguments) if field.name == name)
 
     def _scan(self, tokens: Sequence[str]) -> tuple[GivenFlags, list[str], list[str]]:
@@ -192,7 +192,7 @@ class CommandParser:
         """Return the text for `--help`."""
         from argparse import ArgumentParser
 
-        needed = self._needed()
+        needed = self._find_needed()
         positionals = [name.upper() for name in self.positionals]
         shown = [word if word.lower() in needed else f"[{word}]" for word in positionals]
         shown += [f"[{shown[-1]} ...]"] if self.takes_several else []
@@ -200,7 +200,7 @@ class CommandParser:
         usage = " ".join([f"drivetrain {self.command} [flags]", *shown])
         parser = ArgumentParser(description=self.summary, usage=usage, add_help=False)
         for name in (*self.positionals, *([] if self.rest is None else [self.rest])):
-            parser.add_argument(name.upper(), help=self._help_of(name))
+            parser.add_argument(name.upper(), help=self._find_help(name))
         for name, flags_of_section in self.groups.items():
             group = parser.add_argument_group("flags" if name == _OWN else f"the {name} section")
             for flag in flags_of_section:

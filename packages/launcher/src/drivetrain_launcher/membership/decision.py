@@ -76,12 +76,15 @@ def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> Elasti
         return replace(state, closed="the ranks of all nodes have ended well")
     gone = [peer for peer in unfinished if peer.status.left or peer.silent_seconds > limits.silence_seconds]
     if gone and len(unfinished) < len(members):
-        reason = f"{_why_gone(state, gone[0])} while the ranks of other nodes had ended"
+        reason = f"{_explain_absence(state, gone[0])} while the ranks of other nodes had ended"
         return replace(state, closed=reason, change="lost", exit_code=1)
     if gone:
         change = "left" if all(peer.status.left for peer in gone) else "lost"
         return replace(
-            state, is_over=True, change=change, reason=", ".join(_why_gone(state, peer) for peer in gone)
+            state,
+            is_over=True,
+            change=change,
+            reason=", ".join(_explain_absence(state, peer) for peer in gone),
         )
     if restarting := [peer for peer in members if peer.status.ready > state.round]:
         who = state.name_of(restarting[0].node)
@@ -128,7 +131,7 @@ def is_alive(peer: Peer, limits: Limits) -> bool:
     return not (is_silent or peer.status.left or peer.status.finished)
 
 
-def _why_gone(state: ElasticState, peer: Peer) -> str:
+def _explain_absence(state: ElasticState, peer: Peer) -> str:
     who = state.name_of(peer.node)
     if peer.status.left:
         return f"{who} was stopped"

@@ -49,9 +49,9 @@ class Meeting:
         """Return the error message with the names of the nodes that came, and of the missing ones."""
         return (
             f"{len(came)} of {self.num_nodes} nodes came to {self.address}:{self.port} within "
-            f"{self.timeout_seconds:g} s: {_listed(came)}. Missing: {_listed(missing)}; look at the output there, "
-            "and check that drivetrain launch started, with the same --master-addr and --master-port, and that this "
-            "port can be reached from there"
+            f"{self.timeout_seconds:g} s: {_list_names(came)}. Missing: {_list_names(missing)}; look at the output "
+            "there, and check that drivetrain launch started, with the same --master-addr and --master-port, and "
+            "that this port can be reached from there"
         )
 
 
@@ -185,7 +185,7 @@ def missing_numbers(store: Store, meeting: Meeting, error: RendezvousTimeoutErro
     came = [store.get(f"{_PREFIX}/name/{number}").decode() for number in range(1, count + 1)]
     if count >= meeting.num_nodes:
         return LaunchError(
-            f"{count} nodes came to {meeting.address}:{meeting.port} ({_listed(came)}), but did not agree on the "
+            f"{count} nodes came to {meeting.address}:{meeting.port} ({_list_names(came)}), but did not agree on the "
             f"{meeting.num_nodes} of the run within {meeting.timeout_seconds:g} s ({error}): some left again; their "
             "output says why"
         )
@@ -194,5 +194,5 @@ def missing_numbers(store: Store, meeting: Meeting, error: RendezvousTimeoutErro
     return LaunchError(meeting.describe(came, known or [f"{meeting.num_nodes - count} without a name"]))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return list_some(names, most=_MOST_NAMED) or "none"

@@ -103,7 +103,7 @@ def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
         say(f"stopped by {stop.sigval.name}; no rank is left")
         return 128 + stop.sigval
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        raise LaunchError(_why_no_meeting(plan, error)) from error
+        raise LaunchError(_explain_no_meeting(plan, error)) from error
 
 
 def _run_agent(agent: "Agent", keeper: Keeper) -> int:
@@ -421,7 +421,7 @@ def _ranks_of(worker_group: WorkerGroup) -> dict[int, int]:
     return {cast("int", worker.id): worker.global_rank for worker in started}
 
 
-def _why_no_meeting(plan: LaunchPlan, error: Exception) -> str:
+def _explain_no_meeting(plan: LaunchPlan, error: Exception) -> str:
     where = f"{plan.master_addr}:{plan.master_port}"
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         free = "leave it out for any free one" if plan.num_nodes == 1 else "say another on every node"

@@ -56,9 +56,14 @@ def start_linked(
     command: Callable[[int], Sequence[str]],
     *,
     environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
     stdin: int | None = None,
-) -> tuple["Popen[bytes]", ProcessLink]:
-    """Start a process that leads a session; `command` gets the number of the socket to its end of the connection."""
+    outputs: int | None = None,
+) -> tuple["Popen[bytes]", socket.socket]:
+    """Start a process that leads a session, and return it with our end of a connection to it.
+
+    `command` gets the number of the process's socket; `outputs` are stdout and stderr, as `Popen` takes them.
+    """
     from subprocess import (
         Popen,
     )  # here: the keeper process starts none, and must itself start in milliseconds
@@ -68,8 +73,11 @@ def start_linked(
         process = Popen(
             command(theirs.fileno()),
             env=environment,
+            cwd=folder,
             stdin=stdin,
+            stdout=outputs,
+            stderr=outputs,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    return process, ProcessLink(ours)
+    return process, ours

@@ -31,20 +31,20 @@ def updated_text(path: Path, changes: Sequence[str], removals: Sequence[str]) ->
     contents = read_file(path)
     text, lines = path.read_text(encoding="utf-8"), list[str]()
     # The text spells other sections than are read from it: it is in Accelerate's form.
-    if set(contents.data) != set(_document(text) or {}):
+    if set(contents.data) != set(_load_document(text) or {}):
         heading = f"The settings of a drivetrain run, converted from {path}."
         text = settings_text(answers_of(contents, "as in"), sections(), heading=[heading])
         lines = [f"{path}: was Accelerate's, and is drivetrain's now", *contents.notices]
     if changes:
-        text, changed = _with_changes(text, changes)
+        text, changed = _apply_changes(text, changes)
         lines += changed
     for name in removals:
         section, field, _ = _parse(f"{name}=")
-        spec = _spec(section, field, _UNSET)
-        values = (_document(text) or {}).get(section) or {}
+        spec = _find_spec(section, field, _UNSET)
+        values = (_load_document(text) or {}).get(section) or {}
         if field in values:
             lines.append(f"{section}.{field}: {yaml_value(plain(values[field]))} -> unset")
-            text = _without(text, spec)
+            text = _remove_setting(text, spec)
     with TemporaryDirectory() as folder:  # the file itself is replaced only if the new text is valid
         probe = Path(folder) / path.name
         probe.write_text(text, encoding="utf-8")
@@ -63,21 +63,21 @@ def _parse(change: str) -> tuple[str, str, str]:
     return section, field, value.strip()
 
 
-def _spec(section: str, field: str, source: Source) -> FieldSpec:
+def _find_spec(section: str, field: str, source: Source) -> FieldSpec:
     """Return a field by its names; the ConfigError for an unknown field names the nearest."""
     known = {spec.name: spec for spec in specs(Vocabulary({}).section(section, source), section)}
     check_field(section, field, known, source)
     return known[field]
 
 
-def _with_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
+def _apply_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
     """Return the text of a file with settings written, and a line for each."""
-    document = _document(text)
+    document = _load_document(text)
     document = _yaml().map() if document is None else document
     lines: list[str] = []
     for change in changes:
         section, field, typed = _parse(change)
-        spec = _spec(section, field, _SET)
+        spec = _find_spec(section, field, _SET)
         setting = converted(section, field, spec.kind, Entry(typed, _SET))
         notes = check_plugins(spec, setting, _SET)
         if document.get(section) is None:
@@ -93,20 +93,20 @@ def _with_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
         if is_new:
             values.yaml_set_comment_before_after_key(field, before=spec.help, indent=2)
         lines += [f"{section}.{field}: {before} -> {after}", *notes]
-    return _text(document), lines
+    return _dump_document(document), lines
 
 
-def _without(text: str, spec: FieldSpec) -> str:
+def _remove_setting(text: str, spec: FieldSpec) -> str:
     """Return the text of a file without a setting and its help; all other comments stay where they are.
 
     The library keeps a comment with the key before it, so that taking a key out of its document would take the
     comment of the next one along, and leave its own.
     """
-    document = _document(text)
+    document = _load_document(text)
     values = document[spec.section]
     if values.fa.flow_style() or len(values) == 1:
         del values[spec.name]
-        return _text(document)
+        return _dump_document(document)
     lines = text.splitlines(keepends=True)
     begin, indent = values.lc.key(spec.name)
     end = begin + 1
@@ -128,11 +128,11 @@ def _without(text: str, spec: FieldSpec) -> str:
     return "".join(lines[:begin] + lines[end:])
 
 
-def _document(text: str) -> Any:
+def _load_document(text: str) -> Any:
     return _yaml().load(text)
 
 
-def _text(document: Any) -> str:
+def _dump_document(document: Any) -> str:
     out = StringIO()
     _yaml().dump(document, out)
     return out.getvalue()

@@ -83,7 +83,7 @@ def _run(arguments: ConfigArguments, command: str) -> int:
             say(f"{path} is left as it is")
             return 0
     kinds = sections()
-    given = _given(arguments.layers, kinds)
+    given = _read_given(arguments.layers, kinds)
     if arguments.from_ is not None:
         answers = {**_settings_of(arguments.from_, "as in"), **given}
         heading = f"The settings of a drivetrain run, converted from {arguments.from_}."
@@ -101,7 +101,7 @@ def _run(arguments: ConfigArguments, command: str) -> int:
     return 0
 
 
-def _given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:
+def _read_given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:
     """Return the settings that flags give, and report variables that will win over the file."""
     found: dict[Key, GivenAnswer] = {}
     for (section, name), entries in layers.entries.items():

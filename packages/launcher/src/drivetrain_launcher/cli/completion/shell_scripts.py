@@ -179,21 +179,21 @@ def shell_script(shell: str, commands: Sequence[CommandWords], shared: Sequence[
 def _tables(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> list[str]:
     """Return the tables of bash and zsh: each function sets arrays of the function that calls it."""
     lines = [
-        f"typeset -ga _drivetrain_shared=({_described((flag.name, flag.about) for flag in shared)})",
-        f"typeset -ga _drivetrain_shared_takes=({_taking(shared)})",
+        f"typeset -ga _drivetrain_shared=({_describe_words((flag.name, flag.about) for flag in shared)})",
+        f"typeset -ga _drivetrain_shared_takes=({_join_takers(shared)})",
         '_drivetrain_command() {\n    case "$1" in',
     ]
     for command in commands:
         lines += [
             f"    {quote(command.name)})",
-            f"        flags=({_described((flag.name, flag.about) for flag in command.flags)})",
-            f"        takes=({_taking(command.flags)})",
+            f"        flags=({_describe_words((flag.name, flag.about) for flag in command.flags)})",
+            f"        takes=({_join_takers(command.flags)})",
             f"        shared={'1' * command.has_sections} rest={'1' * command.takes_rest}"
             f" positional={'1' * command.has_positionals} ;;",
         ]
     lines += ["    *) return 1 ;;\n    esac\n}", '_drivetrain_next() {\n    case "$1" in']
-    for first, following in _next_words(commands).items():
-        lines.append(f"    {quote(first)}) following=({_described(following)}) ;;")
+    for first, following in _find_next_words(commands).items():
+        lines.append(f"    {quote(first)}) following=({_describe_words(following)}) ;;")
     lines += ["    esac\n}", '_drivetrain_value() {\n    case "$1 $2" in']
     of_commands = [
         (quote(f"{command.name} {flag.name}"), flag) for command in commands for flag in command.flags
@@ -206,16 +206,16 @@ def _tables(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> li
     return [*lines, "    esac\n}"]
 
 
-def _described(words: Iterable[tuple[str, str]]) -> str:
-    return " ".join(quote(f"{word}:{_short(about)}") for word, about in words)
+def _describe_words(words: Iterable[tuple[str, str]]) -> str:
+    return " ".join(quote(f"{word}:{_shorten(about)}") for word, about in words)
 
 
-def _taking(flags: Iterable[FlagWords]) -> str:
+def _join_takers(flags: Iterable[FlagWords]) -> str:
     """Return the flags that take a value."""
     return " ".join(quote(flag.name) for flag in flags if flag.takes_value)
 
 
-def _next_words(commands: Sequence[CommandWords]) -> dict[str, list[tuple[str, str]]]:
+def _find_next_words(commands: Sequence[CommandWords]) -> dict[str, list[tuple[str, str]]]:
     """Return the words that may follow each first word, and an empty one, with their descriptions."""
     found: dict[str, dict[str, str]] = {"": {}}
     for command in commands:
@@ -232,11 +232,11 @@ def _fish_lines(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
     every = [*shared, *(flag for command in commands for flag in command.flags)]
     taking = dict.fromkeys(_fish_word(flag.name) for flag in every if flag.takes_value)
     lines = [f"set -g __drivetrain_takes {' '.join(taking)}", _FISH]
-    for first, following in _next_words(commands).items():
+    for first, following in _find_next_words(commands).items():
         complete = f"complete -c drivetrain -n {_fish_word(f'__drivetrain_after {first}'.rstrip())}"
         lines.append(f"{complete} -f")
         lines += [
-            f"{complete} -a {_fish_word(word)} -d {_fish_word(_short(about))}" for word, about in following
+            f"{complete} -a {_fish_word(word)} -d {_fish_word(_shorten(about))}" for word, about in following
         ]
     for command in commands:
         if not command.has_positionals:
@@ -246,7 +246,7 @@ def _fish_lines(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
         # A command's own flag hides a section's.
         for flag in {flag.name: flag for flag in reversed(flags)}.values():
             line = f"complete -c drivetrain -n {_fish_word(f'{at} {command.name}')} -l {_fish_word(flag.name[2:])}"
-            line += f" -d {_fish_word(_short(flag.about))}"
+            line += f" -d {_fish_word(_shorten(flag.about))}"
             if choices := _harmless_choices(flag):
                 line += f" -x -a {_fish_word(' '.join(choices))}"  # fish expands them too
             elif flag.is_path:
@@ -268,7 +268,7 @@ def _harmless_choices(flag: FlagWords) -> tuple[str, ...]:
     return tuple(choice for choice in flag.choices if _HARMLESS.fullmatch(choice))
 
 
-def _short(about: str) -> str:
+def _shorten(about: str) -> str:
     """Return a description in one line, cut where a menu would wrap it."""
     line = " ".join(about.split())
     return line if len(line) <= 80 else f"{line[:77].rstrip()}..."

@@ -83,7 +83,10 @@ class Keeper:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
         program, options = (sys.executable, "-IS", str(_PROCESS)), json.dumps(asdict(self.options))
-        return start_linked(lambda number: (*program, str(number), options), stdin=subprocess.DEVNULL)
+        process, connection = start_linked(
+            lambda number: (*program, str(number), options), stdin=subprocess.DEVNULL
+        )
+        return process, ProcessLink(connection)
 
     def _send(self, kind: str, files: Sequence[int] = (), **content: Any) -> bool:
         """Send a message; if the process has died, return False, and replace it by one that knows all before."""

@@ -90,9 +90,9 @@ class Call:
             for rank in self._ranks:
                 for name, number in rank.files():
                     selector.register(number, selectors.EVENT_READ, (rank, name))
-            while self._running():
+            while self._list_running():
                 # A rank that has ended before the files are read has written nothing after.
-                ended = [rank for rank in self._running() if rank.exit_code() is not None]
+                ended = [rank for rank in self._list_running() if rank.exit_code() is not None]
                 self._read(selector, _LOOK_SECONDS if not ended else 0)
                 if time.monotonic() >= self._refresh_at:
                     self._output.refresh()
@@ -110,7 +110,7 @@ class Call:
         self._output.finish()
         return [self._outcomes[rank.rank] for rank in self._ranks]
 
-    def _running(self) -> list[RankProcess]:
+    def _list_running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.rank not in self._outcomes]
 
     def _read(self, selector: selectors.BaseSelector, seconds: float) -> bool:
@@ -170,7 +170,7 @@ class Call:
             say("killing the ranks: what they were saving is left uncommitted")
             self._kill_running()
             return
-        running = self._running()
+        running = self._list_running()
         if not running:
             return
         many = f"{len(running)} ranks, which have" if len(running) > 1 else "the rank, which has"
@@ -185,7 +185,7 @@ class Call:
     def _stop_in_time(self) -> None:
         now = time.monotonic()
         if self._kill_at is not None:
-            if now >= self._kill_at and self._running():
+            if now >= self._kill_at and self._list_running():
                 say(f"killing the ranks that have not stopped within {self._grace_seconds:g} s")
                 self._kill_running()
             return
@@ -196,12 +196,12 @@ class Call:
             self._stop_at = now + _CAUSE_SECONDS
         if now >= self._stop_at or not find_root(failures).is_aftermath:
             self._kill_at = now + self._grace_seconds
-            for rank in self._running():
+            for rank in self._list_running():
                 rank.send_signal(signal.SIGTERM)
 
     def _kill_running(self) -> None:
         self._kill_at = time.monotonic() + self._grace_seconds
-        for rank in self._running():
+        for rank in self._list_running():
             rank.kill()
 
 

@@ -83,7 +83,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> PickledCall:
     except Exception as error:
         content.close()
         roots = ((name, function), *_arguments(args))
-        label = next((label for label, value in roots if _shipped_size(value) is None), name)
+        label = next((label for label, value in roots if _measure_shipped(value) is None), name)
         raise LaunchError(
             f"{label}: cannot be sent to each rank "
             f"({_first_line(error)}); create it inside the function: open files, connect and make generators there"
@@ -95,7 +95,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> PickledCall:
     size = content.tell()
     if size > _LARGE_BYTES:
         parts = (*_arguments(args), *_parts_of(function))
-        most, label = max(((_shipped_size(value) or 0, label) for label, value in parts), default=(0, ""))
+        most, label = max(((_measure_shipped(value) or 0, label) for label, value in parts), default=(0, ""))
         largest = f" ({label}: {format_size(most)})" if label else ""
         notes.append(
             f"{name} and what it uses are {format_size(size)}, which each rank gets a copy of{largest}; load large "
@@ -148,7 +148,7 @@ class _Counter:
         return memoryview(data).nbytes
 
 
-def _shipped_size(value: object) -> int | None:
+def _measure_shipped(value: object) -> int | None:
     """Return the size of a pickled value; None if it cannot be pickled."""
     counter = _Counter()
     try:

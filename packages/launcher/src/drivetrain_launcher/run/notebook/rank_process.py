@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from contextlib import suppress
 
 from drivetrain_launcher.run.keeper.sessions import kill_sessions
 from drivetrain_launcher.run.notebook.rank_channel import Message, RankChannel
+from drivetrain_launcher.run.process_link import start_linked
 
 # The first argument is the number of the channel's socket, the others are sys.path. Run as `-c`, so that `__main__`
 # is empty, as in a notebook, and no file is imported again by processes that the rank spawns.
@@ -24,21 +24,16 @@ class RankProcess:
     """A process that waits for calls, and leads a session: Ctrl-C reaches it from the notebook only."""
 
     def __init__(self, rank: int, *, environment: Mapping[str, str], folder: str) -> None:
-        own, its = socket.socketpair()
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(its.fileno()), *sys.path],
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
+        self._process, connection = start_linked(
+            lambda number: (sys.executable, "-c", _PROGRAM, str(number), *sys.path),
+            environment=environment,
+            folder=folder,
+            stdin=subprocess.DEVNULL,
+            outputs=subprocess.PIPE,
+        )
         self.rank = rank
         self.pid = self._process.pid
-        self.channel = RankChannel(own)
+        self.channel = RankChannel(connection)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}

@@ -153,4 +153,7 @@ class Preloader:
     def _start(self) -> tuple[subprocess.Popen[bytes], ProcessLink]:
         program, worker, *rest = self._plan.command
         modules = ",".join(self._plan.preload)
-        return start_linked(lambda number: (program, worker, f"--preload={number}:{modules}", *rest))
+        process, connection = start_linked(
+            lambda number: (program, worker, f"--preload={number}:{modules}", *rest)
+        )
+        return process, ProcessLink(connection)
