@@ -1,83 +1,61 @@
 """The settings of tracking."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 OnError = Literal["raise", "warn"]
+
+
+def _setting(default: Any, text: str, *, needs: str | None = "run.log_with") -> Any:
+    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
+
+
+_MEASURES = "throughput or throughput_every_steps or live_line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSettings:
     """The `tracking` section: what happens when a tracker fails, and when values are on the disk."""
 
-    on_error: OnError = field(
-        default="raise",
-        metadata={
-            "needs": "run.log_with",
-            "help": "Handling of a failing tracker: raise ends the run, warn logs a warning and continues.",
-        },
+    on_error: OnError = _setting(  # noqa: RUF009 it returns a field
+        "raise", "Handling of a failing tracker: raise ends the run, warn logs a warning and continues."
     )
-    flush_seconds: float = field(
-        default=1.0,
-        metadata={
-            "needs": "run.log_with",
-            "help": "Seconds between flushes of the log to the disk: what a crash of the machine may lose.",
-        },
+    flush_seconds: float = _setting(
+        1.0, "Seconds between flushes of the log to the disk: what a crash of the machine may lose."
     )
-    drain_seconds: float = field(
-        default=30.0,
-        metadata={
-            "needs": "run.log_with",
-            "help": "Seconds that the end of a run waits for platforms to take what is left in the log.",
-        },
+    drain_seconds: float = _setting(
+        30.0, "Seconds that the end of a run waits for platforms to take what is left in the log."
     )
-    record_info: bool = field(
-        default=True,
-        metadata={
-            "needs": "run.log_with",
-            "help": "Whether the log tells commit and changes, versions, hardware and command line.",
-        },
+    record_info: bool = _setting(
+        True, "Whether the log tells commit and changes, versions, hardware and command line."
     )
 
-    throughput: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to measure samples, tokens and steps a second, and the time of each phase of a step."
-        },
+    throughput: bool = _setting(
+        False,
+        "Whether to measure samples, tokens and steps a second, and the time of each phase of a step.",
+        needs=None,
     )
-    throughput_every_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "Optimizer steps between two logs of the throughput, each of which also looks for a rank that "
-            "is slower than the others; turns the measuring on."
-        },
+    throughput_every_steps: int | None = _setting(
+        None,
+        "Optimizer steps between two logs of the throughput, each of which also looks for a rank that is slower than "
+        "the others; turns the measuring on.",
+        needs=None,
     )
-    live_line: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether rank 0 shows the throughput in a line on standard error; turns the measuring on."
-        },
+    live_line: bool = _setting(
+        False,
+        "Whether rank 0 shows the throughput in a line on standard error; turns the measuring on.",
+        needs=None,
     )
-    token_field: str = field(
-        default="input_ids",
-        metadata={
-            "needs": "throughput or throughput_every_steps or live_line",
-            "help": "Field of a batch whose elements are counted as tokens.",
-        },
+    token_field: str = _setting(
+        "input_ids", "Field of a batch whose elements are counted as tokens.", needs=_MEASURES
     )
-    flops_per_step: float | None = field(
-        default=None,
-        metadata={
-            "needs": "throughput or throughput_every_steps or live_line",
-            "help": "Floating point operations of a step on all devices; none: counted in the first step.",
-        },
+    flops_per_step: float | None = _setting(
+        None,
+        "Floating point operations of a step on all devices; none: counted in the first step.",
+        needs=_MEASURES,
     )
-    peak_flops: float | None = field(
-        default=None,
-        metadata={
-            "needs": "throughput or throughput_every_steps or live_line",
-            "help": "Peak of one device in FLOP/s; none: from a table of known devices.",
-        },
+    peak_flops: float | None = _setting(
+        None, "Peak of one device in FLOP/s; none: from a table of known devices.", needs=_MEASURES
     )
 
     @property
