@@ -27,7 +27,7 @@ def check_tracker(tracker: object) -> None:
 
 
 def check_options(tracker: Tracker, method: Literal["start", "log"], given: Mapping[str, Any]) -> None:
-    """Check that a tracker's `start` or `log` takes these options, and that their values are among those allowed."""
+    """Check that a tracker's `start` or `log` takes these options with these values."""
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(
             f"options of the tracker {tracker.name!r}: {given!r} is no mapping of arguments by name"

@@ -11,18 +11,12 @@ from drivetrain_tracking.protocol import Tracker
 from drivetrain_tracking.settings import TrackingSettings
 
 # The module of a live object's class, or one that it is in -> the tracker that can take it.
+_SAME_NAME = ("aim", "clearml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 _TRACKER_OF_MODULE = {
-    "aim": "aim",
-    "clearml": "clearml",
+    **{name: name for name in _SAME_NAME},
     "comet_ml": "comet",
-    "dvclive": "dvclive",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
     "tensorboardX": "tensorboard",
     "torch.utils.tensorboard": "tensorboard",  # its SummaryWriter
-    "trackio": "trackio",
-    "wandb": "wandb",
 }
 
 
@@ -57,22 +51,21 @@ def make_trackers(
     trackers: list[Tracker] = [log]
     drain_time = DrainTime(settings.drain_seconds)
     for name in chosen:
-        if name == JSONLTracker.name:
-            continue
-        tracker = make_tracker(name, directory)
-        trackers.append(
-            tracker if tracker.on_all_ranks else ForwardedTracker(name, log.path, drain_time=drain_time)
-        )
+        if name != JSONLTracker.name:
+            tracker = make_tracker(name, directory)
+            if not tracker.on_all_ranks:
+                tracker = ForwardedTracker(name, log.path, drain_time=drain_time)
+            trackers.append(tracker)
     return trackers
 
 
 def as_tracker(live: Any) -> Tracker:
-    """Return a user's object as a tracker: one that is a tracker as it is, or a live run of a platform.
+    """Return a user's tracker, or a tracker of a user's live run of a platform.
 
     A live run is logged to in this process, as it was made, and left open.
 
     Raises:
-        TypeError: It is neither; the message says what it lacks.
+        TypeError: The object is neither; the message says what it lacks.
     """
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
     module = f"{type(live).__module__}."

@@ -74,9 +74,7 @@ class TrackerGroup:
         self._by_name = dict(zip(names, trackers, strict=True))
         self._used = tuple(tracker for tracker in trackers if is_main or tracker.on_all_ranks)
         # Looked at once: a check of a protocol takes as long as the whole rest of a call.
-        self._platforms = frozenset(
-            tracker.name for tracker in self._used if isinstance(tracker, PlatformTracker)
-        )
+        self._platforms = {tracker.name for tracker in self._used if isinstance(tracker, PlatformTracker)}
         self._log = next((tracker for tracker in self._used if isinstance(tracker, JSONLTracker)), None)
         self._settings = settings or TrackingSettings()
         self._is_started = False

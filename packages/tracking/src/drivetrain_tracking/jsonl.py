@@ -92,15 +92,15 @@ class JSONLTracker:
         line: dict[str, Plain] = {"event": "start", "time": self.now(), "run": run_name, "config": plain}
         if self.steps.last_step is not None:
             line |= {"last_step": self.steps.last_step, "attempt": self.steps.attempt}
-        self._append(line)
+        self._open_spool().append(line)
 
     def record_plan(self, plan: Metrics) -> None:
         """Write the effective plan."""
-        self._append({"event": "plan", "time": self.now(), "plan": plain_config(plan)})
+        self._open_spool().append({"event": "plan", "time": self.now(), "plan": plain_config(plan)})
 
     def record_info(self, info: Metrics) -> None:
         """Write what is known of the run's surroundings: commit, versions, hardware, command line."""
-        self._append({"event": "info", "time": self.now(), "info": plain_config(info)})
+        self._open_spool().append({"event": "info", "time": self.now(), "info": plain_config(info)})
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Append a line with the values.
@@ -112,14 +112,14 @@ class JSONLTracker:
         step = checked_step(step)
         plain = plain_values(values)
         check_names(plain)
-        self._check_started()
+        self._open_spool()
         with self._lock:
             attempt = self.steps.add(step)
             self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
 
     def lose(self, error: OSError) -> None:
         """Count media, or a record, that the disk did not take; warn of the first."""
-        self._check_started().lose(error)
+        self._open_spool().lose(error)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
         """Append a line for each record, whose names `check_names` has seen."""
@@ -132,7 +132,7 @@ class JSONLTracker:
             if record.media:
                 folder = self.path.parent
                 line["media"] = {name: describe_medium(one, folder) for name, one in record.media.items()}
-            self._append(line)
+            self._open_spool().append(line)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Count the records whose times the file holds."""
@@ -149,7 +149,7 @@ class JSONLTracker:
             return
         if state is not None:
             line: dict[str, Plain] = {"event": "finish", "time": self.now()}
-            self._append(line if state == "finished" else {**line, "state": state})
+            self._open_spool().append(line if state == "finished" else {**line, "state": state})
         self._spool.close()
         self._spool = None
 
@@ -161,10 +161,7 @@ class JSONLTracker:
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()  # steps, times and lines have one order
 
-    def _append(self, record: Mapping[str, Plain]) -> None:
-        self._check_started().append(record)
-
-    def _check_started(self) -> Spool:
+    def _open_spool(self) -> Spool:
         if self._spool is None:
             raise TrackerStateError(f"log() before start(): call start(run_name, config) first ({self.path})")
         return self._spool

@@ -100,8 +100,5 @@ class PlatformTracker(Tracker, Protocol):
         ...
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Return how many of these records, counted from the first, the platform holds already.
-
-        A platform that cannot say so returns 0, and gets them again.
-        """
+        """Return how many of these records, from the first on, the platform holds; 0 makes it get them again."""
         ...

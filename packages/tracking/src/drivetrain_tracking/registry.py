@@ -45,11 +45,8 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
         if isinstance(tracker, Platform):
             tracker.check_library()
         return tracker
-    platform = (
-        f"the platform {name!r} is installed, but n"
-        if name.isidentifier() and find_spec(name) is not None
-        else "n"
-    )
+    is_installed = name.isidentifier() and find_spec(name) is not None
+    platform = f"the platform {name!r} is installed, but n" if is_installed else "n"
     meant = suggest(name.lower(), tracker_names())
     raise UnknownTrackerError(
         f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "

@@ -23,7 +23,7 @@ def deliver_until_end(
 ) -> bool:
     """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
 
-    After the end, which `is_over` tells, a platform that takes nothing is tried again for `seconds_after_end`.
+    Once `is_over` returns True, attempts without progress go on for `seconds_after_end`.
 
     Returns:
         Whether all records were delivered, and a run that did not say its end was shown as killed.

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.spool.files import is_locked, open_alone
 from drivetrain_tracking.spool.line import RESERVED_NAMES, restore_numbers
 from drivetrain_tracking.spool.spool_reader import SpooledRecord, SpoolReader
-from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
+from drivetrain_tracking.values.records import LoggedRecord, MediaKind, StoredMedium
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Forwarder:
         self._log = log
         self._reader = SpoolReader(log, self.delivery.offset)
         self._tracker = tracker
+        # Looked at once: a check of a protocol takes long.
+        self._platform = tracker if isinstance(tracker, PlatformTracker) else None
         self._options = options or {}
         self._waiting: list[SpooledRecord] = []
         self._is_started = False
@@ -81,9 +83,7 @@ class Forwarder:
             if "event" in self._waiting[0].record:
                 self._deliver_event(self._waiting[0])
             else:
-                goes_singly = (
-                    not isinstance(self._tracker, PlatformTracker) or self._waiting[0].end <= self._singly_end
-                )
+                goes_singly = self._platform is None or self._waiting[0].end <= self._singly_end
                 waiting = self._waiting[: 1 if goes_singly else _BATCH]
                 self._deliver_batch(list(takewhile(lambda found: "event" not in found.record, waiting)))
             on_progress(self.delivery)
@@ -134,14 +134,14 @@ class Forwarder:
     def _deliver_batch(self, batch: Sequence[SpooledRecord]) -> None:
         records = [logged_record(found.record, self._log.parent) for found in batch]
         self._ensure_started()
-        if isinstance(self._tracker, PlatformTracker) and batch[0].end <= self._doubtful_end:
-            held = self._tracker.count_held(records)
+        if self._platform is not None and batch[0].end <= self._doubtful_end:
+            held = self._platform.count_held(records)
             self._advance(batch[:held])
             batch, records = batch[held:], records[held:]
         if not batch:
             return
         self._doubtful_end = max(self._doubtful_end, batch[-1].end)
-        if isinstance(self._tracker, PlatformTracker):  # others are never asked what they hold
+        if self._platform is not None:  # other trackers cannot say what they hold
             self._save(sending_end=self._doubtful_end)
         try:
             self._send(records)
@@ -204,20 +204,20 @@ class Forwarder:
         self._advance([found], num_refused=1)
 
     def _send(self, records: Sequence[LoggedRecord]) -> None:
-        if isinstance(self._tracker, PlatformTracker):
-            self._tracker.write([self._with_media_of(record, self._tracker) for record in records])
+        if self._platform is not None:
+            kinds = self._platform.media_kinds
+            self._platform.write([self._select_media(kinds, record) for record in records])
             return
         for record in records:
             self._tracker.log(record.values, step=record.step)
 
-    def _with_media_of(self, record: LoggedRecord, tracker: PlatformTracker) -> LoggedRecord:
+    def _select_media(self, kinds: Collection[MediaKind], record: LoggedRecord) -> LoggedRecord:
         """Return the record with the media of the platform's kinds whose files exist."""
         taken: dict[str, StoredMedium] = {}
         for name, medium in record.media.items():
-            if medium.kind not in tracker.media_kinds:
-                logger.info(
-                    "tracker %r has no %s: %r is beside the log only", tracker.name, medium.kind, name
-                )
+            if medium.kind not in kinds:
+                own = self._tracker.name
+                logger.info("tracker %r has no %s: %r is beside the log only", own, medium.kind, name)
             elif medium.path is not None and not medium.path.is_file():
                 logger.warning("%s is gone: %r of step %s is left out", medium.path, name, record.step)
             else:

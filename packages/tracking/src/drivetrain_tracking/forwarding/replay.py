@@ -17,8 +17,7 @@ from drivetrain_tracking.forwarding.delivery import Delivery
 from drivetrain_tracking.forwarding.writer_main import open_forwarder
 from drivetrain_tracking.spool.line import LOG_NAME
 
-_UNDELIVERED = 1
-_USAGE = 2
+_UNDELIVERED, _USAGE = 1, 2  # exit codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

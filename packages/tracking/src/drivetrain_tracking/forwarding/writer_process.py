@@ -1,6 +1,7 @@
 """Start the process that writes to a platform, and start it again when it crashes; training never waits for it."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 60.0
 _MOST_CRASHES = 8  # in a row, without a record delivered between them
-_SILENCE_SECONDS = 60.0  # after which a platform that takes nothing is told of, once
+_SILENCE_SECONDS = 60.0  # until a warning of a platform that takes nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +82,13 @@ class WriterProcess:
             )
 
     def _keep(self) -> None:
-        crashes, delivered, changed_at, has_told = 0, self._delivered(), time.monotonic(), False
+        crashes, delivered, silent_at = 0, self._delivered(), time.monotonic() + _SILENCE_SECONDS
         while not self._is_finishing.wait(_POLL_SECONDS):
             now_delivered = self._delivered()
             if now_delivered != delivered:
-                crashes, delivered, changed_at, has_told = 0, now_delivered, time.monotonic(), False
-            elif (
-                not has_told
-                and time.monotonic() - changed_at > _SILENCE_SECONDS
-                and self._command.log.stat().st_size > delivered
-            ):
-                has_told = True
+                crashes, delivered, silent_at = 0, now_delivered, time.monotonic() + _SILENCE_SECONDS
+            elif time.monotonic() > silent_at and self._command.log.stat().st_size > delivered:
+                silent_at = math.inf  # one warning
                 logger.warning(
                     "tracker %r has taken nothing for %d s; training goes on, and the values wait in %s (see %s)",
                     self._command.platform,

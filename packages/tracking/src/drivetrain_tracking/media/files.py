@@ -36,9 +36,8 @@ class Image(Medium):
             if self.channels_first and pixels.ndim == 3:
                 pixels = pixels.transpose(1, 2, 0)
             if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
-                hint = (
-                    "; pass channels_first=True" if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) else ""
-                )
+                is_first = pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4)
+                hint = "; pass channels_first=True" if is_first else ""
                 raise ValueNotLoggableError(
                     f"Image: shape {tuple(pixels.shape)}: allowed are (height, width) and (height, width, channels) "
                     f"of 1, 3 or 4 channels{hint}"

@@ -34,12 +34,8 @@ class NameRule:
         parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
         stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
         kept = "/".join(part for part in (stripped if self.lead or self.trail else parts) if part)
-        if (
-            kept
-            and kept == given
-            and len(kept.encode()) <= self.longest_bytes
-            and not re.search(self.taken, kept)
-        ):
+        is_free = len(kept.encode()) <= self.longest_bytes and not re.search(self.taken, kept)
+        if kept and kept == given and is_free:
             return given
         room = self.longest_bytes - 1 - MARK_DIGITS
         cut = kept.encode()[:room].decode(errors="ignore")

@@ -166,10 +166,8 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
 
 def free_name(name: str, taken: frozenset[str]) -> str:
-    """Return a name for files that is neither another's nor a folder of another's in DVC's summary.
-
-    Names that differ in upper and lower case alone would be one file on some disks.
-    """
+    """Return a name for files that is neither another's nor a folder of another's in DVC's summary."""
+    # Names that differ in upper and lower case alone would be one file on some disks.
     folded = {one.casefold() for one in taken}
 
     def is_free(one: str) -> bool:

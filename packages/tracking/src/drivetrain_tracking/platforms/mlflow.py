@@ -119,9 +119,8 @@ class MLflowTracker(Platform[MLflowOptions]):
 
     def _open_own(self, mlflow: Any, run_name: str) -> None:
         folder, artifacts = self.directory / self.name, None
-        uri = self._options.tracking_uri or (
-            mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
-        )
+        configured = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
+        uri = self._options.tracking_uri or configured
         if uri is None:
             folder.mkdir(exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
@@ -134,11 +133,10 @@ class MLflowTracker(Platform[MLflowOptions]):
             return
         name = self._options.experiment
         experiment = self._client.get_experiment_by_name(name)
-        place = (
-            self._client.create_experiment(name, artifact_location=artifacts)
-            if experiment is None
-            else experiment.experiment_id
-        )
+        if experiment is None:
+            place = self._client.create_experiment(name, artifact_location=artifacts)
+        else:
+            place = experiment.experiment_id
         run = self._client.create_run(place, run_name=run_name, tags=dict(self._options.tags))
         self._run_id = run.info.run_id
         self.remember_run_id(run_name, self._run_id)

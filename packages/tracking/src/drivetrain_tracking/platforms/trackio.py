@@ -122,10 +122,8 @@ class TrackioTracker(Platform[TrackioOptions]):
             return 0
         for first in range(0, len(wanted), _MOST_IDS):
             some = ", ".join(f"'{one}'" for one in wanted[first : first + _MOST_IDS])
-            found = storage.query_project(
-                self._project, f"SELECT log_id FROM metrics WHERE log_id IN ({some})"
-            )
-            held |= {row["log_id"] for row in found["rows"]}
+            query = f"SELECT log_id FROM metrics WHERE log_id IN ({some})"
+            held |= {row["log_id"] for row in storage.query_project(self._project, query)["rows"]}
         return next((at for at, one in enumerate(wanted) if one not in held), len(wanted))
 
     def keep_document(self, name: str, document: Metrics) -> None:

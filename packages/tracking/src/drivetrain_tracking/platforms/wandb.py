@@ -3,7 +3,7 @@
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
@@ -133,24 +133,19 @@ class WandbTracker(Platform[WandbOptions]):
                 f"wandb {wandb.__version__} writes a run's file every 32 KiB only: a kill would lose records. Run "
                 "pip install 'wandb>=0.31', or pass a run of your own to WandbTracker.of(run)"
             )
-        given = self._options
-        mode = given.mode or (None if wandb.login(prompt=False) else "offline")
+        options = asdict(self._options)
+        options["mode"] = options["mode"] or (None if wandb.login(prompt=False) else "offline")
+        options["tags"] = tuple(options["tags"]) or None
         quiet: dict[str, Any] = {"silent": True, "console": "off", WANDB_FLUSH_SETTING: _FLUSH_SECONDS}
         return wandb.init(
             dir=str(self.directory),
             name=run_name,
             id=run_id,
-            resume="allow" if run_id and mode != "offline" else None,
+            resume="allow" if run_id and options["mode"] != "offline" else None,
             config=self.parameters(config),
-            project=given.project,
-            entity=given.entity,
-            group=given.group,
-            job_type=given.job_type,
-            tags=tuple(given.tags) or None,
-            notes=given.notes,
-            mode=mode,
             reinit="create_new",  # a run of the user's in this process stays wandb.run
             settings=wandb.Settings(**quiet),
+            **options,
         )
 
     def _remember(self) -> None:

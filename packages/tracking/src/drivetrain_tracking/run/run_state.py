@@ -70,10 +70,7 @@ Owner = TypeVar("Owner")
 
 
 def in_forked_children(owner: Owner, put_right: Callable[[Owner], None]) -> None:
-    """Call `put_right(owner)` first in each forked child while the owner lives.
-
-    A child copies an object as it was, with locks that threads of the parent held.
-    """
+    """Call `put_right(owner)` first in each forked child while the owner lives: locks of other threads stay held."""
     known = ref(owner)
 
     def call() -> None:

@@ -25,13 +25,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be opened.
     """
+    why = "is no regular file, but a pipe, a folder, a socket or a device: remove it"
     # A socket cannot be opened, and opening a device may do something.
     if path.exists() and not path.is_file():
-        raise _irregular(path)
+        raise OSError(errno.EINVAL, why, str(path))
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _irregular(path)
+        raise OSError(errno.EINVAL, why, str(path))
     return file
 
 
@@ -60,12 +61,6 @@ def replace_text(path: Path, text: str) -> None:
     written = path.with_name(f"{path.name}.new")
     written.write_text(text)
     written.replace(path)
-
-
-def _irregular(path: Path) -> OSError:
-    return OSError(
-        errno.EINVAL, "is no regular file, but a pipe, a folder, a socket or a device: remove it", str(path)
-    )
 
 
 def open_alone(path: Path, *, taken: Exception) -> int:

@@ -50,7 +50,7 @@ def has_checksum(line: bytes) -> bool:
 
 
 def is_complete(line: bytes) -> bool:
-    """Return whether the checksum of a line, which it must have, is that of its bytes."""
+    """Return whether a line with a checksum has that of its bytes."""
     return line[_AT_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 

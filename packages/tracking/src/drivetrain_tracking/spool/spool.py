@@ -26,8 +26,8 @@ class Spool:
     survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
 
     A disk that is full or fails does not stop training. Records that could not be written are counted, with one
-    warning, and a record of their number follows when the disk takes records again. One warning comes with the first
-    flush that fails, and one with the next that succeeds.
+    warning, and a record of their number follows when the disk takes records again. The first flush that fails is a
+    warning, and so is the next that succeeds.
 
     Args:
         path: The file, created if it is missing; an unfinished line of a killed process is removed first.

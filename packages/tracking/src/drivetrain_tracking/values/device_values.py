@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from drivetrain_tracking.values.plain import Plain, are_plain, plain_values
@@ -36,10 +36,12 @@ def copy_values(values: Mapping[str, Any]) -> CopiedValues:
     found: dict[tuple[Any, Any], list[Any]] = {}
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
     if torch is not None and not are_plain(values):
-        # Whether a device is there is not asked, which may take longer than the whole call.
+        # Without a check for a device, which may take longer than all of the call.
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            _find_scalars(values, torch.Tensor, accelerator.type, found)
+        kind = "" if accelerator is None else accelerator.type
+        for value in _iter_leaves(values) if kind else ():
+            if isinstance(value, torch.Tensor) and value.device.type == kind and not value.shape:
+                found.setdefault((value.device, value.dtype), []).append(value)
     if torch is None or not found:
         return CopiedValues(values, plain_values(values), ())
     copies: dict[int, Any] = {}
@@ -50,7 +52,7 @@ def copy_values(values: Mapping[str, Any]) -> CopiedValues:
     events = tuple(
         torch.accelerator.current_stream(device).record_event() for device in {device for device, _ in found}
     )
-    on_host = _replaced(values, copies)
+    on_host = _replace_scalars(values, copies)
     return CopiedValues(on_host, plain_values(on_host), events)
 
 
@@ -81,22 +83,17 @@ class DeviceValues(Generic[Purpose]):
         return ready
 
 
-def _find_scalars(
-    value: Any, tensor_type: type, device_type: str, found: dict[tuple[Any, Any], list[Any]]
-) -> None:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            _find_scalars(item, tensor_type, device_type, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _find_scalars(item, tensor_type, device_type, found)
-    elif isinstance(value, tensor_type) and value.device.type == device_type and not value.shape:
-        found.setdefault((value.device, value.dtype), []).append(value)
+def _iter_leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _iter_leaves(item)
+    else:
+        yield value
 
 
-def _replaced(value: Any, copies: Mapping[int, Any]) -> Any:
+def _replace_scalars(value: Any, copies: Mapping[int, Any]) -> Any:
     if isinstance(value, Mapping):
-        return {name: _replaced(item, copies) for name, item in value.items()}
+        return {name: _replace_scalars(item, copies) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replaced(item, copies) for item in value]
+        return [_replace_scalars(item, copies) for item in value]
     return copies.get(id(value), value)

@@ -65,7 +65,7 @@ def plain_config(config: Any, *, tells: bool = True) -> dict[str, Plain]:
         ValueNotLoggableError: It is no mapping and does not become one.
     """
     marked: list[str] = []
-    opened = _opened(config, marked)
+    opened = _open_value(config, marked)
     if not isinstance(opened, dict):
         raise ValueNotLoggableError(
             f"config={config!r}: allowed are a mapping, a dataclass, a namespace, and objects with model_dump or "
@@ -76,7 +76,7 @@ def plain_config(config: Any, *, tells: bool = True) -> dict[str, Plain]:
     return cast("dict[str, Plain]", mask_config(opened))
 
 
-def _opened(value: Any, marked: list[str]) -> Plain:
+def _open_value(value: Any, marked: list[str]) -> Plain:
     """Convert one value of a configuration; `marked` gets a text for each key that got a mark."""
     if type(value) in PLAIN_TYPES:
         return value
@@ -84,25 +84,29 @@ def _opened(value: Any, marked: list[str]) -> Plain:
         if isinstance(value, kind):
             return opener(value, marked)
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return _opened(value.item(), marked)
+        return _open_value(value.item(), marked)
     for method in ("model_dump", "to_dict"):
         if not isinstance(value, type) and callable(getattr(value, method, None)):
-            return _opened(getattr(value, method)(), marked)
+            return _open_value(getattr(value, method)(), marked)
     if is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: MASK if field.metadata.get("secret") else _opened(getattr(value, field.name), marked)
+            field.name: MASK
+            if field.metadata.get("secret")
+            else _open_value(getattr(value, field.name), marked)
             for field in fields(value)
         }
     if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:  # of a class of attrs
-        return {attribute.name: _opened(getattr(value, attribute.name), marked) for attribute in attributes}
+        return {
+            attribute.name: _open_value(getattr(value, attribute.name), marked) for attribute in attributes
+        }
     return getattr(value, "__qualname__", None) or mask_text(str(value)[:_LONGEST_REPR])
 
 
-def _opened_items(value: Iterable[Any], marked: list[str]) -> list[Plain]:
-    return [_opened(item, marked) for item in value]
+def _open_items(value: Iterable[Any], marked: list[str]) -> list[Plain]:
+    return [_open_value(item, marked) for item in value]
 
 
-def _opened_mapping(value: Mapping[Any, Any], marked: list[str]) -> Plain:
+def _open_mapping(value: Mapping[Any, Any], marked: list[str]) -> Plain:
     strings = {key for key in value if type(key) is str}
     named: dict[str, Plain] = {}
     for key, item in value.items():
@@ -111,19 +115,19 @@ def _opened_mapping(value: Mapping[Any, Any], marked: list[str]) -> Plain:
             name = f"{name}-{mark_of(f'{type(key).__qualname__} {name}')}"
         if name != str(key):
             marked.append(f"{key!r} as {name!r}")
-        named[name] = _opened(item, marked)
+        named[name] = _open_value(item, marked)
     return named
 
 
 _LONGEST_REPR = 1000  # characters of an object of no known kind
 _OPENERS: tuple[tuple[type | tuple[type, ...], Callable[[Any, list[str]], Plain]], ...] = (
-    (Enum, lambda value, marked: _opened(value.value, marked)),
-    (Mapping, _opened_mapping),
-    ((Namespace, SimpleNamespace), lambda value, marked: _opened(vars(value), marked)),
-    ((list, tuple), _opened_items),
+    (Enum, lambda value, marked: _open_value(value.value, marked)),
+    (Mapping, _open_mapping),
+    ((Namespace, SimpleNamespace), lambda value, marked: _open_value(vars(value), marked)),
+    ((list, tuple), _open_items),
     ((PurePath, str, bytes, bytearray, range), lambda value, _: str(value)),
-    (Sequence, _opened_items),  # such as a list of OmegaConf
-    ((set, frozenset), lambda value, marked: sorted(_opened_items(value, marked), key=str)),
+    (Sequence, _open_items),  # such as a list of OmegaConf
+    ((set, frozenset), lambda value, marked: sorted(_open_items(value, marked), key=str)),
 )
 
 

@@ -16,6 +16,16 @@ from drivetrain_tracking.view.sorted_points import Axis
 
 ShownAxis = Literal["step", "time", "relative"]
 _MOST_MEDIA = 200  # the newest; each is a picture to load
+_SHOWN_FACTS = (
+    "start_time",
+    "last_time",
+    "last_step",
+    "attempt",
+    "ended",
+    "num_damaged",
+    "num_lost",
+    "num_foreign",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +49,8 @@ def describe_run(index: int, run: RunIndex) -> dict[str, Any]:
             "label": run.place.label,
             "folder": str(run.place.path.parent),
             "run": facts.run_name,
-            "version": run.version,
-            "read_bytes": run.read_bytes,
-            "size_bytes": run.size_bytes,
-            "problem": run.problem,
-            "start_time": facts.start_time,
-            "last_time": facts.last_time,
-            "last_step": facts.last_step,
-            "attempt": facts.attempt,
-            "ended": facts.ended,
-            "num_damaged": facts.num_damaged,
-            "num_lost": facts.num_lost,
-            "num_foreign": facts.num_foreign,
+            **{name: getattr(run, name) for name in ("version", "read_bytes", "size_bytes", "problem")},
+            **{name: getattr(facts, name) for name in _SHOWN_FACTS},
             "num_left_out": sum(curve.num_left_out for curve in run.curves.values()),
             "num_media": len(facts.media),
             "metrics": {name: curve.num_points for name, curve in run.curves.items()},

@@ -92,19 +92,19 @@ class Curve:
             own[0].points.extend(steps, times, values)
             return
         ends = [branch.points.steps[-1] if len(branch.points) else None for branch in own]
-        chosen = _choose_branches(steps, ends)
-        self.num_left_out += chosen.count(None)
-        for number in range(1 + max((number for number in chosen if number is not None), default=-1)):
+        rows_of: dict[int, list[tuple[int, float, float]]] = {}
+        for number, step, time, value in zip(
+            _choose_branches(steps, ends), steps, times, values, strict=True
+        ):
+            if number is None:
+                self.num_left_out += 1
+            else:
+                rows_of.setdefault(number, []).append((step, time, value))
+        for number, rows in sorted(rows_of.items()):
             if number == len(own):
                 own.append(Branch(attempt=attempt, points=SortedPoints()))
                 branches.append(own[number])
-            rows = [
-                row
-                for row, to in zip(zip(steps, times, values, strict=True), chosen, strict=True)
-                if to == number
-            ]
-            if rows:
-                own[number].points.extend(*_columns(rows))
+            own[number].points.extend(*_columns(rows))
 
 
 def _columns(

@@ -26,10 +26,7 @@ class LogPlace:
 
 
 def find_logs(folders: Sequence[Path]) -> tuple[LogPlace, ...]:
-    """Find the logs in folders and up to four levels below them, sorted by label. Links are not followed.
-
-    A folder that does not exist holds none. Each log is returned once, even if several folders hold it.
-    """
+    """Find the logs in folders and up to four levels below them, each once, sorted by label; follow no links."""
     found: dict[Path, str] = {}
     for folder in folders:
         root = folder.absolute()

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from drivetrain_tracking.values.plain import Plain
-from drivetrain_tracking.values.records import MediaKind
-
-_KINDS = frozenset(get_args(MediaKind))
+from drivetrain_tracking.values.records import ALL_MEDIA
 
 # What a browser may show in the page. Other files are downloads: an SVG or an HTML file would run its scripts.
 _CONTENT_TYPES: Mapping[str, str] = {
@@ -52,7 +50,7 @@ def read_media(entries: object, step: int | None) -> list[LoggedMedium]:
             caption=str(entry.get("caption", "")),
         )
         for name, entry in cast("dict[str, Any]", entries).items()
-        if isinstance(entry, dict) and isinstance(kind := entry.get("kind"), str) and kind in _KINDS
+        if isinstance(entry, dict) and isinstance(kind := entry.get("kind"), str) and kind in ALL_MEDIA
     ]
 
 

@@ -104,16 +104,13 @@ class RunIndex:
             self.facts.start_time = time
 
     def _place(self, record: dict[str, Any], step: int | None) -> int:
-        """Return the step of a line of values, and note its attempt.
-
-        A line without a step stands where the line before it does; in a log without steps, lines are counted.
-        """
+        """Return the step of a line of values, and note its attempt."""
         facts = self.facts
         attempt = record.get("attempt", 1)
         if isinstance(attempt, int) and attempt > facts.attempt:
             facts.attempt, self._may_repeat = attempt, False
         self._num_values += 1
-        if step is None:
+        if step is None:  # the step of the line before; in a log without steps, the number of the line
             return self._num_values - 1 if facts.last_step is None else facts.last_step
         # Older logs do not tell attempts: there, a resumed run is a second start and a step that was there before.
         if self._may_repeat and facts.last_step is not None and step <= facts.last_step:

@@ -55,10 +55,10 @@ _HEADERS: Mapping[str, str] = {
 class HTTPAnswer:
     """The answer to a request."""
 
-    status: HTTPStatus
     content_type: str
     body: bytes | BinaryIO  # an open file is closed by the sender
     size_bytes: int
+    status: HTTPStatus = HTTPStatus.OK
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -187,9 +187,7 @@ def _answer_medium(run: RunIndex, index: int) -> HTTPAnswer:
         file = os.fdopen(open_regular(path), "rb")
     except OSError as error:
         return _answer_json({"error": f"the file cannot be read: {error.strerror}"}, HTTPStatus.NOT_FOUND)
-    return HTTPAnswer(
-        status=HTTPStatus.OK, content_type=content_type_of(path), body=file, size_bytes=size_bytes
-    )
+    return HTTPAnswer(content_type=content_type_of(path), body=file, size_bytes=size_bytes)
 
 
 def _answer_json(value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> HTTPAnswer:
