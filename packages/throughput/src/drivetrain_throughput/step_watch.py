@@ -130,7 +130,7 @@ class StepWatch:
     def observe(self, label: str) -> None:
         """Take a label of the progress record."""
         # A program's own mark may have the text of a member.
-        if not isinstance(label, ProgressMark) or get_ident() != self._thread:
+        if not isinstance(label, ProgressMark) or get_ident() != self._thread or label not in _BOUNDARIES:
             return
         phase, begins = _BOUNDARIES[label]
         if begins:
