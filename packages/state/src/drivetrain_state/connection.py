@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cache
 from logging import getLogger
@@ -81,11 +81,11 @@ def connect(
         settings = replace(settings, device=cast("DeviceChoice", kind))
     if settings.device == "auto":
         settings = replace(settings, device=cast("DeviceChoice", best_device_kind()))
-    launched = _own_ranks()
+    launched = _read_own_ranks()
     if dist.is_initialized():
         _check_group(settings.device)
-    topology = _topology(launched)
-    place = _place(settings.device, int(number) if number else None, topology)
+    topology = _find_topology(launched)
+    place = _choose_device(settings.device, int(number) if number else None, topology)
     plan = parallelism.plan(topology.world_size) if parallelism is not None else None
     with ExitStack() as undo:
         needs_group = needs_group or plan is not None
@@ -110,8 +110,8 @@ def connect(
         )
 
 
-def _own_ranks() -> RankEnvironment | None:
-    """Return the ranks that the launcher gave this process, unless it only inherited them from that rank."""
+def _read_own_ranks() -> RankEnvironment | None:
+    """Return the launcher's ranks for this process; raise ConnectError if it inherited them from a rank."""
     if (owner := environ.inherited_from()) is None:
         launched = environ.launched()
         environ.own_rank()
@@ -132,7 +132,7 @@ def _own_ranks() -> RankEnvironment | None:
     )
 
 
-def _topology(launched: RankEnvironment | None) -> Topology:
+def _find_topology(launched: RankEnvironment | None) -> Topology:
     """Return the ranks from the existing group and the launcher, which must agree if both exist."""
     if launched is None and dist.is_initialized():  # a group created without a launcher
         hosts: list[str | None] = [None] * dist.get_world_size()
@@ -150,17 +150,10 @@ def _topology(launched: RankEnvironment | None) -> Topology:
                     f"the process group that exists has {name} {of_group}, but the launcher's variables say "
                     f"{of_launcher}: let connect() create the group, or create it with the launcher's ranks"
                 )
-    return Topology(
-        rank=launched.rank,
-        local_rank=launched.local_rank,
-        world_size=launched.world_size,
-        local_world_size=launched.local_world_size,
-        node_rank=launched.node_rank,
-        num_nodes=launched.num_nodes,
-    )
+    return Topology(**{each.name: getattr(launched, each.name) for each in fields(Topology)})
 
 
-def _place(kind: str, index: int | None, topology: Topology) -> torch.device:
+def _choose_device(kind: str, index: int | None, topology: Topology) -> torch.device:
     """Return this process's device, after checking that it exists, as torch's current device."""
     if kind == "cpu":
         return torch.device("cpu")

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -25,10 +24,8 @@ class Context:
     As a context manager, it closes itself at the end of the block.
 
     Attributes:
-        topology: The ranks and counts of processes and nodes.
         device: The device that this process computes on.
         mesh: The mesh of the parallel dimensions, if any were requested.
-        settings: The settings that `connect` used.
         progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
     """
@@ -79,9 +76,7 @@ class Context:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -36,9 +36,7 @@ class DeviceGroup:
 
     Attributes:
         kind: The kind of the devices; rocm for AMD devices, which torch calls cuda.
-        names: The driver's name of each device.
         memory_bytes: The memory of each device; empty if the driver does not report it.
-        ability: The dtypes that the first device supports.
         link: The link between the devices, if the driver reports it.
     """
 

@@ -1,8 +1,8 @@
 """Give up a process group whose ranks no longer agree on what they do, and form another in its place.
 
-A rank that leaves a step in the middle keeps the others in a collective, and gloo offers no call that ends it:
-neither `abort` nor the end of the group closes the connections while something holds the group. So every rank closes
-its connections to the others, from a thread beside the one that waits, whose collective then fails.
+A rank that leaves a step in the middle keeps the others in a collective. Gloo cannot end it: neither `abort` nor the
+end of the group closes the connections while something holds the group. So a second thread of every rank closes the
+connections to the others, and the collective fails.
 """
 
 import os

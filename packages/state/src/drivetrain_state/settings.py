@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "xla"]
 
 
-def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
+def _make_setting(default: Any, text: str, *, needs: str | None = None) -> Any:
     """Return a field with its help, and with what has to be set for it to count."""
     return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
@@ -22,37 +22,36 @@ class StateSettings:
         60
     """
 
-    device: DeviceChoice = _setting(  # noqa: RUF009 it returns a field
+    device: DeviceChoice = _make_setting(  # noqa: RUF009 it returns a field
         "auto",
         "Kind of device to compute on; auto selects the accelerator of this machine, or the CPU without one.",
     )
-    timeout_seconds: float = _setting(
+    timeout_seconds: float = _make_setting(
         600.0, "Maximum seconds of a collective, and of the first connection of the ranks, before it fails."
     )
-    watchdog: bool = _setting(
+    watchdog: bool = _make_setting(
         True, "Whether a thread of each rank watches for hangs and reports the rank that caused one."
     )
-    hang_timeout_seconds: float = _setting(
+    hang_timeout_seconds: float = _make_setting(
         60.0,
         "Seconds without progress after which the watchdog asks every rank for its position.",
         needs="watchdog",
     )
-    hang_report_directory: Path | None = _setting(  # noqa: RUF009 it returns a field
+    hang_report_directory: Path | None = _make_setting(  # noqa: RUF009 it returns a field
         None, "Folder for the stacks of all ranks at a hang; unset: the working directory.", needs="watchdog"
     )
-    debug: bool = _setting(
+    debug: bool = _make_setting(
         False,
         "Whether ranks compare the arguments of each collective first, to raise an error instead of "
         "hanging; slower.",
     )
-    deterministic: bool = _setting(
+    deterministic: bool = _make_setting(
         False, "Whether to use deterministic kernels only; an operation without one raises an error."
     )
 
     def __post_init__(self) -> None:
         if self.device not in get_args(DeviceChoice):
-            allowed = ", ".join(get_args(DeviceChoice))
-            raise ValueError(f"device={self.device!r}: say one of {allowed}")
+            raise ValueError(f"device={self.device!r}: say one of {', '.join(get_args(DeviceChoice))}")
         for name in ("timeout_seconds", "hang_timeout_seconds"):
             value = getattr(self, name)
             if not (isfinite(value) and value > 0):

@@ -3,6 +3,7 @@
 import logging
 import socket
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import TCPStore
 
@@ -22,6 +23,9 @@ def host_store(
     know as its own: an address that a router translates, or a host name that stands for loopback here. A server that
     this process may already have on the port is shared with `multi_tenant`.
     """
+    serve = partial(
+        TCPStore, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=multi_tenant
+    )
     try:
         for family, own in own_addresses(address):
             # A host name that stands for loopback here stands for another address on the other nodes.
@@ -39,16 +43,7 @@ def host_store(
                 ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
             )
     except (OSError, UnicodeError):  # torch may share its own server, or says what is wrong
-        return TCPStore(
-            address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=multi_tenant
-        )
+        return serve(address, port)
     bound, port = listener.getsockname()[:2]
-    return TCPStore(
-        address if bound not in _EVERY_INTERFACE else "127.0.0.1",  # the way out and back in may be closed
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=multi_tenant,
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
+    host = address if bound not in _EVERY_INTERFACE else "127.0.0.1"  # the way out and back in may be closed
+    return serve(host, port, master_listen_fd=listener.detach())  # the store closes it

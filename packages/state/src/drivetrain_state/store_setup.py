@@ -4,15 +4,15 @@ The store may outlive process groups: a launcher's agent hosts it for a whole ru
 of one process the same name, a second group would read the keys of the first, such as the addresses of its ranks.
 Therefore rank 0 opens a room, numbered from 1, and every rank enters it; the room's number prefixes the group's keys.
 
-Only rank 0 opens rooms, so that a rank that failed, or was restarted, and tries again finds the room that the others
-are in. If rank 0 hosts the store itself, the store ends with its last group: a rank that arrives for the next group
-before rank 0 has left the last one loses its connection, and connects to the next store.
+Only rank 0 opens rooms: a rank that tries again, after a failure or a restart, finds the others' room. If rank 0
+hosts the store itself, the store ends with its last group: a rank that arrives for the next group before rank 0 has
+left the last one loses its connection, and connects to the next store.
 """
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
@@ -20,13 +20,12 @@ from drivetrain_config.environ import RankEnvironment
 from drivetrain_messages import list_some
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.process_identity import process_identity, runs_beside
-from drivetrain_state.store_rounds import StoreProbe
+from drivetrain_state.store_rounds import StoreProbe, wait
 from drivetrain_state.store_server import host_store
 
 _PREFIX = "drivetrain_meeting"
 # The interval at which a rank that waits in a room checks whether rank 0 has opened another.
-_LOOK_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 0.25
+_LOOK = timedelta(seconds=1)
 _SHOWN_RANKS = 8
 
 
@@ -97,34 +96,31 @@ def _meet_in_room(meeting: Store, launched: RankEnvironment, deadline: float) ->
         return room
     room = 0
     while True:
-        newest = _newest_room(meeting, room, deadline)
+        newest = _wait_for_room(meeting, room, deadline)
         if newest != room:
             room = newest
             _enter(meeting, room, launched.rank, launched.world_size)
         left = _left(deadline)
-        look = timedelta(seconds=_LOOK_SECONDS)
         # A wait that ends before the deadline is no error, but time to look for a newer room.
-        with suppress(DistStoreError) if left > look else nullcontext():
-            meeting.wait([f"begun/{room}"], min(left, look))
+        with suppress(DistStoreError) if left > _LOOK else nullcontext():
+            meeting.wait([f"begun/{room}"], min(left, _LOOK))
             return room
 
 
-def _newest_room(meeting: Store, entered: int, deadline: float) -> int:
+def _wait_for_room(meeting: Store, entered: int, deadline: float) -> int:
     """Wait for a room whose group has not begun without this rank, and return its number, perhaps `entered`."""
-    probe = StoreProbe(meeting)
-    pause_seconds = 0.01
-    try:
-        while True:
-            probe.check()
-            newest = meeting.add("rooms", 0)
-            if newest == entered > 0 or (newest > 0 and not meeting.check([f"begun/{newest}"])):
-                return newest
-            if monotonic() > deadline:
-                raise DistStoreError("rank 0 has opened no room")
-            sleep(pause_seconds)
-            pause_seconds = min(1.5 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-    finally:
-        probe.close()
+
+    def find() -> int | None:
+        probe.check()
+        newest = meeting.add("rooms", 0)
+        is_open = newest > 0 and not meeting.check([f"begun/{newest}"])
+        return newest if is_open or newest == entered > 0 else None
+
+    with closing(StoreProbe(meeting)) as probe:
+        newest = wait(find, while_=lambda: monotonic() < deadline)
+    if newest is None:
+        raise DistStoreError("rank 0 has opened no room")
+    return newest
 
 
 def _enter(meeting: Store, room: int, rank: int, world_size: int) -> None:

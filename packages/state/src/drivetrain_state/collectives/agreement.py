@@ -1,6 +1,5 @@
 """The check of debug mode before a collective: all ranks compare the calls and shapes that they pass."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,21 +36,19 @@ def describe_call(call: str, data: Nested, *, free_dim: int | None = None) -> Co
     return CollectiveCall(call, tuple(leaves))
 
 
-def check_same(by_rank: Sequence[CollectiveCall]) -> None:
-    """Raise CollectiveMismatchError, with one line per rank, unless all ranks pass the same data to the same call."""
+def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
+    """Compare, in debug mode only, what all ranks pass to a collective. Called on all ranks; one more collective.
+
+    A CollectiveMismatchError shows the call of each rank.
+    """
+    if not context.settings.debug or context.topology.world_size == 1:
+        return
+    mine = describe_call(call, data, free_dim=free_dim)
+    by_rank: list[CollectiveCall | None] = [None] * context.topology.world_size
+    dist.all_gather_object(by_rank, mine, group=context.group)
     if any(other != by_rank[0] for other in by_rank):
         lines = "\n".join(f"  rank {rank}: {said}" for rank, said in enumerate(by_rank))
         raise CollectiveMismatchError(
             f"the ranks do not call the same collective with data of the same structure and shapes:\n{lines}\n"
             "Make them equal, or say uneven=True (gather) or use pad_across_processes where sizes differ"
         )
-
-
-def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
-    """Compare, in debug mode only, what all ranks pass to a collective. Called on all ranks; one more collective."""
-    if not context.settings.debug or context.topology.world_size == 1:
-        return
-    mine = describe_call(call, data, free_dim=free_dim)
-    by_rank: list[CollectiveCall | None] = [None] * context.topology.world_size
-    dist.all_gather_object(by_rank, mine, group=context.group)
-    check_same([said for said in by_rank if said is not None])

@@ -77,11 +77,6 @@ def stacked(shape: torch.Size, count: int) -> tuple[int, ...]:
     return (count * shape[0], *shape[1:]) if shape else (count,)
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the elements of `tensors` into a new tensor of shape (total,)."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
 def cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return views of a flat buffer in the given `shapes`; elements beyond them are padding."""
     sizes = [prod(shape) for shape in shapes]

@@ -23,9 +23,8 @@ def on_all_ranks(
 ) -> list[Value]:
     """Run an action on every rank and return the results of all, in rank order. Called on all ranks.
 
-    An error of this rank's action is raised here, and on the others an OtherRankFailedError that holds it and says
-    what the ranks were `doing`. Outcomes are gathered with the process group, which only the main thread may use,
-    unless `gather` is given.
+    An error of this rank's action is raised here. The others raise an OtherRankFailedError with that error and what
+    the ranks were `doing`. Without `gather`, outcomes are gathered by the process group, in the main thread alone.
     """
     result: Value | None = None
     failure: Exception | None = None

@@ -19,26 +19,26 @@ OnSomeRanks: TypeAlias = Callable[[Callable[Arguments, Result]], Callable[Argume
 
 def on_main_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on rank 0 only; on other ranks the call returns None."""
-    return _only_if(context.topology.is_main)
+    return _run_only_if(context.topology.is_main)
 
 
 def on_local_main_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on the first rank of each node; elsewhere the call returns None."""
-    return _only_if(context.topology.is_local_main)
+    return _run_only_if(context.topology.is_local_main)
 
 
 def on_last_process(context: Context) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on the last rank only; on other ranks the call returns None."""
-    return _only_if(context.topology.is_last)
+    return _run_only_if(context.topology.is_last)
 
 
 def on_process(context: Context, index: int) -> OnSomeRanks[Arguments, Result]:
     """Return a decorator that runs the function on rank `index` only; ValueError if there is no such rank."""
     check_rank(context, index, "index")
-    return _only_if(context.topology.rank == index)
+    return _run_only_if(context.topology.rank == index)
 
 
-def _only_if(chosen: bool) -> OnSomeRanks[Arguments, Result]:
+def _run_only_if(chosen: bool) -> OnSomeRanks[Arguments, Result]:
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
         @wraps(function)
         def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:
@@ -68,16 +68,16 @@ def main_process_first(context: Context) -> AbstractContextManager[None]:
     Use it for work that leaves a file for the other ranks, such as a prepared dataset. If rank 0 raises, the other
     ranks still proceed.
     """
-    return _first(context, context.topology.is_main)
+    return _let_first(context, context.topology.is_main)
 
 
 def local_main_process_first(context: Context) -> AbstractContextManager[None]:
     """Run the block on the first rank of each node first, then on the others. Must be called on all ranks."""
-    return _first(context, context.topology.is_local_main)
+    return _let_first(context, context.topology.is_local_main)
 
 
 @contextmanager
-def _first(context: Context, goes_first: bool) -> Generator[None]:
+def _let_first(context: Context, goes_first: bool) -> Generator[None]:
     if not goes_first:
         barrier(context)
     try:
@@ -118,8 +118,7 @@ def split_for_process(inputs: Nested, index: int, count: int, *, apply_padding: 
     length = _length(inputs)
     if apply_padding and length == 0:
         raise ValueError("apply_padding=True with empty inputs: there is no last item to pad with")
-    positions = part_positions(length, index, count, apply_padding=apply_padding)
-    return _take(inputs, positions)
+    return _take(inputs, part_positions(length, index, count, apply_padding=apply_padding))
 
 
 def part_positions(length: int, index: int, count: int, *, apply_padding: bool = False) -> Sequence[int]:

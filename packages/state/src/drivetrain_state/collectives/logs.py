@@ -75,13 +75,9 @@ def get_logger(
 ) -> RankLogger:
     """Return the rank-aware logger `name`. It may be created before the ranks connect, as at import.
 
-    Adds no handler, and sets no level unless one is given, such as "INFO": both are up to the program.
-
-    Args:
-        name: The logger's name, as for `logging.getLogger`.
-        context: The context with ranks and group. Without one, each call reads them from the process group, else
-            from the launcher's environment, else assumes a single process.
-        log_level: The level to set.
+    It has no handler, and no level unless `log_level` sets one, such as "INFO": both are up to the program. Without a
+    context, each call reads the ranks from the process group, else from the launcher's environment, else assumes a
+    single process.
 
     Example:
         >>> get_logger("train").info("printed by rank 0 alone")

@@ -94,8 +94,7 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
             in_order = {key: values[key] for key in mapping}
             return in_order if type(mapping) is dict else cast("Any", type(mapping))(in_order)
         filled = copy(mapping)  # keeps attributes that are not items
-        for key, value in values.items():
-            filled[key] = value
+        filled.update(values)
         return filled
     if isinstance(data, (list, tuple)):
         children = [_rebuild(child, tensors) for child in cast("list[Any]", data)]

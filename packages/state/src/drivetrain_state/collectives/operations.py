@@ -20,7 +20,6 @@ from drivetrain_state.collectives.buckets import (
     Bucket,
     as_bytes,
     cut,
-    flat,
     map_buckets,
     pack,
     stacked,
@@ -53,13 +52,9 @@ _STAGING_DTYPES = {
 def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
     """Gather every rank's tensors, concatenated along their first dimension in rank order.
 
-    Must be called on all ranks, with the same structure, dtypes and shapes. A tensor of shape (n, ...) is returned
-    as (world_size * n, ...), one of shape () as (world_size,).
-
-    Args:
-        context: The context of this process.
-        data: Tensors in any nesting of dicts, lists, tuples and dataclasses.
-        uneven: Whether the first sizes may differ between ranks; costs one more collective.
+    Must be called on all ranks, with the same structure, dtypes and shapes; with `uneven`, the first sizes may differ
+    between ranks, at the cost of one more collective. A tensor of shape (n, ...) is returned as
+    (world_size * n, ...), one of shape () as (world_size,).
 
     Raises:
         LeafError: If `data` holds a leaf that is not a dense tensor.
@@ -92,7 +87,7 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
         counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
         return rebuild(data, iter(single)), rebuild(data, iter(counts))
     context.progress.mark(ProgressMark.GATHER)
-    shapes = _shapes_by_rank(context, tensors)
+    shapes = _gather_shapes(context, tensors)
     if all(of_rank == shapes[0] for of_rank in shapes):
         results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
     else:
@@ -123,7 +118,7 @@ def _gather_uneven(
     positions = sorted(asked)
     by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
     longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
-    mine = flat([tensors[position] for position in positions])
+    mine = torch.cat([tensors[position].reshape(-1) for position in positions])
     rows = _all_gather_rows(context, torch.cat([mine, mine.new_zeros(longest - mine.numel())]))
     pieces = [cut(row, of_rank) for row, of_rank in zip(rows, by_rank, strict=True)]
     whole = dict(zip(positions, map(torch.cat, zip(*pieces, strict=True)), strict=True))
@@ -138,11 +133,11 @@ def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
     return rows.view(num_ranks, total)
 
 
-def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
+def _gather_shapes(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
     """Return each tensor's shape on each rank, indexed [rank][tensor]; () counts as (1,)."""
     mine = [list(tensor.shape) or [1] for tensor in tensors]
     sizes = torch.tensor([size for shape in mine for size in shape], dtype=torch.int64)
-    rows = _all_gather_rows(context, sizes.to(_metadata_device(context))).tolist()
+    rows = _all_gather_rows(context, sizes.to(_choose_metadata_device(context))).tolist()
     by_rank: list[list[list[int]]] = []
     for row in rows:
         left = iter(cast("list[int]", row))
@@ -150,7 +145,7 @@ def _shapes_by_rank(context: Context, tensors: Sequence[Tensor]) -> list[list[li
     return by_rank
 
 
-def _metadata_device(context: Context) -> torch.device:
+def _choose_metadata_device(context: Context) -> torch.device:
     """Return the device to exchange shapes on: the CPU if the group serves it, to avoid waiting for the device."""
     backends = dist.get_backend_config(context.group)
     return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
@@ -160,14 +155,12 @@ def _metadata_device(context: Context) -> torch.device:
 def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
     """Reduce tensors elementwise over all ranks to their sum, mean, maximum or minimum, as an all-reduce.
 
-    Must be called on all ranks, with the same structure, dtypes and shapes. Results keep their dtypes; `"mean"` of
-    float16 and bfloat16 is computed in float32. Results of one dtype share one buffer.
+    Must be called on all ranks, with the same structure, dtypes and shapes; other errors are as for `gather`. Results
+    keep their dtypes; `"mean"` of float16 and bfloat16 is computed in float32. Results of one dtype share one buffer.
 
     Raises:
         ValueError: For an unknown `op`, and where the result has no representation in the tensor's dtype: `"mean"`
             of integers, `"sum"` or `"mean"` of booleans, `"max"` or `"min"` of complex numbers.
-        LeafError: If `data` holds a leaf that is not a dense tensor.
-        CollectiveMismatchError: In debug mode, if the ranks' calls differ.
     """
     if op not in get_args(ReduceOp):
         raise ValueError(f"op={op!r}: say one of {', '.join(get_args(ReduceOp))}")
@@ -205,14 +198,9 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
 
 @torch.no_grad()
 def broadcast(context: Context, data: Data, src: int = 0) -> Data:
-    """Return the tensors of rank `src` on every rank.
+    """Return the tensors of rank `src` on every rank; ValueError if there is no such rank.
 
-    Must be called on all ranks, with the same structure, dtypes and shapes.
-
-    Raises:
-        ValueError: If there is no rank `src`.
-        LeafError: If `data` holds a leaf that is not a dense tensor.
-        CollectiveMismatchError: In debug mode, if the ranks' calls differ.
+    Must be called on all ranks, with the same structure, dtypes and shapes; other errors are as for `gather`.
     """
     check_rank(context, src)
     check_agreement(context, f"broadcast(src={src})", data)
@@ -235,14 +223,10 @@ def broadcast(context: Context, data: Data, src: int = 0) -> Data:
 def pad_across_processes(
     context: Context, data: Data, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Data:
-    """Pad tensors along `dim` to the largest size on any rank. Must be called on all ranks, with the same structure.
+    """Pad tensors along `dim` with the value `pad_index` to the largest size on any rank.
 
-    Args:
-        context: The context of this process.
-        data: Tensors in any nesting; those without a dimension `dim` are returned as they are.
-        dim: The dimension whose size differs; a negative one counts from the last.
-        pad_index: The value to pad with.
-        pad_first: Whether to pad before the data instead of after it.
+    Must be called on all ranks, with the same structure. A negative `dim` counts from the last dimension; tensors
+    without it are returned as they are. The padding follows the data, or precedes it with `pad_first`.
     """
     check_agreement(context, f"pad_across_processes(dim={dim})", data, free_dim=dim)
     tensors = tensors_in(data)
@@ -252,7 +236,7 @@ def pad_across_processes(
     mine = torch.tensor(
         [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
     )
-    longest = _all_gather_rows(context, mine.to(_metadata_device(context))).amax(0).tolist()
+    longest = _all_gather_rows(context, mine.to(_choose_metadata_device(context))).amax(0).tolist()
     padded: list[Tensor] = []
     for tensor, size in zip(tensors, cast("list[int]", longest), strict=True):
         if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:

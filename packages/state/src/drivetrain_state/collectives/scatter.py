@@ -32,7 +32,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     context.progress.mark(ProgressMark.SCATTER)
     check_agreement(context, f"scatter(src={src})")
     is_source = context.topology.rank == src
-    plan = _scatter_plan(data, context.topology.world_size) if is_source else None
+    plan = _plan_scatter(data, context.topology.world_size) if is_source else None
     plan = broadcast_object(context, plan, src)
     if isinstance(plan, Exception):
         raise plan
@@ -54,7 +54,7 @@ def scatter(context: Context, data: Data | None, src: int = 0) -> Data:
     return received
 
 
-def _scatter_plan(data: Nested, world_size: int) -> Nested | Exception:
+def _plan_scatter(data: Nested, world_size: int) -> Nested | Exception:
     """Return `data` with meta tensors in the shape of one rank's part, or the error to raise on all ranks."""
     try:
         tensors = tensors_in(data)

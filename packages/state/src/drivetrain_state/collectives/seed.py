@@ -72,14 +72,9 @@ def set_seed(seed: int, *, rank_offset: int = 0, deterministic: bool = False) ->
 def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int:
     """Seed every generator of `rank` for a resume at `step` with another world size, and return the derived seed.
 
-    Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend only on
-    `seed`, `rank` and `step`, so that repeating the resume repeats the numbers.
-
-    Args:
-        seed: The seed of the run.
-        rank: The rank, or the index of another part of the run that draws for itself.
-        step: The step of the resume.
-        torch_alone: Whether to leave Python's and NumPy's generators as they are.
+    Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend on `seed`,
+    `rank` and `step` alone: a repeated resume repeats the numbers. `rank` may also be the index of another part of
+    the run that draws for itself. With `torch_alone`, Python's and NumPy's generators stay as they are.
     """
     used = derive_seed(seed, rank=rank, step=step)
     (_seed_torch if torch_alone else _seed_all)(used)

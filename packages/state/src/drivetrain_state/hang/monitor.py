@@ -9,6 +9,7 @@ from time import monotonic
 
 from torch.distributed import Store
 
+from drivetrain_messages import say
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.hang.report import Verdict
 from drivetrain_state.hang.stack import Frame, RankPosition, find_place, thread_frames
@@ -139,11 +140,11 @@ class HangMonitor(threading.Thread):
             return
         found = ""
         if (verdict := self._verdict) is not None:
-            found = f"{verdict.text}\n" + (f"All stacks: {verdict.stacks}\n" if verdict.stacks else "")
+            found = f"\n{verdict.text}" + (f"\nAll stacks: {verdict.stacks}" if verdict.stacks else "")
         text = (
-            f"drivetrain: rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
+            f"rank {self.topology.rank} ends its process (exit code {HANG_EXIT_CODE}): no progress for "
             f"{idle:.0f} s, and timeout_seconds={self.settings.timeout_seconds:g}. Last progress: "
-            f"{self.timer.latest.label}. Now at {place.where}: {place.call or 'no call'}\n{found}"
+            f"{self.timer.latest.label}. Now at {place.where}: {place.call or 'no call'}{found}"
         )
 
         def last_words() -> None:
@@ -165,10 +166,10 @@ class HangMonitor(threading.Thread):
             return
         self._reported_at_change = self.timer.num_changes
         say(
-            f"drivetrain: rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
+            f"rank {self.topology.rank}: no progress for {idle:.0f} s (last: "
             f"{self.timer.latest.label}), at {place.where}: {place.call}\n"
             f"Likely culprit: whoever hosts the rendezvous store at {self._store_address} (rank 0, or the "
-            "launcher): it does not answer, so it was killed or stopped\n"
+            "launcher): it does not answer, so it was killed or stopped"
         )
 
     def _end_with_process(self) -> None:
@@ -177,9 +178,3 @@ class HangMonitor(threading.Thread):
             self.ending = f"ended by {type(error).__name__}: {' '.join(str(error).split())[:80]}"
         for record in self.timer.records:
             self.release(record)
-
-
-def say(text: str) -> None:
-    """Write to stderr in one call and flush, so that lines of different ranks do not mix."""
-    sys.stderr.write(text)
-    sys.stderr.flush()

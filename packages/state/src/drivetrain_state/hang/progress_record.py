@@ -15,7 +15,7 @@ class ProgressMark(StrEnum):
     use for work of its own.
     """
 
-    # Reports of hangs show marks with !r, as the text that they are.
+    # Reports of hangs show marks with !r, as plain text.
     __repr__ = str.__repr__
 
     FORWARD = "forward"
@@ -58,12 +58,11 @@ class ProgressMark(StrEnum):
 class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
-    Observers may follow, such as a stopwatch. `note` is for what they alone want to know. A label is a
-    `ProgressMark` where observers recognize it, else any text.
+    Observers may follow, such as a stopwatch; `note` informs them alone. A label is a `ProgressMark` where observers
+    recognize it, else any text.
 
     Attributes:
-        count: The number of marks. The watchdog records when it sees the count change, so that a mark reads no
-            clock.
+        count: The number of marks. The watchdog times its changes, so that a mark reads no clock.
         label: The last progress, such as `"optimizer step"`.
         recent: The labels of the last marks, the newest last.
         thread_id: The thread that made the last mark (or created the record), whose stack is shown for a hang.
@@ -97,7 +96,7 @@ class ProgressRecord:
             observe(label)
 
     def note(self, label: str) -> None:
-        """Tell the observers alone, so that what the watchdog shows stays the same."""
+        """Tell the observers alone; the watchdog's record stays the same."""
         for observe in self.observers:
             observe(label)
 
@@ -112,7 +111,7 @@ class ProgressRecord:
         self.observers = (*self.observers, observe)
 
     def remove_observer(self, observe: Callable[[str], None]) -> None:
-        """Let a function follow no longer; one that does not is left as it is."""
+        """Let a function follow no longer, if it does."""
         self.observers = tuple(each for each in self.observers if each != observe)
 
     def add_forward_observer(self, observe: Callable[[object], None]) -> None:
@@ -120,5 +119,5 @@ class ProgressRecord:
         self.forward_observers = (*self.forward_observers, observe)
 
     def remove_forward_observer(self, observe: Callable[[object], None]) -> None:
-        """Let a function follow these models no longer; one that does not is left as it is."""
+        """Let a function follow these models no longer, if it does."""
         self.forward_observers = tuple(each for each in self.forward_observers if each != observe)

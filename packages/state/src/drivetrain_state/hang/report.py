@@ -1,6 +1,6 @@
 """The diagnosis of a hang from the answers of all ranks: the suspects, the reasons, and a table. Pure functions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain_messages import format_table
@@ -97,15 +97,14 @@ def diagnose(world_size: int, answers: Mapping[int, Answer], departures: Mapping
         if busy := tuple(sorted(set(present) - set(waiting))):
             suspects.append(Suspect(ranks=busy, reason=_OWN_CODE))
         if not suspects:
-            suspects += _apart([present[rank] for rank in waiting])
+            suspects += _find_apart([present[rank] for rank in waiting])
     return Diagnosis(suspects=tuple(suspects), blocked=any(a.stuck for a in present.values()))
 
 
 def hang_table(
-    world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str], ranks: Iterable[int]
+    world_size: int, answers: Mapping[int, Answer], departures: Mapping[int, str], ranks: Collection[int]
 ) -> str:
     """Return a table with one row per group of ranks at the same position; suspects come first, marked `>`."""
-    marked = frozenset(ranks)
     groups: dict[tuple[bool, tuple[str, str, str]], list[int]] = {}
     for rank in range(world_size):
         place = ("", "(no answer)", "")
@@ -113,7 +112,7 @@ def hang_table(
             place = ("", f"({departures[rank].partition(':')[0]})", "")
         elif (answer := answers.get(rank)) is not None:
             place = (answer.label, answer.where, answer.call)
-        groups.setdefault((rank not in marked, place), []).append(rank)
+        groups.setdefault((rank not in ranks, place), []).append(rank)
     rows = [("", "rank", "idle", "last progress", "where", "in")]
     for (innocent, place), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1])):
         idle = {round(answers[rank].idle_seconds) for rank in members if rank in answers}
@@ -149,7 +148,7 @@ def compact_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def _apart(waiting: Sequence[Answer]) -> list[Suspect]:
+def _find_apart(waiting: Sequence[Answer]) -> list[Suspect]:
     """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
     # Ranks at one position may be in different collectives, which their last progress tells, or in the same one after
     # different ones.

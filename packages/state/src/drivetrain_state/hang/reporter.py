@@ -10,7 +10,8 @@ from time import monotonic
 
 from torch.distributed import DistError
 
-from drivetrain_state.hang.monitor import HangMonitor, say
+from drivetrain_messages import say
+from drivetrain_state.hang.monitor import HangMonitor
 from drivetrain_state.hang.report import Answer, Verdict, diagnose, hang_table, stacks_text
 from drivetrain_state.hang.stack import find_place, stack_text, thread_frames
 from drivetrain_state.store_rounds import StoreRounds
@@ -122,7 +123,7 @@ class HangReporter(threading.Thread):
             self._false_alarms += 1
             if current.reported_here:
                 waited = monotonic() - current.seen_at
-                say(f"drivetrain: progress again, {waited:.0f} s after the ranks were asked: {text}\n")
+                say(f"progress again, {waited:.0f} s after the ranks were asked: {text}")
 
     def _is_reporter(self, current: _Round) -> bool:
         """Return whether every lower rank has departed, or is silent after 1.5 times the answer time."""
@@ -161,6 +162,6 @@ class HangReporter(threading.Thread):
             timeout_seconds = self._monitor.settings.timeout_seconds
             note += f"; a rank that is stuck ends {timeout_seconds:g} s after its last progress"
         say(
-            f"drivetrain: no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
-            f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}\n"
+            f"no progress for {longest.idle_seconds:.0f} s on rank {longest.rank}; {diagnosis}\n"
+            f"{hang_table(size, answers, departures, diagnosis.ranks)}\n{note}"
         )

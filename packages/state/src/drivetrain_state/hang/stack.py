@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Literal
 
@@ -51,20 +52,17 @@ class RankPosition:
 
 def thread_frames(thread_id: int) -> tuple[Frame, ...]:
     """Return the stack of a running thread, outermost call first; empty if the thread has ended."""
-    frames: list[Frame] = []
-    frame: FrameType | None = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] # Python has no public equivalent
-    while frame is not None:
-        code = frame.f_code
-        frames.append(
-            Frame(
-                module=str(frame.f_globals.get("__name__", "")),
-                file=code.co_filename,
-                line=frame.f_lineno or code.co_firstlineno,
-                function=code.co_qualname,
-                expression=_expression(frame),
-            )
+    newest = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] # Python has no public equivalent
+    frames = [
+        Frame(
+            module=str(frame.f_globals.get("__name__", "")),
+            file=frame.f_code.co_filename,
+            line=line or frame.f_code.co_firstlineno,
+            function=frame.f_code.co_qualname,
+            expression=_read_expression(frame),
         )
-        frame = frame.f_back
+        for frame, line in (walk_stack(newest) if newest else ())
+    ]
     return tuple(reversed(frames))
 
 
@@ -108,7 +106,7 @@ def stack_text(frames: Sequence[Frame]) -> str:
 
 
 def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
-    """Return the call that the user's line executes and what it waits for; `inside` are the frames that it called."""
+    """Return the call of the user's line and the kind of its wait; `inside` are the frames that it called."""
     told = [frame for frame in inside if not frame.module.startswith(_PASSED_THROUGH)]
     innermost = told[-1] if told else user
     if innermost.function == "_engine_run_backward":
@@ -119,14 +117,14 @@ def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
         named = [frame for frame in told if _is_communication(frame) and "c10d_logger" not in frame.module]
         collectives = [frame for frame in named if frame.module == "torch.distributed.distributed_c10d"]
         return (collectives or named or [innermost])[0].function, "ranks"
-    owner, names = frame_owner(innermost), {_called_name(innermost.expression)}
+    owner, names = frame_owner(innermost), {_find_called_name(innermost.expression)}
     if owner == "torch":
         names.add(innermost.function)  # torch.cuda.synchronize calls a native function of another name
     for_ranks = bool(names & _RANK_CALLS) or innermost.module.startswith("torch_xla")
     if owner != "stdlib" and (for_ranks or names & _DEVICE_CALLS):
-        return _shortened(innermost.expression) or innermost.function, "ranks" if for_ranks else "device"
+        return _shorten(innermost.expression) or innermost.function, "ranks" if for_ranks else "device"
     if innermost is user:
-        return _shortened(innermost.expression), "nothing"
+        return _shorten(innermost.expression), "nothing"
     named = [frame for frame in told if frame_owner(frame) != "stdlib"] or told[:1]
     return f"{named[-1].module.rpartition('.')[2]}.{named[-1].function}", "nothing"
 
@@ -138,7 +136,7 @@ def _is_communication(frame: Frame) -> bool:
     )
 
 
-def _called_name(expression: str) -> str:
+def _find_called_name(expression: str) -> str:
     """Return `item` for `loss.mean().item()`."""
     depth = 0
     for index in range(len(expression) - 1, -1, -1):
@@ -149,17 +147,15 @@ def _called_name(expression: str) -> str:
     return ""
 
 
-def _shortened(expression: str) -> str:
+def _shorten(expression: str) -> str:
     text = " ".join(expression.split())
     return text if len(text) <= _LONGEST_CALL else text[: _LONGEST_CALL - 3] + "..."
 
 
-def _expression(frame: FrameType) -> str:
+def _read_expression(frame: FrameType) -> str:
     """Return the source of the expression that a frame executes, from the column numbers in its bytecode."""
-    positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    if positions is None:
-        return ""
-    first, last, start, end = positions
+    positions = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    first, last, start, end = next(positions, (None, None, None, None))
     # An interpreter with -X no_debug_ranges.
     if first is None or last is None or start is None or end is None:
         return ""

@@ -41,17 +41,11 @@ def start_watchdog(
     store: Store | None = None,
     report_directory: Path | None = None,
 ) -> Watchdog:
-    """Start to watch for hangs, without waiting for other ranks.
+    """Start to watch for hangs, without waiting for other ranks; the training loop marks `record`.
 
-    Must be called on all ranks, once the process group exists. A second call in one process, for the same store,
-    adds its record to the running threads: progress on either counts, and the first call's settings apply.
-
-    Args:
-        topology: The rank of this process and the world size.
-        settings: The settings, with the same `hang_timeout_seconds` and `timeout_seconds` on all ranks.
-        record: The record that the training loop marks.
-        store: The store that all ranks share; by default that of the default process group.
-        report_directory: The folder for the full stacks; by default the working directory.
+    Must be called on all ranks, once the process group exists, with equal timeouts. A second call in one process, for
+    the same store, adds its record to the running threads: progress on either counts, and the first call's settings
+    apply. By default, `store` is that of the default process group, and full stacks go to the working directory.
     """
     shared = default_store() if store is None else store
     for thread in threading.enumerate():
