@@ -63,7 +63,7 @@ def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]
         else:
             suppressed = read_suppressions(document)
             found = {
-                _finding(document, rule, hit)
+                _make_finding(document, rule, hit)
                 for rule, hit in hits
                 if not suppressed.cover(hit.node, code=rule.code, name=rule.name)
             }
@@ -82,18 +82,18 @@ def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]
     return [unreadable]
 
 
-def _finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
+def _make_finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
     line, start = getattr(hit.node, "lineno", 1), getattr(hit.node, "col_offset", 0)
     text = document.lines[line - 1] if line <= len(document.lines) else ""
     ends_here = getattr(hit.node, "end_lineno", line) == line and not isinstance(hit.node, ast.ExceptHandler)
     end = getattr(hit.node, "end_col_offset", None) if ends_here else None
-    column = _characters(text, start)
+    column = _count_characters(text, start)
     cell, shown_line = document.place(line)
     return Finding(
         path=document.path,
         line=shown_line,
         column=column + 1,
-        end_column=(len(text.rstrip()) if end is None else _characters(text, end)) + 1,
+        end_column=(len(text.rstrip()) if end is None else _count_characters(text, end)) + 1,
         code=rule.code,
         name=rule.name,
         severity=hit.severity or rule.severity,
@@ -105,6 +105,6 @@ def _finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
     )
 
 
-def _characters(text: str, offset: int) -> int:
+def _count_characters(text: str, offset: int) -> int:
     """Return the number of characters in a number of UTF-8 bytes, in which syntax trees count."""
     return len(text.encode()[:offset].decode(errors="ignore"))

@@ -74,7 +74,7 @@ def _parse(path: Path) -> tuple[Any, Lines]:
         case ".yaml" | ".yml":
             return read_yaml(path, _text(path))
         case ".json":
-            return _parsed(path, _text(path), object_pairs_hook=without_duplicates), {}
+            return _parse_json(path, object_pairs_hook=without_duplicates), {}
         case ".toml":
             import tomllib
 
@@ -105,14 +105,14 @@ def _text(path: Path) -> str:
 
 def check_json_object(path: Path) -> None:
     """Check that a file holds a JSON object; what it says is another's matter."""
-    found = _parsed(path, _text(path))
+    found = _parse_json(path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: must hold a JSON object; it holds {_kind(found)}")
 
 
-def _parsed(path: Path, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+def _parse_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
     try:
-        return parse_json(path, text, object_pairs_hook=object_pairs_hook)
+        return parse_json(path, _text(path), object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
 

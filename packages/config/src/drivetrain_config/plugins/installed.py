@@ -51,7 +51,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
             name = each.name.lower().replace("-", "_").replace(".", "_")
             texts.setdefault(name, each.read_text("entry_points.txt") or "")
     else:
-        texts = dict(_texts(path))
+        texts = dict(_read_texts(path))
     found: list[EntryPoint] = []
     for distribution, text in texts.items():
         current = ""
@@ -70,7 +70,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(found)
 
 
-def _texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _read_texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield each distribution's name and entry_points.txt; the first of a name on the path hides the others."""
     seen: set[str] = set()
     for folder in dict.fromkeys(path):

@@ -72,10 +72,10 @@ class Layers:
                     by_flag.append((section, field, Entry(value, Source("command line", flag))))
         given = [
             *by_flag,
-            *_of_environment(vocabulary),
-            *_of_file(None if chosen is None else chosen.path, vocabulary),
+            *_read_environment(vocabulary),
+            *_read_sections(None if chosen is None else chosen.path, vocabulary),
         ]
-        return cls(_ranked(_checked(given, vocabulary)), chosen)
+        return cls(_rank(_check(given, vocabulary)), chosen)
 
     @classmethod
     def of_process(
@@ -86,8 +86,8 @@ class Layers:
         Arguments and errors are as for `read`; each field of the file takes precedence over the launcher's file.
         """
         vocabulary = Vocabulary(sections or {})
-        given = [*_of_file(file, vocabulary), *_of_environment(vocabulary)]
-        return cls(_ranked([*_checked(given, vocabulary), *_of_json(environ.handed_down())]))
+        given = [*_read_sections(file, vocabulary), *_read_environment(vocabulary)]
+        return cls(_rank([*_check(given, vocabulary), *_read_handed_down(environ.handed_down())]))
 
     def to_json(self) -> str:
         """Return the text of DRIVETRAIN_CONFIG: every value with its source.
@@ -110,7 +110,7 @@ class Layers:
         return {field: entries for (name, field), entries in self.entries.items() if name == section}
 
 
-def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
+def _rank(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
     """Group entries by field, highest layer first; of several in one layer, keep the first."""
     by_field: dict[tuple[str, str], dict[Kind, Entry]] = {}
     for section, field, entry in given:
@@ -118,7 +118,7 @@ def _ranked(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]
     return {key: tuple(of[kind] for kind in PRECEDENCE if kind in of) for key, of in by_field.items()}
 
 
-def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
+def _check(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
     """Check every value against its field, so that a mistake is reported once, before any worker starts."""
     checked: list[_Found] = []
     known: dict[str, dict[str, FieldSpec]] = {}
@@ -139,7 +139,7 @@ def _checked(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
     return checked
 
 
-def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
+def _read_environment(vocabulary: Vocabulary) -> list[_Found]:
     found: list[_Found] = []
     for name, text in environ.overrides().items():
         words = name.removeprefix(environ.PREFIX).lower()
@@ -169,7 +169,7 @@ def _of_environment(vocabulary: Vocabulary) -> list[_Found]:
     return found
 
 
-def _of_file(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
+def _read_sections(path: Path | None, vocabulary: Vocabulary) -> list[_Found]:
     if path is None:
         return []
     contents = read_file(path)
@@ -212,7 +212,7 @@ def check_mapping(contents: Contents, section: str, values: object, vocabulary: 
     )
 
 
-def _of_json(text: str | None) -> list[_Found]:
+def _read_handed_down(text: str | None) -> list[_Found]:
     if text is None:
         return []
     try:

@@ -38,10 +38,10 @@ class SettingConflict:
     def __str__(self) -> str:
         if self.taken_from.kind == "code":
             overruled = f"{self.overruled_from}, which says {self.overruled!r}"
-            return f"{self.field}={self.taken!r} {_in_code(self.taken_from)} overrules {overruled}"
+            return f"{self.field}={self.taken!r} {_name_code(self.taken_from)} overrules {overruled}"
         return (
             f"{self.field}={self.taken!r} from {self.taken_from} overrules {self.overruled!r} "
-            f"{_in_code(self.overruled_from)}, which is the default and so counts as not given"
+            f"{_name_code(self.overruled_from)}, which is the default and so counts as not given"
         )
 
 
@@ -94,19 +94,19 @@ def resolve(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(fields, Source("default"))
     disagreements: list[SettingConflict] = []
-    for name, entries in _entries(fields, section, code or {}, layers.of_section(section)).items():
+    for name, entries in _collect_entries(fields, section, code or {}, layers.of_section(section)).items():
         kind, default = fields[name].kind, fields[name].default
         said = [(converted(section, name, kind, entry), entry) for entry in entries]
         value, entry = said[0]
         if entry.source.kind == "code" and type(value) is type(default) and value == default:
             said = [*said[1:], said[0]]  # a default in code ranks last
         values[name], sources[name] = said[0][0], said[0][1].source
-        disagreements += _disagreements(f"{section}.{name}", said)
-    value = _constructed(section_type, section, fields, values, sources)
+        disagreements += _find_disagreements(f"{section}.{name}", said)
+    value = _construct(section_type, section, fields, values, sources)
     return Resolved(value=value, sources=sources, disagreements=tuple(disagreements))
 
 
-def _disagreements(field: str, ranked: list[tuple[Any, Entry]]) -> list[SettingConflict]:
+def _find_disagreements(field: str, ranked: list[tuple[Any, Entry]]) -> list[SettingConflict]:
     """Return how code and another layer differ, unless they agree or code overrides environment or file."""
     (taken, first), (other, last) = ranked[0], ranked[-1]
     if first.source.kind == "code":
@@ -124,7 +124,7 @@ def _disagreements(field: str, ranked: list[tuple[Any, Entry]]) -> list[SettingC
     return [conflict]
 
 
-def _entries(
+def _collect_entries(
     known: Mapping[str, FieldSpec],
     section: str,
     code: Mapping[str, object | None],
@@ -147,11 +147,11 @@ def _entries(
     return found
 
 
-def _in_code(source: Source) -> str:
+def _name_code(source: Source) -> str:
     return f"of {source.where}" if source.where else "in code"
 
 
-def _constructed(
+def _construct(
     section_type: type[Section],
     section: str,
     known: Mapping[str, FieldSpec],

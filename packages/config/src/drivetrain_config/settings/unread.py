@@ -64,16 +64,16 @@ def find_unread(
         why = "since it is no part of this program; the command that has it reads flags, environment and file"
         if section in backends:
             why = f"since this run uses {backend}; backend={section!r} or --backend {section} uses it"
-        found.append(Unread(section=section, said=_said(other, None), why=why))
-    return [one for one in (*found, *_unmet(resolved, run, at_end=False)) if one.said]
+        found.append(Unread(section=section, said=_show_given(other, None), why=why))
+    return [one for one in (*found, *_find_unmet(resolved, run, at_end=False)) if one.said]
 
 
 def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) -> list[Unread]:
     """Return the given settings that had no effect, since the run had none of the `events` that they need."""
-    return [one for one in _unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
+    return [one for one in _find_unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
 
 
-def _unmet(
+def _find_unmet(
     resolved: Mapping[str, Resolved[Any]], facts: Mapping[str, object], *, at_end: bool
 ) -> list[Unread]:
     """Return the settings whose condition does not hold; `at_end` chooses the conditions on events."""
@@ -92,7 +92,7 @@ def _unmet(
             for word in condition.split(" or ")
         ]
         why = f"since it needs {' or '.join(needed)}"
-        unread.append(Unread(section=section, said=_said(resolved[section], names), why=why))
+        unread.append(Unread(section=section, said=_show_given(resolved[section], names), why=why))
     return unread
 
 
@@ -108,7 +108,7 @@ def _holds(word: str, section: Any, facts: Mapping[str, object]) -> bool:
     return (str(actual) == value) != bool(differs)
 
 
-def _said(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
+def _show_given(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
     """Return the values and sources of the given fields, among `names` if there are any.
 
     A default in code counts as not given: a section that is passed as its dataclass holds all fields.

@@ -44,11 +44,11 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     if kind is Any:
         return value
     if is_union(kind):
-        return _to_union(value, kind, text)
+        return _convert_union(value, kind, text)
     if get_origin(kind) is Literal or is_enum(kind):
-        return _to_choice(value, kind, text)
+        return _convert_choice(value, kind, text)
     if is_sequence(kind):
-        return _to_sequence(value, kind, text)
+        return _convert_sequence(value, kind, text)
     if is_mapping(kind):
         kinds = get_args(kind) or (str, Any)
         found, text = _mapping(value, text)
@@ -56,15 +56,15 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
             raise ConversionError("must be a mapping; as text it is JSON, or key=value pairs between commas")
         # Keys are text in every file format, whatever their type.
         return {
-            _inside("key", key, kinds[0], True): _inside(str(key), item, kinds[1], text)
+            _convert_inside("key", key, kinds[0], True): _convert_inside(str(key), item, kinds[1], text)
             for key, item in found.items()
         }
     if is_dataclass(kind):
-        return _to_dataclass(value, kind, text)
-    return _to_plain(value, kind, text)
+        return _convert_dataclass(value, kind, text)
+    return _convert_plain(value, kind, text)
 
 
-def _to_plain(value: Any, kind: Any, text: bool) -> Any:
+def _convert_plain(value: Any, kind: Any, text: bool) -> Any:
     if kind is bool:
         found = _BOOLS.get(value.lower()) if text and isinstance(value, str) else value
         valid = isinstance(found, bool)
@@ -107,7 +107,7 @@ def _integer(value: Any, text: bool) -> int | None:
         return None
 
 
-def _to_union(value: Any, kind: Any, text: bool) -> Any:
+def _convert_union(value: Any, kind: Any, text: bool) -> Any:
     options = members(kind)
     is_spelled = text and isinstance(value, str)
     for option in options:  # no earlier member may convert a value that has the type of a later one
@@ -129,7 +129,7 @@ def _to_union(value: Any, kind: Any, text: bool) -> Any:
     raise ConversionError(f"must be {describe(kind)}")
 
 
-def _to_choice(value: Any, kind: Any, text: bool) -> Any:
+def _convert_choice(value: Any, kind: Any, text: bool) -> Any:
     if is_enum(kind):
         for member in kind:
             if value is member or value == member.name or _is_choice(value, member.value, text):
@@ -150,7 +150,7 @@ def _is_choice(value: Any, choice: Any, text: bool) -> bool:
     return (type(value) is type(choice) and value == choice) or (text and value == str(choice))
 
 
-def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
+def _convert_sequence(value: Any, kind: Any, text: bool) -> Any:
     if isinstance(value, str):
         # A file may hold `log_with: jsonl` for a list of one item.
         items = _json(value) if value.lstrip().startswith("[") else None
@@ -162,11 +162,13 @@ def _to_sequence(value: Any, kind: Any, text: bool) -> Any:
     kinds = (item_kind(kind),) * len(value) if fixed is None else fixed
     if len(kinds) != len(value):
         raise ConversionError(f"must be {describe(kind)}; there are {len(value)}")
-    items = [_inside(f"item {i}", v, k, text) for i, (v, k) in enumerate(zip(value, kinds, strict=True))]
+    items = [
+        _convert_inside(f"item {i}", v, k, text) for i, (v, k) in enumerate(zip(value, kinds, strict=True))
+    ]
     return items if (get_origin(kind) or kind) is list else tuple(items)
 
 
-def _to_dataclass(value: Any, kind: Any, text: bool) -> Any:
+def _convert_dataclass(value: Any, kind: Any, text: bool) -> Any:
     if isinstance(value, kind):
         return value
     types = field_types(kind)
@@ -181,14 +183,14 @@ def _to_dataclass(value: Any, kind: Any, text: bool) -> Any:
     for field in fields(kind):
         if field.init and field.name not in value and field.default is field.default_factory is MISSING:
             raise ConversionError(f"needs {field.name!r}, {describe(types[field.name])}")
-    given = {name: _inside(name, item, types[name], text) for name, item in value.items()}
+    given = {name: _convert_inside(name, item, types[name], text) for name, item in value.items()}
     try:
         return kind(**given)
     except ValueError as error:
         raise ConversionError(str(error)) from error
 
 
-def _inside(label: str, value: Any, kind: Any, text: bool) -> Any:
+def _convert_inside(label: str, value: Any, kind: Any, text: bool) -> Any:
     try:
         return convert(value, kind, text=text)
     except ConversionError as error:

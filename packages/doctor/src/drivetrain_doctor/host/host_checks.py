@@ -56,14 +56,14 @@ def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Ch
     checks = [
         Check(name="GPU driver", run=lambda: judge_driver(gpus())),
         Check(name="GPU peer-to-peer", run=lambda: judge_peers(gpus())),
-        Check(name="gloo between ranks", run=lambda: _pairs(checked, "gloo", program)),
+        Check(name="gloo between ranks", run=lambda: _measure_pairs(checked, "gloo", program)),
     ]
     if checked.accelerator == "cuda":
-        checks.append(Check(name="nccl between ranks", run=lambda: _pairs(checked, "nccl", None)))
+        checks.append(Check(name="nccl between ranks", run=lambda: _measure_pairs(checked, "nccl", None)))
     return tuple(checks)
 
 
-def _pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckReport:
+def _measure_pairs(checked: CheckedRun, backend: str, program: PairProgram | None) -> CheckReport:
     """Measure the pairs of ranks of this host."""
     count = checked.processes_per_node
     if count < 2:

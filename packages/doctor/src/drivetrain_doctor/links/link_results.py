@@ -67,7 +67,7 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
         speeds = {link: 1 / max(seconds, 1e-9) for link, seconds in latencies.items()}
         faults = find_faults(speeds, slow_below=1 / _SLOW_LATENCY_TIMES)
         usual = 1 / faults.usual if faults.usual else 0.0
-        late = [(names[host], _of_host(latencies, host)) for host in faults.hosts]
+        late = [(names[host], _median_of_host(latencies, host)) for host in faults.hosts]
         late += [
             (f"the link {names[one]} - {names[two]}", latencies[one, two])
             for one, two in faults.links[:_SHOWN]
@@ -84,7 +84,7 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
                 )
     if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
         report.warning(
-            f"hosts exchange {_rate(rate)} over {result.backend}",
+            f"hosts exchange {_format_rate(rate)} over {result.backend}",
             why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
             mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
             "speed); or exchange less: bf16 gradients, accumulation",
@@ -100,9 +100,9 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
     rates = [pair.bytes_per_second for pair in pairs]
     latencies = [pair.latency_seconds * 1e6 for pair in pairs]
     if len(pairs) == 1:
-        return f"{backend}: 1 pair, {_rate(rates[0])}, {latencies[0]:,.0f} us"
+        return f"{backend}: 1 pair, {_format_rate(rates[0])}, {latencies[0]:,.0f} us"
     return (
-        f"{backend}: {len(pairs)} pairs, {_rate(min(rates))} to {_rate(max(rates))}, "
+        f"{backend}: {len(pairs)} pairs, {_format_rate(min(rates))} to {_format_rate(max(rates))}, "
         f"{min(latencies):,.0f} to {max(latencies):,.0f} us"
     )
 
@@ -135,24 +135,25 @@ def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[st
 
 def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Sequence[str]) -> None:
     faults = find_faults(rates, slow_below=_SLOW_PART)
-    usual = _rate(faults.usual)
+    usual = _format_rate(faults.usual)
     for host in faults.hosts:
-        rate = _of_host(rates, host)
+        rate = _median_of_host(rates, host)
         report.warning(
-            f"{names[host]} is slow: {_rate(rate)} to others, where {usual} is usual",
+            f"{names[host]} is slow: {_format_rate(rate)} to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
             mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
             "(errors), top (another program); or leave the host out",
             bytes_per_second=rate,
             usual=faults.usual,
         )
-    for link in faults.links[:_SHOWN]:
+    for one, other in faults.links[:_SHOWN]:
+        rate = rates[one, other]
         report.warning(
-            f"the link {names[link[0]]} - {names[link[1]]} is slow: {_rate(rates[link])}, where {usual} is usual",
+            f"the link {names[one]} - {names[other]} is slow: {_format_rate(rate)}, where {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
             mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
             "counters, the route (ip route get ADDRESS)",
-            bytes_per_second=rates[link],
+            bytes_per_second=rate,
             usual=faults.usual,
         )
     if faults.islands:
@@ -163,7 +164,7 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
             if not any(set(link) <= set(island) for island in faults.islands)
         ]
         report.warning(
-            f"hosts are in {len(faults.islands)} islands ({groups}): {_rate(median(between))} between them, "
+            f"hosts are in {len(faults.islands)} islands ({groups}): {_format_rate(median(between))} between them, "
             f"{usual} within",
             why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
             "oversubscribed switch)",
@@ -172,12 +173,12 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
         )
 
 
-def _of_host(values: Mapping[Link, float], host: int) -> float:
+def _median_of_host(values: Mapping[Link, float], host: int) -> float:
     """Return the median over a host's links."""
     return median(value for link, value in values.items() if host in link)
 
 
-def _rate(bytes_per_second: float) -> str:
+def _format_rate(bytes_per_second: float) -> str:
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.1f} GB/s"
     return f"{bytes_per_second / 1e6:,.{0 if bytes_per_second >= 1e7 else 1}f} MB/s"

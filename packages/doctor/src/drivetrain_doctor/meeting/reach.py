@@ -83,8 +83,8 @@ def judge_reach(
         )
     answered = {way: reached for way, reached in ways.items() if way[1] not in silent}
     bad = {way: reached for way, reached in sorted(answered.items()) if reached != "yes"}
-    closed = _hosts_without_ways(answered, bad, end=1)
-    mute = [rank for rank in _hosts_without_ways(answered, bad, end=0) if rank not in closed]
+    closed = _find_hosts_without_ways(answered, bad, end=1)
+    mute = [rank for rank in _find_hosts_without_ways(answered, bad, end=0) if rank not in closed]
     for rank in closed:
         how = next(reached for way, reached in bad.items() if way[1] == rank)
         report.error(
@@ -109,7 +109,7 @@ def judge_reach(
     return report
 
 
-def _hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -> list[int]:
+def _find_hosts_without_ways(ways: Iterable[Way], bad: Container[Way], *, end: int) -> list[int]:
     """Return hosts with at least two ways in (end 1) or out (end 0), all of which are closed."""
     own_ways: dict[int, list[Way]] = {}
     for way in ways:

@@ -74,19 +74,19 @@ def read_bindings(script: Script) -> Bindings:
             case _:
                 continue
         for target, value in bound:
-            for binding in _targets(target, value) if target is not None else ():
+            for binding in _bind(target, value) if target is not None else ():
                 scope = script.document.tree if "." in binding.name else script.scope_of(node)
                 found.setdefault(scope, {}).setdefault(binding.name, []).append(binding)
     return Bindings(script=script, by_scope=found)
 
 
-def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[Binding]:
+def _bind(target: ast.expr, value: ast.expr | None) -> Iterator[Binding]:
     if isinstance(target, ast.Tuple | ast.List):
         pairs = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else None
         for position, element in enumerate(target.elts):
             inner = element.value if isinstance(element, ast.Starred) else element
             if pairs is not None:
-                yield from _targets(inner, pairs[position])
+                yield from _bind(inner, pairs[position])
             elif name := written(inner):
                 yield Binding(name=name, value=value, position=position, line=target.lineno)
     elif name := written(target):

@@ -81,7 +81,7 @@ class CollectiveNames:
         name = self.script.name_of(function)
         module, _, last = name.rpartition(".")
         if last in _MODULES.get(module, ()):
-            return None if _in_subgroup(call) else Collective(node=call, shown=written(function), key=last)
+            return None if _is_in_subgroup(call) else Collective(node=call, shown=written(function), key=last)
         if not isinstance(function, ast.Attribute):
             return None
         owner, method = function.value, function.attr
@@ -115,7 +115,7 @@ def names_optimizer(name: str) -> bool:
     return "optim" in name.lower() or name.lower() == "opt"
 
 
-def _in_subgroup(call: ast.Call) -> bool:
+def _is_in_subgroup(call: ast.Call) -> bool:
     """Return whether a call names the group of its ranks, of which the others are no members."""
     for keyword in call.keywords:
         if keyword.arg in ("group", "process_group", "pg") and not _is_none(keyword.value):

@@ -204,7 +204,7 @@ class RankTests:
         name = last_name(call.func)
         function = self.bindings.script.callee(call)
         if function is not None:
-            return self._first(_returned(function), depth)
+            return self._first(_find_returned(function), depth)
         if name in _FLAGS:
             return RankSubset.MAIN
         if name == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
@@ -222,7 +222,9 @@ class RankTests:
         if name in ("get", "getenv") and call.args and _is_variable(call.args[0]):
             return name == "getenv" or _is_environ(getattr(call.func, "value", call))
         function = self.bindings.script.callee(call)
-        return function is not None and any(self.is_number(each, depth - 1) for each in _returned(function))
+        return function is not None and any(
+            self.is_number(each, depth - 1) for each in _find_returned(function)
+        )
 
     def _compare(self, test: ast.Compare, depth: int) -> RankSubset | None:
         """Return the ranks on which a comparison is true; None for tests of whether ranks exist at all."""
@@ -269,7 +271,7 @@ def _last(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else written(node)
 
 
-def _returned(function: Function) -> Iterator[ast.expr]:
+def _find_returned(function: Function) -> Iterator[ast.expr]:
     for node in own_nodes(function.body):
         if isinstance(node, ast.Return) and node.value is not None:
             yield node.value

@@ -27,7 +27,7 @@ class Signatures:
 
     def of(self, statements: Iterable[ast.AST], within: tuple[Function, ...] = ()) -> Signature:
         """Return the nested sequence of operations that statements run."""
-        return tuple(operation for each in statements for operation in self._of_node(each, within))
+        return tuple(operation for each in statements for operation in self._read_node(each, within))
 
     def reached(self, nodes: Iterable[ast.AST]) -> list[Reached]:
         """Return the collectives that nodes run, themselves or through functions of the file, in order."""
@@ -66,7 +66,7 @@ class Signatures:
             if isinstance(node, ast.Call):
                 yield node
 
-    def _of_node(self, node: ast.AST, within: tuple[Function, ...]) -> Signature:
+    def _read_node(self, node: ast.AST, within: tuple[Function, ...]) -> Signature:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
                 return ()

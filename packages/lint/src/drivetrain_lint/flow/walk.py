@@ -51,38 +51,40 @@ class Walk:
         self.paired.update(find_pairs(statements, self.signatures, self.tests))
         for index, statement in enumerate(statements):
             if is_departure(statement):
-                self._expressions([statement], cause)
+                self._walk_expressions([statement], cause)
                 # After an exception, a departure leaves others behind only if it skips rounds of a loop.
                 if (
                     cause is not None
                     and cause.departure is None
-                    and (cause.kind is not Parting.HANDLER or self._in_loop(statement))
+                    and (cause.kind is not Parting.HANDLER or self._is_in_loop(statement))
                 ):
                     departures.append(replace(cause, departure=statement))
                 return departures
             if statement not in self.paired:
-                inner = self._statement(statement, cause, [*statements[index + 1 :], *following])
+                inner = self._walk_statement(statement, cause, [*statements[index + 1 :], *following])
                 departures += inner
                 cause = cause or next(iter(inner), None)
         return departures
 
-    def _statement(self, statement: ast.stmt, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
+    def _walk_statement(
+        self, statement: ast.stmt, cause: Cause | None, rest: Sequence[ast.stmt]
+    ) -> list[Cause]:
         match statement:
             case ast.If():
                 test = statement.test
-                self._expressions([test], cause)
+                self._walk_expressions([test], cause)
                 if cause is None and self.tests.ranks(test):
-                    if branches_agree(statement, rest, self.signatures, in_loop=self._in_loop(statement)):
+                    if branches_agree(statement, rest, self.signatures, in_loop=self._is_in_loop(statement)):
                         return []
                     cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
                 elif cause is None and self.tests.is_data_test(test):
                     cause = Cause(kind=Parting.DATA, node=test, test=text_of(test))
                 return [*self.block(statement.body, cause, rest), *self.block(statement.orelse, cause, rest)]
             case ast.For() | ast.AsyncFor() | ast.While():
-                return self._loop(statement, cause)
+                return self._walk_loop(statement, cause)
             case ast.With() | ast.AsyncWith():
                 contexts = [item.context_expr for item in statement.items]
-                self._expressions(contexts, cause)
+                self._walk_expressions(contexts, cause)
                 turns = next((each for each in contexts if _calls_one_of(each, _TURNS)), None)
                 if cause is None and turns is not None:
                     cause = Cause(kind=Parting.TURNS, node=turns, test=text_of(turns))
@@ -101,16 +103,16 @@ class Walk:
                 departures += self.block(statement.orelse, cause, rest)
                 return [*departures, *self.block(statement.finalbody, cause, rest)]
             case ast.Match():
-                return self._match(statement, cause, rest)
+                return self._walk_match(statement, cause, rest)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 return []
             case _:
-                self._expressions([statement], cause)
+                self._walk_expressions([statement], cause)
                 return []
 
-    def _loop(self, loop: Loop, cause: Cause | None) -> list[Cause]:
+    def _walk_loop(self, loop: Loop, cause: Cause | None) -> list[Cause]:
         head = loop.test if isinstance(loop, ast.While) else loop.iter
-        self._expressions([head], cause)
+        self._walk_expressions([head], cause)
         inner = cause
         if cause is None and isinstance(loop, ast.While):
             if self.tests.ranks(head):
@@ -129,9 +131,9 @@ class Walk:
         after = [each for each in departures if not isinstance(each.departure, ast.Break | ast.Continue)]
         return [*after, *self.block(loop.orelse, cause)]
 
-    def _match(self, statement: ast.Match, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
+    def _walk_match(self, statement: ast.Match, cause: Cause | None, rest: Sequence[ast.stmt]) -> list[Cause]:
         subject, cases = statement.subject, statement.cases
-        self._expressions([subject], cause)
+        self._walk_expressions([subject], cause)
         tested = [subject, *(case.guard for case in cases if case.guard)]
         if cause is None and any(self.tests.ranks(each) or self.tests.is_number(each) for each in tested):
             bodies = {self.signatures.of(case.body) for case in cases}
@@ -144,7 +146,7 @@ class Walk:
                 cause = Cause(kind=Parting.CONDITION, node=subject, test=f"match {text_of(subject)}")
         return [each for case in cases for each in self.block(case.body, cause, rest)]
 
-    def _expressions(self, nodes: Iterable[ast.AST], cause: Cause | None) -> None:
+    def _walk_expressions(self, nodes: Iterable[ast.AST], cause: Cause | None) -> None:
         """Look at the calls of expressions, and at the parts that only some ranks evaluate."""
         if cause is not None:
             self._record(self.signatures.reached(nodes), cause)
@@ -156,26 +158,26 @@ class Walk:
                 case ast.BoolOp(values=[*values, _]):
                     first = next((index for index, each in enumerate(values) if self.tests.ranks(each)), None)
                     if first is not None:
-                        self._part(values[first], node.values[first + 1 :])
+                        self._record_parting(values[first], node.values[first + 1 :])
                         continue
                 case ast.IfExp(test=test) if self.tests.ranks(test):
                     if self.signatures.of([node.body]) != self.signatures.of([node.orelse]):
-                        self._part(test, [node.body, node.orelse])
+                        self._record_parting(test, [node.body, node.orelse])
                     continue
                 case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                     tests = [each for part in node.generators for each in part.ifs if self.tests.ranks(each)]
                     if tests:
                         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-                        self._part(tests[0], elements)
+                        self._record_parting(tests[0], elements)
                 case _:
                     pass
-            self._expressions(ast.iter_child_nodes(node), None)
+            self._walk_expressions(ast.iter_child_nodes(node), None)
 
-    def _part(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
+    def _record_parting(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
         cause = Cause(kind=Parting.CONDITION, node=test, test=text_of(test))
         self._record(self.signatures.reached(nodes), cause)
 
-    def _in_loop(self, statement: ast.stmt) -> bool:
+    def _is_in_loop(self, statement: ast.stmt) -> bool:
         return any(isinstance(each, Loop) for each in self.bindings.script.around(statement))
 
     def _record(self, reached: Sequence[Reached], cause: Cause) -> None:

@@ -37,7 +37,7 @@ def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
     for name in names:
         path = base / name
         if path.is_dir():
-            files = [(file, Path(name) / file.relative_to(path)) for file in _scripts_in(path)]
+            files = [(file, Path(name) / file.relative_to(path)) for file in _find_scripts(path)]
         elif path.is_file() and path.suffix not in SUFFIXES:
             raise LintArgumentError(
                 f"{name}: is no script; say a file ending in .py or .ipynb, a folder, or a module"
@@ -45,13 +45,13 @@ def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
         elif path.exists():
             files = [(path, Path(name))]
         else:
-            files = [(file, file) for file in _module_files(name, base)]
+            files = [(file, file) for file in _find_module_files(name, base)]
         for file, shown in files:
             found.setdefault(file.resolve(), Target(path=file, shown=shown.as_posix()))
     return list(found.values())
 
 
-def _scripts_in(folder: Path) -> list[Path]:
+def _find_scripts(folder: Path) -> list[Path]:
     def is_wanted(file: Path) -> bool:
         inner = file.relative_to(folder).parts[:-1]
         return file.is_file() and not any(part in _SKIPPED or part.startswith(".") for part in inner)
@@ -59,7 +59,7 @@ def _scripts_in(folder: Path) -> list[Path]:
     return sorted(file for suffix in SUFFIXES for file in folder.rglob(f"*{suffix}") if is_wanted(file))
 
 
-def _module_files(name: str, base: Path) -> list[Path]:
+def _find_module_files(name: str, base: Path) -> list[Path]:
     """Return the files of a module, or of all modules of a package, without importing a parent of it."""
     folders, spec = [*sys.path, str(base)], None
     for part in name.split(".") if all(map(str.isidentifier, name.split("."))) else ():
@@ -68,7 +68,7 @@ def _module_files(name: str, base: Path) -> list[Path]:
             break
         folders = list(spec.submodule_search_locations or [])
     if spec is not None and folders:
-        return [file for folder in folders for file in _scripts_in(Path(folder))]
+        return [file for folder in folders for file in _find_scripts(Path(folder))]
     if spec is not None and (spec.origin or "").endswith(".py"):
         return [Path(spec.origin or "")]
     raise LintArgumentError(

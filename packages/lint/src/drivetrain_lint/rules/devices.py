@@ -21,7 +21,9 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
         program.collectives.wraps_models and any(call.method == "backward" for call in visitor.calls)
     )
     indexed = {
-        each.value for each in map(_device, program.script.nodes) if each is not None and _has_index(each)
+        each.value
+        for each in map(_find_device, program.script.nodes)
+        if each is not None and _has_index(each)
     }
     # Parts on several devices by number are a decision, as of one process that is a whole pipeline.
     return visitor.calls if program.script.is_distributed and trains and len(indexed) < 2 else ()
@@ -40,7 +42,7 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
 def check_device(call: VisitedCall) -> Iterator[Hit]:
     """A device is written down: .cuda(), .to("cuda"), torch.device("cuda:0"), device_map={"": 0}."""
     script = call.program.script
-    place = _place(call)
+    place = _find_place(call)
     # Plain torch scripts select the rank's own device, which "cuda" then is.
     if place is None or (
         call.name == "torch.cuda.set_device"
@@ -57,35 +59,35 @@ def check_device(call: VisitedCall) -> Iterator[Hit]:
         )
 
 
-def _place(call: VisitedCall) -> ast.AST | None:
+def _find_place(call: VisitedCall) -> ast.AST | None:
     """Return the part of a call that writes a device down."""
     first = call.node.args[0] if call.node.args else None
     if call.method == "cuda" and not call.name.startswith("torch.") and not call.node.keywords:
         if first is None:
             return call.node
-        return first if _is_number(first) else _device(first)
+        return first if _is_number(first) else _find_device(first)
     if first is not None:
         if call.name == "torch.cuda.set_device" and _is_number(first):
             return first
         if call.method == "to" or call.name in ("torch.device", "device"):
-            return _device(first)
+            return _find_device(first)
     for keyword in call.node.keywords:
-        if keyword.arg in ("device", "device_map") and (found := _device(keyword.value)):
+        if keyword.arg in ("device", "device_map") and (found := _find_device(keyword.value)):
             return found
         match keyword.value:
             # The whole model, whose name is empty, on a device that is written down.
             case ast.Dict(keys=[ast.Constant(value="")], values=[value]) if keyword.arg == "device_map":
-                if _is_number(value) or _device(value):
+                if _is_number(value) or _find_device(value):
                     return keyword.value
             case _:
                 pass
     return None
 
 
-def _device(node: ast.AST) -> ast.Constant | None:
+def _find_device(node: ast.AST) -> ast.Constant | None:
     """Return the constant device in an expression, that of either branch of a condition included."""
     if isinstance(node, ast.IfExp):
-        return _device(node.body) or _device(node.orelse)
+        return _find_device(node.body) or _find_device(node.orelse)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DEVICE.match(node.value):
         return node
     return None

@@ -43,7 +43,7 @@ def check_uses(scope: VisitedScope) -> Iterator[Hit]:
     program = scope.program
     mine = [each for each in program.preparations if each.scope is scope.node]
     known = program.prepared.arguments | program.prepared.results
-    for use in _uses(scope) if program.preparations else ():
+    for use in _find_uses(scope) if program.preparations else ():
         bound = program.bindings.in_scope(scope.node, use.name)
         renamed = _find_renaming(mine, use)
         if renamed is not None and not any(
@@ -65,7 +65,7 @@ def check_uses(scope: VisitedScope) -> Iterator[Hit]:
             )
 
 
-def _uses(scope: VisitedScope) -> Iterator[_Use]:
+def _find_uses(scope: VisitedScope) -> Iterator[_Use]:
     """Iterate over loaders read, optimizers stepped and models called in loops that train or evaluate."""
     program = scope.program
     training: set[Loop] = set()

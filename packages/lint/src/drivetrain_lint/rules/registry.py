@@ -36,16 +36,18 @@ def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> t
         LintArgumentError: A word names no rule.
     """
     for word in (*select, *ignore):
-        if word != "all" and not any(_named(rule, [word]) for rule in ALL_RULES):
+        if word != "all" and not any(_is_named(rule, [word]) for rule in ALL_RULES):
             meant = suggest(word, [name for rule in ALL_RULES for name in (rule.code, rule.name)])
             raise LintArgumentError(
                 f"{word}: no such rule{meant}; the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
                 "stands for all that begin so"
             )
-    return tuple(rule for rule in ALL_RULES if _named(rule, select or ["all"]) and not _named(rule, ignore))
+    return tuple(
+        rule for rule in ALL_RULES if _is_named(rule, select or ["all"]) and not _is_named(rule, ignore)
+    )
 
 
-def _named(rule: Rule[Any], words: Sequence[str]) -> bool:
+def _is_named(rule: Rule[Any], words: Sequence[str]) -> bool:
     return any(
         word == "all"
         or rule.name == word

@@ -28,7 +28,9 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
     """A learning rate schedule steps several times for one optimizer step."""
     steps = {call.node: call for call in scope.calls if call.is_schedule_step}
     repeated = {
-        second: first for statements in scope.sequences() for first, second in _repeated(statements, steps)
+        second: first
+        for statements in scope.sequences()
+        for first, second in _find_repeated(statements, steps)
     }
     for second, first in repeated.items():
         name = written(steps[second].owner)
@@ -66,7 +68,7 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
             yield Hit(call.node, what)
 
 
-def _repeated(
+def _find_repeated(
     statements: Sequence[ast.stmt], steps: Mapping[ast.Call, VisitedCall]
 ) -> Iterator[tuple[ast.Call, ast.Call]]:
     """Iterate over two steps of one schedule among statements that run one after the other, in a loop."""
