@@ -155,7 +155,7 @@ def exported(**variables: str | None) -> Generator[None]:
 
 
 def put(**variables: str | None) -> None:
-    """Set variables (or unset them, where None) for the rest of the process, as an interface that is told so does.
+    """Set variables (or unset them, where None) for the rest of the process.
 
     Other threads of the process see the change; `exported` ends with a block, and is better wherever it suffices.
     """

@@ -1,7 +1,7 @@
-"""The search for what breaks runs: checks of each host, of all hosts together, and of their links, in seconds.
+"""Checks of each host, of all hosts together, and of their links, which find faults that break runs, in seconds.
 
 `run_to_check` makes the run that is checked of a launch's settings; `examine` checks it. `host` measures and judges
-one host, `meeting` all hosts over a store, `links` pairs of ranks; `report` shows what was found.
+one host, `meeting` all hosts over a store, `links` pairs of ranks; `report` shows the findings.
 """
 
 from typing import TYPE_CHECKING

@@ -56,7 +56,7 @@ class DoctorArguments:
 
 
 def run(arguments: DoctorArguments) -> int:
-    """Find what would break a run, on this host or on all; the flags of launch say which run is meant."""
+    """Find what would break a run, on this host or on all; the flags of launch choose the run."""
     resolved = resolve_launch(arguments.layers, placement=find_own_placement(arguments.layers))
     batch = arguments.batch_megabytes
     checked = replace(

@@ -14,7 +14,7 @@ from drivetrain_doctor.run_checks import run_checks
 
 
 def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:
-    """Run all checks, and call `progress` with what happens now. On several hosts, called on all of them."""
+    """Run all checks, and call `progress` with each step. On several hosts, called on all of them."""
     begin = time.monotonic()
     with ExitStack() as stack:
         # They import torch while the checks of this host run.

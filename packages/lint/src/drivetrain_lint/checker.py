@@ -1,4 +1,4 @@
-"""The linter's run: read each file, check every rule, sort what was found."""
+"""The linter's run: read each file, check every rule, sort the findings."""
 
 import ast
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""The errors of the linter's own arguments; what it finds in scripts is no error."""
+"""The errors of the linter's own arguments; a finding in a script is no error."""
 
 from drivetrain_config import ConfigError
 
 
 class LintArgumentError(ConfigError):
-    """An argument that cannot be honoured; the message gives the closest one or what is possible."""
+    """An argument that cannot be honoured; the message gives the closest argument, or the possible ones."""

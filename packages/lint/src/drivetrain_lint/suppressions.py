@@ -34,7 +34,7 @@ class Suppressions:
 
 
 def read_suppressions(document: Document) -> Suppressions:
-    """Return what the comments of a file suppress."""
+    """Read the suppressions in the comments of a file."""
     by_line: dict[int, frozenset[str]] = {}
     whole_file: frozenset[str] | None = None
     lines = io.StringIO(document.text if "drivetrain:" in document.text else "").readline

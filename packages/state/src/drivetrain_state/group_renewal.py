@@ -1,4 +1,4 @@
-"""Give up a process group whose ranks no longer agree on what they do, and form another in its place.
+"""Give up a process group whose ranks are at different places in the program, and form another.
 
 A rank that leaves a step in the middle keeps the others in a collective. Gloo cannot end it: neither `abort` nor the
 end of the group closes the connections while something holds the group. So a second thread of every rank closes the
@@ -25,7 +25,7 @@ Connection = tuple[str, str]  # the address of this end and of the other, as hos
 
 
 def between_ranks(own: Collection[Connection], others: Collection[Connection]) -> set[Connection]:
-    """Return those connections of a rank whose other end is a connection of another rank."""
+    """Return the connections of a rank whose other end belongs to another rank."""
     mirrored = {(there, here) for here, there in others}
     return {one for one in own if one in mirrored}
 

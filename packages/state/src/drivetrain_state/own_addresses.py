@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def own_addresses(name: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Yield the family and text of each address of a host name, or address, that is one of this machine."""
+    """Yield the family and text of each address of a host name, or address, that belongs to this machine."""
     for family, kind, protocol, _, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             try:

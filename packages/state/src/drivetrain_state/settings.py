@@ -9,7 +9,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu",
 
 
 def _make_setting(default: Any, text: str, *, needs: str | None = None) -> Any:
-    """Return a field with its help, and with what has to be set for it to count."""
+    """Return a field with its help, and with the setting without which it has no effect."""
     return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 

@@ -55,7 +55,7 @@ class StoreRounds:
         return self.read(f"answer/{number}/{rank}")
 
     def answers(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the answers to a round of those `ranks` that have answered."""
+        """Return the answers of `ranks` to a round, as far as they have come."""
         found = {rank: self.answer_of(number, rank) for rank in ranks}
         return {rank: value for rank, value in found.items() if value is not None}
 
@@ -77,7 +77,7 @@ class StoreRounds:
         self.post(f"departure/{self.rank}", ending)
 
     def departures(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return how those `ranks` ended that called `depart`."""
+        """Return the endings of those `ranks` that have called `depart`."""
         found = {rank: self.read(f"departure/{rank}") for rank in ranks}
         return {rank: ending for rank, ending in found.items() if ending is not None}
 
@@ -98,7 +98,7 @@ class StoreRounds:
         return self._store.add(key, add)
 
     def delete(self, *keys: str) -> None:
-        """Delete values and counters; those that are not there too."""
+        """Delete values and counters, whether they exist or not."""
         for key in keys:
             self._store.delete_key(key)
 

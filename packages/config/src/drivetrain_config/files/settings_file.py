@@ -104,7 +104,7 @@ def _text(path: Path) -> str:
 
 
 def check_json_object(path: Path) -> None:
-    """Check that a file holds a JSON object; what it says is another's matter."""
+    """Check that a file holds a JSON object, of any content."""
     found = _parse_json(path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: must hold a JSON object; it holds {_kind(found)}")

@@ -29,7 +29,7 @@ class Advice(TypedDict, total=False):
         why: The reason, in a short clause.
         text: The question; the field's help by default.
         choices: The answers to choose from with a few words on each; the field's closed list by default.
-        after: The settings that are asked for first, such as "launch.num_nodes".
+        after: The settings whose questions come first, such as "launch.num_nodes".
     """
 
     value: Any
@@ -44,7 +44,7 @@ Ask = Callable[[Known], Advice | Mapping[str, Any] | None]
 
 
 def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any] | None:
-    """Return the advice of a field's function; None if it has none, or if nothing is to be asked."""
+    """Return the advice of a field's function; None without a function, or for no question."""
     if ask is None:
         return None
     if isinstance(ask, str):

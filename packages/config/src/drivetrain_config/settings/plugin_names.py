@@ -17,7 +17,7 @@ _RESEMBLANCE = 0.65  # difflib's ratio from which a name counts as misspelt
 
 
 def plugin_names(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the values of a field that names plug-ins: its other words, then the names of the installed ones."""
+    """Return the values of a field that names plug-ins: its other words, then the names of installed plug-ins."""
     return (*other_words, *(point.name for point in entry_points(group)))
 
 

@@ -32,14 +32,14 @@ _NULLS = ("none", "null")
 
 
 class ConversionError(ValueError):
-    """An error for a value of the wrong type; the message says what is allowed, not where the value came from."""
+    """An error for a value of the wrong type; the message names the allowed values, not the source."""
 
 
 def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     """Convert a value to a plain type, Path, Literal, Enum, tuple, list, dict, dataclass, None, or a union of these.
 
     With `text`, strings are parsed as on a command line: "3" is a number, "true" a bool, "a,b" a list, "none" is
-    None. A ConversionError says what is allowed.
+    None. A ConversionError names the allowed values.
     """
     if kind is Any:
         return value

@@ -1,4 +1,4 @@
-"""Names and addresses: what this host calls itself, and where the run's hosts are to meet."""
+"""Names and addresses: of this host itself, and of the place where the run's hosts meet."""
 
 import ipaddress
 import socket

@@ -42,7 +42,7 @@ class DiskMeasurement:
 
 
 def measure_disk(checked: CheckedRun, mounts: Path = Path("/proc/self/mountinfo")) -> DiskMeasurement:
-    """Write into the folder for about a second, and remove what was written."""
+    """Write into the folder for about a second, and remove the file."""
     folder = asked = checked.folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

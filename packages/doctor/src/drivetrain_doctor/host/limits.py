@@ -26,7 +26,7 @@ class LimitMeasurement:
     """The limits of this process; None where there is none.
 
     Attributes:
-        most_open_files: The number to which this user may raise that of open files (ulimit -Hn).
+        most_open_files: The most open files that this user may raise the limit to (ulimit -Hn).
         processes: The number of processes and threads of this user (ulimit -u), which does not bind root.
         running: The number that this user has.
         address_bytes: The virtual memory that a process may have (ulimit -v).

@@ -30,7 +30,7 @@ class ProcessorMeasurement:
 
 
 def measure_processors() -> ProcessorMeasurement:
-    """Read what this process may use of the processor."""
+    """Read the cores and the time that this process may use."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return ProcessorMeasurement(

@@ -1,4 +1,4 @@
-"""The hosts' clocks against that of host 0, as NTP measures it: four times of one question and answer."""
+"""The offsets of the hosts' clocks from host 0's, as NTP measures them: four times of one question and answer."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _BROKEN_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """The time by which a clock is ahead of that of host 0, with its bound: half of the time to and fro."""
+    """The time by which a clock is ahead of host 0's, with its bound: half of the time to and fro."""
 
     seconds: float
     bound_seconds: float

@@ -1,4 +1,4 @@
-"""The table of what was found: a row for each check, and below it each finding with its mend."""
+"""The table of all findings: a row for each check, and below it each finding with its mend."""
 
 import re
 import textwrap
@@ -36,7 +36,7 @@ class CheckRow:
 
 
 def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
-    """Return the table as text, wrapped at a width, and coloured by the terminal's escape codes if asked."""
+    """Return the table as text, wrapped at a width, and perhaps coloured by the terminal's escape codes."""
     rows = [*merge_hosts(examination.hosts), *merge_hosts([("", examination.together)])]
     widest = max((len(row.name) for row in rows), default=0)
     hosts, count = examination.num_nodes, examination.num_processes

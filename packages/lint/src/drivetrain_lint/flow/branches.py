@@ -74,7 +74,7 @@ def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: Ra
 
 
 def _flatten(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Iterate over the statements that always run one after the other, those in `with` and `try` included."""
+    """Iterate over statements and those in their `with` and `try`, which always run one after the other."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.With | ast.AsyncWith):

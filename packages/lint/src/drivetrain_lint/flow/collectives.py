@@ -65,7 +65,7 @@ class Collective:
 class CollectiveNames:
     """The judge of which calls of a script are collectives.
 
-    `wraps_models` tells whether the script wraps models so that a plain `backward` communicates.
+    With `wraps_models`, the script wraps models so that a plain `backward` communicates.
     """
 
     script: Script
@@ -111,7 +111,7 @@ def read_collectives(script: Script) -> CollectiveNames:
 
 
 def names_optimizer(name: str) -> bool:
-    """Return whether a name, without what stands before its last dot, is that of an optimizer."""
+    """Return whether the last part of a dotted name is an optimizer's."""
     return "optim" in name.lower() or name.lower() == "opt"
 
 

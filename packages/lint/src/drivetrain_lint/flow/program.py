@@ -1,4 +1,4 @@
-"""A script with what the flow model found in it."""
+"""A script with its flow: divergences, bindings, collectives and prepared objects."""
 
 import ast
 from dataclasses import dataclass

@@ -56,7 +56,7 @@ class RankSubset(Enum):
 class RankTests:
     """The judge of expressions of one script, in which the results of collectives are the same on all ranks.
 
-    It remembers tests: the walk comes to those of a function at each of its calls.
+    Tests are cached, as the walk comes to a function's tests at each of its calls.
     """
 
     bindings: Bindings

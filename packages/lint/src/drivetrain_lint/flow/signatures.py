@@ -18,7 +18,7 @@ Signature = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signatures:
-    """The reader of the collectives of statements and functions, which remembers those of functions."""
+    """The reader of the collectives of statements and functions, with a cache for functions."""
 
     names: CollectiveNames
     tests: RankTests
@@ -35,7 +35,7 @@ class Signatures:
         return [each for call in calls for each in self.of_call(call)]
 
     def of_call(self, call: ast.Call, within: tuple[Function, ...] = ()) -> list[Reached]:
-        """Return the collectives that a call runs: itself, or those of the function of this file that it names."""
+        """Return the collectives that a call runs: itself, or those in the called function of this file."""
         collective = self.names.of(call)
         if collective is not None:
             return [Reached(collective=collective, call=call)]

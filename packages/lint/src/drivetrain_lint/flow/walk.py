@@ -33,7 +33,7 @@ class Walk:
     paired: set[ast.stmt] = field(default_factory=set)
 
     def divergences(self) -> list[Divergence]:
-        """Return what was found, one for each cause."""
+        """Return the divergences, one for each cause."""
         return [
             Divergence(cause=cause, reached=tuple(sorted(reached, key=lambda each: each.line)))
             for cause, reached in self.found.values()

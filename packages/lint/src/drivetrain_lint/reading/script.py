@@ -100,7 +100,7 @@ class Script:
 
 
 def own_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Iterate over nodes and those in them, in source order; bodies of inner functions and classes are left out."""
+    """Iterate over nodes and their descendants in source order, without bodies of inner functions and classes."""
     waiting = [*nodes][::-1]
     while waiting:
         node = waiting.pop()
@@ -110,7 +110,7 @@ def own_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def read_script(document: Document) -> Script:
-    """Return what the rules need to know about a parsed file."""
+    """Resolve the imports, scopes, functions and Accelerators of a parsed file."""
     imports = read_imports(document.tree)
     parents: dict[ast.AST, ast.AST] = {}
     scopes: dict[ast.AST, ast.Module | Function] = {}

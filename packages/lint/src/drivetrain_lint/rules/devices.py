@@ -85,7 +85,7 @@ def _find_place(call: VisitedCall) -> ast.AST | None:
 
 
 def _find_device(node: ast.AST) -> ast.Constant | None:
-    """Return the constant device in an expression, that of either branch of a condition included."""
+    """Return the constant device in an expression, or in either branch of a conditional expression."""
     if isinstance(node, ast.IfExp):
         return _find_device(node.body) or _find_device(node.orelse)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DEVICE.match(node.value):

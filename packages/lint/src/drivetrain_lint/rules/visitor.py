@@ -1,4 +1,4 @@
-"""The visitor of scripts, and what it hands to the rules: calls and scopes, each with what surrounds it."""
+"""The visitor of scripts, which hands calls and scopes with their surroundings to the rules."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -125,7 +125,7 @@ def visit(program: Program) -> Visitor:
 
 
 def is_optimizer(program: Program, node: ast.expr) -> bool:
-    """Return whether an expression holds an optimizer, by its name or by what it was made of."""
+    """Return whether an expression holds an optimizer, by its name or by the call that made it."""
     last = last_name(node)
     if "sched" in last.lower():
         return False
@@ -142,7 +142,7 @@ def _find_makers(program: Program, node: ast.expr) -> list[str]:
 
 
 def calls_in(program: Program, node: ast.AST) -> Iterator[VisitedCall]:
-    """Iterate over the calls in a scope or statement, without those of functions in it."""
+    """Iterate over the calls in a scope or statement, but not in its inner functions."""
     for each in own_nodes(ast.iter_child_nodes(node)):
         if isinstance(each, ast.Call):
             yield _visited_call(program, each)
