@@ -3,6 +3,7 @@
 import copy
 import time
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ class TestAHostWithoutRoom:
 
     def reading(self, model: nn.Sequential, folder: Path, order: list[int], limits: PageLimits) -> PageReader:
         file = MappedFile(next(folder.iterdir()))
-        stretches = [MappedPart.each_of(layer.weight, file) for layer in model]
+        stretches = [[MappedPart(Pages.of(layer.weight), file, ref(layer.weight))] for layer in model]
         return PageReader(list(model), stretches, ExecutionOrder(order), limits, reads=True)
 
     def test_the_first_ones_stay(self, model: nn.Sequential, tmp_path: Path) -> None:

@@ -108,9 +108,7 @@ def load_checkpoint_and_dispatch(
     report = load_tensors(layout, opened, placements, options, EachRank())
     if device_map is None or placements is None:
         return model
-    placed = (
-        copy(device_map) if isinstance(device_map, dict) else dict(device_map)
-    )  # a planned map has windows
+    placed = copy(device_map) if isinstance(device_map, dict) else dict(device_map)
     for name in report.computed:  # the model computes it, and it is on the host now
         placements[name], placed[name] = placements[name]._replace(home=HOST), "cpu"
     # The model has other tensors now, and a library's layers for packed weights, under the same names.

@@ -9,11 +9,13 @@ from weakref import ref
 
 from drivetrain_dispatch.errors import DeviceMapError
 from drivetrain_dispatch.model.model_layout import Unit
+from drivetrain_dispatch.model.quantized_tensor import parts_of
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_dispatch.offload.pages import (
     MappedPart,
     PageLimits,
     PageReader,
+    Pages,
     can_release,
     merge,
     some_missing,
@@ -53,9 +55,9 @@ class MappedWeightsEngine:
         self._modules = [ref(unit.module) for unit in units]  # weak, as the modules hold this engine
         self._units = [
             [
-                part
+                MappedPart(Pages.of(part), files[name], ref(tensor) if part is tensor else None)
                 for name, tensor in unit.tensors.items()
-                for part in MappedPart.each_of(tensor, files[name])
+                for part in parts_of(tensor)
             ]
             for unit in units
         ]

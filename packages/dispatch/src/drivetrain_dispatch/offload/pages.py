@@ -15,7 +15,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.model.quantized_tensor import parts_of
 from drivetrain_dispatch.offload.execution_order import ExecutionOrder
 from drivetrain_weights import MappedFile
 
@@ -129,13 +128,6 @@ class MappedPart(NamedTuple):
     pages: Pages
     file: MappedFile
     tensor: ref[Tensor] | None  # A weak reference to the tensor; None if it is quantized
-
-    @classmethod
-    def each_of(cls, tensor: Tensor, file: MappedFile) -> "list[MappedPart]":
-        """Return the pages of each part of a tensor."""
-        parts = parts_of(tensor)
-        reference = ref(tensor) if parts[0] is tensor else None
-        return [cls(Pages.of(part), file, reference) for part in parts]
 
     def is_used(self) -> bool:
         """Return whether the tensor still has its values in these pages: it may have been converted."""
