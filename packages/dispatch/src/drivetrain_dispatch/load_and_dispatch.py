@@ -89,7 +89,7 @@ def load_checkpoint_and_dispatch(
     check_load_dtype(dtype)
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
-    layout = _with_fp32(layout, keep_in_fp32_modules)
+    layout = _keep_in_fp32(layout, keep_in_fp32_modules)
     check_not_dispatched(model)
     check_sharded(layout, device_map, options)
     opened = open_checkpoint(layout, Path(checkpoint), options)
@@ -117,7 +117,7 @@ def load_checkpoint_and_dispatch(
     return carry_out(plan, placed, offload_folder, release_pages=release_pages, skip_keys=skip_keys)
 
 
-def _with_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
+def _keep_in_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
     """Return a layout in which the tensors of named modules become fp32."""
     special: dict[str, torch.dtype] = {}
     for part in listed(in_fp32):

@@ -83,8 +83,8 @@ def load_pretrained(
         WeightsMismatchError: The checkpoint does not fit the model.
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
     """
-    path = _checked(folder, dtype, offload_folder)
-    build = _builder(model_class)
+    path = _check_folder(folder, dtype, offload_folder)
+    build = _choose_builder(model_class)
     model: Any = build(path, None if dtype == "auto" else dtype, config, model_options)
     _keep_in_fp32(model)
     whole = no_split_module_classes
@@ -104,7 +104,7 @@ def load_pretrained(
 Build = Callable[[Path, torch.dtype | None, Any, Mapping[str, Any]], nn.Module]
 
 
-def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
+def _check_folder(folder: object, dtype: object, offload_folder: object) -> Path:
     """Check the folder and the dtype of a model, and return the folder."""
     for argument, given in (("folder", folder), ("offload_folder", offload_folder)):
         if not isinstance(given, str | PathLike) and (given is not None or argument == "folder"):
@@ -144,7 +144,7 @@ def _checked(folder: object, dtype: object, offload_folder: object) -> Path:
     return path
 
 
-def _builder(model_class: Any) -> Build:
+def _choose_builder(model_class: Any) -> Build:
     """Return the function that builds a model of a class."""
     known = isinstance(model_class, type) and {base.__module__.split(".")[0] for base in model_class.__mro__}
     for method in ("from_config", "_from_config"):  # of Auto classes, of model classes
@@ -170,7 +170,7 @@ def _from_transformers(
     transformers: Any = import_module("transformers")
     if config is None:
         config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
-        with _described(path, model_class):
+        with _explain_errors(path, model_class):
             # Without it, transformers asks on the terminal whether to run the folder's code.
             trust = {"trust_remote_code": False} if config_class is transformers.AutoConfig else {}
             config = config_class.from_pretrained(path, local_files_only=True, **trust)
@@ -187,7 +187,7 @@ def _from_transformers(
     # Values without memory would be drawn one by one, for nothing; before transformers 5 they are.
     draws = find_spec("transformers.initialization") is None
     undrawn = nullcontext() if draws else import_module("transformers.initialization").no_init_weights()
-    with _described(path, model_class), init_empty_weights(), undrawn:
+    with _explain_errors(path, model_class), init_empty_weights(), undrawn:
         model: Any = from_config(config, dtype=chosen, **said)
     model.tie_weights()  # which comes with the initial values
     if model.can_generate() and (path / _GENERATION).is_file():
@@ -209,7 +209,7 @@ def _from_diffusers(
     before = torch.get_default_dtype()
     try:  # constructors compute some buffers in the default dtype, and positions in fp32
         torch.set_default_dtype(dtype or before)
-        with _described(path, model_class), init_empty_weights():
+        with _explain_errors(path, model_class), init_empty_weights():
             model: nn.Module = model_class.from_config(config, **options)
     finally:
         torch.set_default_dtype(before)
@@ -233,7 +233,7 @@ def _check_options(options: Iterable[str], known: Collection[str]) -> None:
 
 
 @contextmanager
-def _described(path: Path, model_class: Any) -> Generator[None]:
+def _explain_errors(path: Path, model_class: Any) -> Generator[None]:
     """Run the block with errors that name the configuration file if the class rejects it."""
     try:
         # Newer versions validate configurations with an error that is no ValueError.

@@ -29,7 +29,7 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
     """
-    layout = _planned(tensors)
+    layout = _plan(tensors)
     with path.open("wb") as file:
         file.write(layout.header)
         for start, tensor in zip(layout.starts, tensors.values(), strict=True):
@@ -45,7 +45,7 @@ def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
     Writes to the returned tensors go to the file; until then the values are zeros. The given ones may be on the meta
     device, as only their shapes and dtypes are used. Errors are those of `write_aligned`.
     """
-    layout = _planned(tensors)
+    layout = _plan(tensors)
     with path.open("wb") as file:
         file.write(layout.header)
         # A full disk raises an error here instead of SIGBUS when pages are written.
@@ -57,7 +57,7 @@ def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
     }
 
 
-def _planned(tensors: Mapping[str, Tensor]) -> FileLayout:
+def _plan(tensors: Mapping[str, Tensor]) -> FileLayout:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise WeightFilesError(

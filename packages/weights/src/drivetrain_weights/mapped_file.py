@@ -81,7 +81,7 @@ class MappedFile:
             header = read_header(path)
             self.metadata = header.metadata
             self._starts = {name: entry.start for name, entry in header.entries.items()}
-            return _mapped(self._file, header.entries, reader)
+            return _map_pages(self._file, header.entries, reader)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as the file's pages. Writes to it change memory, never the file."""
@@ -155,25 +155,25 @@ class MappedFile:
         """Raise WeightFilesError if the file was written to since it was opened; it may have been replaced."""
         # If it was truncated, using the missing pages ends the process; nothing can prevent that.
         if _Stamp.of(self._file) != self._stamp:
-            raise self._changed()
+            raise self._describe_change()
 
     def check_in_place(self) -> None:
         """Raise WeightFilesError unless the path still names the opened file, with the same size."""
         try:
             found = _Stamp.of(self.path)
         except FileNotFoundError:
-            raise self._changed() from None
+            raise self._describe_change() from None
         if found[:2] != self._stamp[:2]:
-            raise self._changed()
+            raise self._describe_change()
 
-    def _changed(self) -> WeightFilesError:
+    def _describe_change(self) -> WeightFilesError:
         return WeightFilesError(
             f"{self.path} has changed since the model was loaded from it: load the model again, and write new "
             "weights into new files"
         )
 
 
-def _mapped(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[str, Tensor]:
+def _map_pages(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[str, Tensor]:
     """Return the tensors as the file's pages, without reading any; MemoryError if the system refuses to."""
     # Not by the library's own `get_tensor`, which makes the system read each tensor at once (safetensors 0.8).
     if not any(entry.size_bytes for entry in entries.values()):

@@ -19,7 +19,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['embed.weight', 'head.weight']]
     """
-    return _tied_groups(model.named_parameters(remove_duplicate=False), key=id)
+    return _group_ties(model.named_parameters(remove_duplicate=False), key=id)
 
 
 def find_ties(
@@ -41,13 +41,13 @@ def find_ties(
         named = chain(
             source.named_parameters(remove_duplicate=False), source.named_buffers(remove_duplicate=False)
         )
-        groups = _tied_groups(named, key=id)
+        groups = _group_ties(named, key=id)
     else:
-        groups = _tied_groups(source.items(), key=memory_key)
+        groups = _group_ties(source.items(), key=memory_key)
     return {rename(name): rename(group[0]) for group in groups for name in group[1:]}
 
 
-def _tied_groups(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
+def _group_ties(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
     """Return the names of each tensor that has several; `key` is equal for tied tensors, which stay alive."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name, tensor in named:
@@ -80,14 +80,14 @@ def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
         True
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    chosen = [_chosen(by_name, group) for group in tied]
+    chosen = [_choose(by_name, group) for group in tied]
     for group, parameter in zip(tied, chosen, strict=True):
         for name in group:
             module_name, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module_name), leaf, parameter)
 
 
-def _chosen(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parameter:
+def _choose(by_name: dict[str, nn.Parameter], group: Sequence[str]) -> nn.Parameter:
     if missing := [name for name in group if name not in by_name]:
         raise TiedParametersError(
             f"tied={list(group)}: the model has no parameter {', '.join(map(repr, missing))}"

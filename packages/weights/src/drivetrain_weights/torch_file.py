@@ -35,7 +35,7 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
     """
     try:
         check_regular(path)
-        with _allowed(arrays), checked_records(path) if mapped else nullcontext():
+        with _allow(arrays), checked_records(path) if mapped else nullcontext():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except WeightFilesError:
         raise
@@ -43,10 +43,10 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
         raise WeightFilesError(f"{path} is missing") from error
     except UnpicklingError as error:
         try:
-            with _allowed(arrays):
+            with _allow(arrays):
                 names = sorted(get_unsafe_globals_in_checkpoint(path))
         except (UnpicklingError, RuntimeError, ValueError):  # it is no archive of `torch.save`
-            raise _damaged(path, error) from error
+            raise _describe_damage(path, error) from error
         found = ", ".join(names[:_NUM_SHOWN]) or "instructions of pickle"
         raise UnsafePickleError(
             f"{path} is refused: to build what it holds ({found}) would run code out of it. If you trust who "
@@ -54,7 +54,7 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
             found=found,
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _damaged(path, error) from error
+        raise _describe_damage(path, error) from error
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
@@ -64,13 +64,13 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in held.items()
     ):
         raise WeightFilesError(
-            f"{path} holds {_described(held)}: must be a dict of tensors by name, as model.state_dict() is; save "
+            f"{path} holds {_describe(held)}: must be a dict of tensors by name, as model.state_dict() is; save "
             "that part of it by itself"
         )
     return dict(held)
 
 
-def _damaged(path: Path, error: Exception) -> WeightFilesError:
+def _describe_damage(path: Path, error: Exception) -> WeightFilesError:
     why = (str(error).splitlines() or [type(error).__name__])[0]
     return WeightFilesError(
         f"{path} is no whole file of torch.save ({why}): it was cut or damaged, or is in the format before "
@@ -79,7 +79,7 @@ def _damaged(path: Path, error: Exception) -> WeightFilesError:
     )
 
 
-def _described(held: object) -> str:
+def _describe(held: object) -> str:
     if not isinstance(held, Mapping):
         return f"a {type(held).__name__}"
     others = [
@@ -92,7 +92,7 @@ def _described(held: object) -> str:
     )
 
 
-def _allowed(arrays: bool) -> AbstractContextManager[object]:
+def _allow(arrays: bool) -> AbstractContextManager[object]:
     """Return a context in which torch also unpickles arrays of numbers, if wanted and if NumPy is installed."""
     if not arrays:
         return nullcontext()

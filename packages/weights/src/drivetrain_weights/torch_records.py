@@ -22,7 +22,7 @@ _ITEM_BYTES = {
 
 @contextmanager
 def checked_records(path: Path) -> Generator[None]:
-    """Run the block that maps a file of `torch.save` between two checks that its records are what torch maps.
+    """Check the records of a file of `torch.save` before and after the block, which maps it.
 
     Before it, none is compressed or there twice. After it, when torch has found the file to be safe, each has its
     storage's size. A file that is no archive is left to torch.
@@ -31,7 +31,7 @@ def checked_records(path: Path) -> Generator[None]:
         yield
         return
     with zipfile.ZipFile(path) as file:
-        records = _stored_records(path, file)
+        records = _list_records(path, file)
         yield
         state = next(name for name in records if name.endswith(f"/{_STATE}"))
         with file.open(state) as opened:
@@ -46,7 +46,7 @@ def checked_records(path: Path) -> Generator[None]:
             )
 
 
-def _stored_records(path: Path, file: zipfile.ZipFile) -> dict[str, int]:
+def _list_records(path: Path, file: zipfile.ZipFile) -> dict[str, int]:
     records: dict[str, int] = {}
     for record in file.infolist():
         if record.filename in records:

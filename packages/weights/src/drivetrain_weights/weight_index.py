@@ -76,9 +76,8 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
     """Open the files of a model's weights, and return the one that holds each tensor, in the order of the files.
 
     Args:
-        checkpoint: A safetensors file, a file that `torch.save` wrote, an index of several files
-            (`*.safetensors.index.json` or `*.bin.index.json`), or a folder that contains one of these; see
-            `choose_weights`.
+        checkpoint: A safetensors file, a file of `torch.save`, an index of several files (`*.safetensors.index.json`
+            or `*.bin.index.json`), or a folder with one of these; see `choose_weights`.
 
     Raises:
         WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
@@ -136,7 +135,7 @@ def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> 
             for usual in (folder / f"{name}{kind}", folder / f"{name}{kind}.index.json"):
                 if usual.exists():  # what is there and no file is refused by name, not passed over
                     return usual
-        found, unlisted = _others(sorted(paths), kind)
+        found, unlisted = _find_others(sorted(paths), kind)
         shards = shards or unlisted
         if len(found) == 1:
             return found[0]
@@ -168,12 +167,12 @@ def find_variant(folder: Path, variant: str | None) -> Path:
     )
 
 
-def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
+def _find_others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
     """Return the indices of a kind with the files that none of them lists, and the shards among the latter."""
     files = [path for path in paths if path.suffix in _SUFFIXES[kind] and path.is_file()]
     indices: dict[Path, WeightIndex] = {}
     for path in paths:
-        if _INDEX.fullmatch(path.name) and (index := _index_of(path, kind)) is not None:
+        if _INDEX.fullmatch(path.name) and (index := _read_index_of(path, kind)) is not None:
             indices[path] = index
     listed = {file for index in indices.values() for file in index.weight_map.values()}
     rest = [path for path in files if path.name not in listed]
@@ -181,7 +180,7 @@ def _others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
     return [*indices, *(path for path in rest if path not in shards)], shards
 
 
-def _index_of(path: Path, kind: str) -> WeightIndex | None:
+def _read_index_of(path: Path, kind: str) -> WeightIndex | None:
     """Return an index of files of a kind; None for one of other files, such as TensorFlow's, or of something else."""
     try:
         index = read_index(path)

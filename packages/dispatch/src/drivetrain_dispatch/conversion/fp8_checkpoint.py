@@ -57,7 +57,7 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
     """Return whether converted scales still match the blocks of the converted weight."""
     if values.dim() < 2 or tuple(scales.shape) != grid_of(values.shape):
         return False
-    of_values, of_scales = _places(values), _places(scales)
+    of_values, of_scales = _find_starts(values), _find_starts(scales)
     if of_values is None or of_scales is None or of_values.keys() != of_scales.keys():
         return False
     # Every part must begin at a block's boundary: two matrices of 64 rows would be one block with two scales.
@@ -69,7 +69,7 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
     )
 
 
-def _places(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
+def _find_starts(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
     """Return where each stored tensor begins in a joined one; None if it is not joined, or a part is transposed."""
     target = torch.empty(joined.shape, device="meta")
     places: dict[str, tuple[int, ...]] = {}

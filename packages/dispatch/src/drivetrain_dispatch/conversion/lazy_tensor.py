@@ -196,24 +196,24 @@ class LazyTensor(Tensor):
                 return
             inner = args[0] if args else None
             undone = None
-            if isinstance(inner, LazyTensor) and inner._joins():
-                undone = _undone(func, args[1:], kwargs, inner, target)
+            if isinstance(inner, LazyTensor) and inner._is_joined():
+                undone = _undo(func, args[1:], kwargs, inner, target)
             if isinstance(inner, LazyTensor) and undone is not None:
                 yield from inner.parts(undone)
                 return
         yield self, target
 
-    def _joins(self) -> bool:
+    def _is_joined(self) -> bool:
         """Return whether this tensor is joined from several tensors, possibly reordered afterwards."""
         if isinstance(self.origin, TensorInFile) or self.origin.position is not None:
             return False
         if self.origin.func in _JOINS:
             return True
         inner = self.origin.args[0] if self.origin.args else None
-        return isinstance(inner, LazyTensor) and inner._joins()
+        return isinstance(inner, LazyTensor) and inner._is_joined()
 
 
-def _undone(
+def _undo(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: Tensor, target: Tensor
 ) -> Tensor | None:
     """Return the view of the target with the shape of an operation's input; None if there is no such view."""

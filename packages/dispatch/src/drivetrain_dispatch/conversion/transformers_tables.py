@@ -43,7 +43,7 @@ def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> d
         for name, tensor in found.items()
         if name in wanted or not (name.rpartition(".")[2] in tables or _matches(name, ignored))
     }
-    return found | _computed(layout, found)
+    return found | _find_computed(layout, found)
 
 
 def _convert(
@@ -87,7 +87,7 @@ def _convert(
     return found
 
 
-def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:
+def _find_computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:
     """Return tensors that checkpoints may omit because the model computes them, not at random: position tables."""
     patterns = getattr(layout.model, "_keys_to_ignore_on_load_missing", None)
     computed: dict[str, LazyTensor] = {}
@@ -96,7 +96,7 @@ def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTens
         absent = first in layout.parameters and tensor.is_meta and not any(name in found for name in names)
         if not absent or not _matches(first, patterns):
             continue
-        compute = partial(_initial, layout.model, first)  # on demand: it copies a module
+        compute = partial(_initialise, layout.model, first)  # on demand: it copies a module
         with torch.random.fork_rng(devices=[]):
             is_drawn = not torch.equal(compute(), compute())
         if not is_drawn:
@@ -104,7 +104,7 @@ def _computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTens
     return computed
 
 
-def _initial(model: Any, name: str) -> Tensor:
+def _initialise(model: Any, name: str) -> Tensor:
     """Return the initial values of a parameter."""
     outer, _, leaf = name.rpartition(".")
     module = deepcopy(model.get_submodule(outer)).to_empty(device="cpu")

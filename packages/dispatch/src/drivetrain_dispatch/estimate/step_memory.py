@@ -90,7 +90,7 @@ class StorageTally(TorchDispatchMode):
 def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
     """Measure the memory of a forward without autograd, as `measure_step` does that of a step."""
     tally = StorageTally()
-    with _explained(model), tally, torch.no_grad():
+    with _explain_errors(model), tally, torch.no_grad():
         tally.add((*model.parameters(), *model.buffers()))
         weights = tally.live_bytes
         model(**inputs)
@@ -115,7 +115,7 @@ def measure_step(
             f"{type(model).__name__} has no parameter with requires_grad: nothing would be trained"
         )
     tally = StorageTally()
-    with _explained(model), tally:
+    with _explain_errors(model), tally:
         tally.add((*model.parameters(), *model.buffers()))
         weights = tally.live_bytes
         tally.add(value for value in inputs.values() if isinstance(value, Tensor))
@@ -148,7 +148,7 @@ def measure_step(
 
 
 @contextmanager
-def _explained(model: nn.Module) -> Generator[None]:
+def _explain_errors(model: nn.Module) -> Generator[None]:
     """Run the block, and explain its errors: whether it needed values of tensors."""
     try:
         yield

@@ -36,7 +36,7 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
         for name, module in model.named_modules()
         if type(module).__name__ in block_classes or not list(module.children())
     }
-    return _with_largest(type(model).__name__, sum(each.numel() for each in model.parameters()), blocks)
+    return _find_largest(type(model).__name__, sum(each.numel() for each in model.parameters()), blocks)
 
 
 def sizes_of_files(path: Path) -> WeightSizes:
@@ -47,10 +47,10 @@ def sizes_of_files(path: Path) -> WeightSizes:
         parts = name.split(".")
         at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
         blocks[".".join(parts[: at + 1])] += prod(file.tensor_shape(name))
-    return _with_largest(path.name, sum(blocks.values()), blocks)
+    return _find_largest(path.name, sum(blocks.values()), blocks)
 
 
-def _with_largest(model: str, num_parameters: int, blocks: Mapping[str, int]) -> WeightSizes:
+def _find_largest(model: str, num_parameters: int, blocks: Mapping[str, int]) -> WeightSizes:
     """Return the sizes of a model that has blocks of these numbers of parameters."""
     largest = max(blocks, key=lambda name: blocks[name], default="")
     return WeightSizes(

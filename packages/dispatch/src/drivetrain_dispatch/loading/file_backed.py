@@ -31,7 +31,7 @@ def with_files(
         if any(name in sources and not sources[name].files() for name in planned.maps):
             computed.extend(planned.names)
             planned = replace(planned, place=HOST, reads=planned.maps, maps=())
-        tensors.append(_mapped_on_host(planned, sources) if maps_host else planned)
+        tensors.append(_map_on_host(planned, sources) if maps_host else planned)
     to_pack = [planned for planned in plan.quantized if planned.on_disk and not planned.maps]
     if to_pack and folder is None:
         names = [planned.names[0] for planned in to_pack]
@@ -121,7 +121,7 @@ def _write_converted_file(
     return file
 
 
-def _mapped_on_host(planned: PlannedTensor, sources: Mapping[str, LazyTensor]) -> PlannedTensor:
+def _map_on_host(planned: PlannedTensor, sources: Mapping[str, LazyTensor]) -> PlannedTensor:
     """Return the plan of a tensor that is not copied if the host can use it as it is in a safetensors file."""
     # A write copies the page, and the file may be deleted or replaced; `torch.save` writes into an existing file.
     is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)

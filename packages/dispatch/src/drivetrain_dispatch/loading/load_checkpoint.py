@@ -58,7 +58,7 @@ class LoadReport:
     Attributes:
         missing: Names of the model that the checkpoint lacks and that are unchanged; empty if the load was strict.
         unexpected: Names of the checkpoint that the model lacks; empty if the load was strict.
-        mapped: The file of each tensor that stays on the disk, by every name that the model has for it.
+        mapped: The file of each tensor on the disk, by all its names in the model.
         computed: Names of tensors that the map places on the disk but that are in memory, since the model computes
             them and no file holds them.
         converted_at_use: The compute dtypes of the tensors in `mapped` that their file holds in another dtype, and
@@ -113,8 +113,8 @@ def load_checkpoint_in_model(
         read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to all of
             `process_group`, which must call this. The others need the checkpoint only for what stays on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
-        quantization: The packing of linear layers' weights while they are read, on the device that computes, one at a
-            time, so that only one is held in full. They are not trained. `StoredFP8()` keeps fp8 weights.
+        quantization: The packing of linear layers' weights, each as it is read, on its computing device. They are not
+            trained. `StoredFP8()` keeps fp8 weights.
         offload_folder: The folder for packed and converted weights on the disk; its files are the user's to delete.
 
     Raises:

@@ -66,7 +66,7 @@ class ShardedTarget(LoadTarget):
         return box_of_dtensor(self.tensor, name=repr(self.name))
 
     def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value
-        """Return whether the tensor has memory: the engine that sharded it keeps views of that."""
+        """Return whether the tensor has memory, as the engine of its shards may have views of it."""
         return not self.tensor.is_meta
 
     def put(self, value: Tensor) -> None:

@@ -67,7 +67,7 @@ def with_quantized_sizes(
     if quantization is None:
         return layout
     keeps = isinstance(quantization, StoredFP8)
-    sizes = _kept_sizes(layout, stored) if keeps else packed_sizes(layout, quantization)
+    sizes = _find_stored_sizes(layout, stored) if keeps else packed_sizes(layout, quantization)
     return replace(layout, special_sizes=sizes)
 
 
@@ -106,7 +106,7 @@ class KeepStoredFP8:
         """Delete nothing: the files are the checkpoint's, or those of converted tensors."""
 
 
-def _kept_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
+def _find_stored_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
     """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by every name."""
     sizes: dict[str, int] = {}
     for names in layout.aliases:

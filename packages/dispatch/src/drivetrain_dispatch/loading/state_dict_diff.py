@@ -50,14 +50,14 @@ class StateDictDiff:
         """Report all mismatches in one error."""
         parts: list[str] = []
         if self._strict and self.missing:
-            parts.append(f"{len(self.missing)} missing: {_listed(self.missing)}")
+            parts.append(f"{len(self.missing)} missing: {_list_specs(self.missing)}")
         if self._strict and self.unexpected:
-            parts.append(f"{len(self.unexpected)} unexpected: {_listed(self.unexpected)}")
+            parts.append(f"{len(self.unexpected)} unexpected: {_list_specs(self.unexpected)}")
         if self._differing:
-            parts.append(f"{len(self._differing)} that differ: {_shown(self._differing)}")
+            parts.append(f"{len(self._differing)} that differ: {_show(self._differing)}")
         if self._empty:
             parts.append(
-                f"{len(self._empty)} on the meta device that would get no values: {_shown(self._empty)}; give them "
+                f"{len(self._empty)} on the meta device that would get no values: {_show(self._empty)}; give them "
                 "values first (init_empty_weights leaves buffers theirs)"
             )
         if not parts:
@@ -77,11 +77,11 @@ class StateDictDiff:
         )
 
 
-def _listed(tensors: Mapping[str, TensorSpec]) -> str:
-    return _shown([f"{name!r} {stored}" for name, stored in tensors.items()])
+def _list_specs(tensors: Mapping[str, TensorSpec]) -> str:
+    return _show([f"{name!r} {stored}" for name, stored in tensors.items()])
 
 
-def _shown(texts: Sequence[str]) -> str:
+def _show(texts: Sequence[str]) -> str:
     return list_some(texts, most=_NUM_SHOWN)
 
 

@@ -39,7 +39,7 @@ def cpu_offload(
         torch.Size([1, 2])
     """
     return dispatch_model(
-        model, {"": "cpu"}, main_device=_chosen(execution_device), offload_buffers=offload_buffers,
+        model, {"": "cpu"}, main_device=_choose_device(execution_device), offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def disk_offload(
         The same model; `remove_hooks` makes it an ordinary one again.
     """
     return dispatch_model(
-        model, {"": "disk"}, main_device=_chosen(execution_device), offload_dir=offload_dir,
+        model, {"": "disk"}, main_device=_choose_device(execution_device), offload_dir=offload_dir,
         write_back=write_back, release_pages=release_pages, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )  # fmt: skip
@@ -142,14 +142,14 @@ def cpu_offload_with_hook(
     if any(_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
     check_has_weights(ModelLayout.of(model))
-    device = place_of(_chosen(execution_device))
+    device = place_of(_choose_device(execution_device))
     check_places([device])
     if not isinstance(device, torch.device):
         raise DeviceMapError("execution_device='disk' does not compute: give an accelerator or 'cpu'")
     return model, OffloadHook(model.to("cpu"), device, prev_module_hook)
 
 
-def _chosen(device: Device | None) -> Device:
+def _choose_device(device: Device | None) -> Device:
     if device is not None:
         return device
     found = torch.accelerator.current_accelerator(check_available=True)

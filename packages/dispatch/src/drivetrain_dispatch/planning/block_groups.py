@@ -61,7 +61,7 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Groups:
         list(range(len(blocks))),
         [block.size_bytes - block.stay_bytes for block in blocks],
         [block.stay_bytes for block in blocks],
-        _needs(blocks),
+        _measure_needs(blocks),
         [cost.peak_bytes for cost in costs],
         [cost.kept_bytes for cost in costs],
         None,
@@ -82,7 +82,7 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Groups:
     return joined
 
 
-def _needs(blocks: Sequence[Block]) -> list[int]:
+def _measure_needs(blocks: Sequence[Block]) -> list[int]:
     """Return the window for each block with the units around it, as those may be fetched too."""
     if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]

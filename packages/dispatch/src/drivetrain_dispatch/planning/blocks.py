@@ -59,13 +59,13 @@ def blocks_of(
     undivided = layout.undivided.union(
         name for name, module in modules.items() if kept and type(module).__name__ in kept
     )
-    found, places = _numbered(list(modules), undivided, layout.tensors)
+    found, places = _number_blocks(list(modules), undivided, layout.tensors)
     at = [places[name] if name in places else places[name.rpartition(".")[0]] for name in layout.tensors]
     units = [None if name in stays else unit for name, unit in layout.unit_names.items()]
-    return _summed(found, at, layout.tensors.values(), layout.sizes.values(), units)
+    return _sum_blocks(found, at, layout.tensors.values(), layout.sizes.values(), units)
 
 
-def _summed(
+def _sum_blocks(
     found: Sequence[str],
     at: Sequence[int],
     tensors: Iterable[Tensor],
@@ -80,7 +80,7 @@ def _summed(
     for index, tensor, size_bytes, unit in zip(at, tensors, bytes_of, units_of, strict=True):
         key = identity(tensor)
         if key in holders:
-            one, other = sorted((_first(groups, holders[key]), _first(groups, index)))
+            one, other = sorted((_find_first(groups, holders[key]), _find_first(groups, index)))
             groups[other] = one
         else:
             holders[key] = index
@@ -96,14 +96,14 @@ def _summed(
             if outer in wanted:
                 ends.setdefault(outer, index)
     return [
-        _with_units(
-            Block(name, sizes[index], _first(groups, index), (), stay_sizes[index]), units[index], ends
+        _add_units(
+            Block(name, sizes[index], _find_first(groups, index), (), stay_sizes[index]), units[index], ends
         )
         for index, name in enumerate(found)
     ]
 
 
-def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:
+def _add_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) -> Block:
     """Return a block with its units and the bytes of the units around it."""
     if not units:
         return block
@@ -123,7 +123,7 @@ def _with_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int])
     return block._replace(units=alone or (0,), around_bytes=sum(units[unit] for unit in around))
 
 
-def _numbered(
+def _number_blocks(
     names: Sequence[str], undivided: Collection[str], tensors: Iterable[str]
 ) -> tuple[list[str], dict[str, int]]:
     """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules."""
@@ -152,7 +152,7 @@ def _prefix(name: str) -> str:
     return f"{name}." if name else ""
 
 
-def _first(groups: list[int], index: int) -> int:
+def _find_first(groups: list[int], index: int) -> int:
     while groups[index] != index:
         index = groups[index]
     return index

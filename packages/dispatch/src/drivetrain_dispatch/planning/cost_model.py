@@ -71,7 +71,7 @@ def measure_costs(
             f"and a forward without data has none: {_BY_HAND}"
         ) from error
     direct = [*_direct_tensors(positional), *_direct_tensors(named), *_direct_tensors(result)]
-    return _costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
+    return _sum_costs(recorder, recorder.memories_of(direct), [block.name for block in blocks], rate)
 
 
 def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder: OpRecorder) -> None:
@@ -84,7 +84,7 @@ def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder
             module.register_forward_hook(recorder.end, always_call=True)
 
 
-def _costs(
+def _sum_costs(
     recorder: OpRecorder, results: set[int], names: Sequence[str], rate: ComputeRate
 ) -> dict[str, BlockCost]:
     """Return the cost of each block from what a recorder noted."""

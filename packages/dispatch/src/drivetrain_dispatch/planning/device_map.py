@@ -211,12 +211,12 @@ def read_device_map(
     if unknown := sorted(device_map.keys() - layout.modules.keys() - layout.tensors.keys()):
         known = [*layout.modules, *layout.tensors]
         meant = suggest(unknown[0], known) or "; see model.named_modules()"
-        raise DeviceMapError(f"device_map: the model has no {_shown(unknown)}{meant}")
+        raise DeviceMapError(f"device_map: the model has no {_show(unknown)}{meant}")
     places: dict[str, Place] = {name: place_of(device) for name, device in device_map.items()}
     entries = {name: nearest_entry(name, device_map) for name in layout.tensors}
     if left := [name for name, entry in entries.items() if entry is None]:
         raise DeviceMapError(
-            f'device_map: no device for {_shown(left)}: name them or a module around them; "" covers all others'
+            f'device_map: no device for {_show(left)}: name them or a module around them; "" covers all others'
         )
     if main_device is None and isinstance(device_map, DeviceMap) and not any(map(_computes, places.values())):
         # A plan that offloads everything names its computing device only in its windows.
@@ -290,5 +290,5 @@ def check_places(places: Iterable[Place], argument: str = "device_map") -> None:
             raise DeviceMapError(f"{argument}: {place} is not here: this machine has {here}")
 
 
-def _shown(names: list[str]) -> str:
+def _show(names: list[str]) -> str:
     return list_some(map(repr, names), most=_NUM_SHOWN)

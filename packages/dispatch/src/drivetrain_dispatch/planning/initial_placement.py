@@ -89,7 +89,7 @@ def some_come(groups: Groups, budgets: Budgets, strategy: OffloadStrategy) -> Pl
     devices = list(budgets.devices)
     while any(devices):
         placed = Placed([], [])
-        for at, segment in enumerate(_segments(groups, devices, strategy.shifts)):
+        for at, segment in enumerate(_cut_segments(groups, devices, strategy.shifts)):
             room = devices[at] - groups.fixed_bytes(segment)
             sources = _spread(groups, segment, room, strategy, first_stays=Tier.DEVICE in placed.sources)
             if sources is None:
@@ -113,7 +113,7 @@ def shifted(strategy: OffloadStrategy, num_devices: int, most: int) -> list[Offl
     ]
 
 
-def _segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()) -> list[range]:
+def _cut_segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] = ()) -> list[range]:
     """Return the consecutive groups that each device computes, with bytes proportional to the budgets."""
     passed, whole = list(accumulate(groups.sizes)), sum(budgets)
     total = passed[-1] if passed else 0

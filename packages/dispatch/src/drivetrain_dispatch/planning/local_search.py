@@ -46,7 +46,7 @@ class Search:
 
     def found(self, placed: Placed) -> Found | None:
         """Return a placement with its predicted time; None if it exceeds a budget or no device map expresses it."""
-        windows = self._windows(placed)
+        windows = self._find_windows(placed)
         groups, most = self._groups, self._budgets
         held = [0] * len(Tier)
         for size, source in zip(groups.sizes, placed.sources, strict=True):
@@ -55,7 +55,7 @@ class Search:
         if windows is None or not fits_elsewhere:
             return None
         sources, devices = groups.by_block(placed.sources), groups.by_block(placed.devices)
-        if len(windows) > 1 and not _can_be_said(sources, devices):
+        if len(windows) > 1 and not _can_express(sources, devices):
             return None
         seconds = forward_seconds(
             self._forward.works(sources, devices),
@@ -72,7 +72,7 @@ class Search:
         better: Found | None = found
         while better is not None:
             found, better = better, None
-            for placed in self._changed(found.placed):
+            for placed in self._list_neighbours(found.placed):
                 if self._left <= least:
                     return found
                 self._left -= 1
@@ -82,7 +82,7 @@ class Search:
                     break
         return found
 
-    def _windows(self, placed: Placed) -> tuple[int, ...] | None:
+    def _find_windows(self, placed: Placed) -> tuple[int, ...] | None:
         """Return the bytes that each device has left for fetched weights; None if a device has too few."""
         groups = self._groups
         count = len(self._budgets.devices)
@@ -107,38 +107,38 @@ class Search:
             return None
         return tuple(min(pair) if pair[1] else 0 for pair in zip(left, map(max, coming, needs), strict=True))
 
-    def _changed(self, placed: Placed) -> Iterator[Placed]:
+    def _list_neighbours(self, placed: Placed) -> Iterator[Placed]:
         """Yield neighbouring placements, the most promising first."""
         sources, devices = placed
         sizes = self._groups.sizes
         coming = [index for index, source in enumerate(sources) if source is not _DEVICE and sizes[index]]
         stay = [index for index, source in enumerate(sources) if source is _DEVICE and sizes[index]]
         for index in sorted(coming, key=lambda index: -sizes[index]):
-            yield self._settled(_with(placed, {index: _DEVICE}), [index])
+            yield self._use_all_memory(_replace_sources(placed, {index: _DEVICE}), [index])
         for disk in [index for index in coming if sources[index] is _DISK]:
-            yield self._settled(_with(placed, {disk: _HOST}), [disk])
+            yield self._use_all_memory(_replace_sources(placed, {disk: _HOST}), [disk])
             for host in [index for index in coming if sources[index] is _HOST]:
-                yield _with(placed, {disk: _HOST, host: _DISK})
+                yield _replace_sources(placed, {disk: _HOST, host: _DISK})
         for index in coming:
             for other in sorted(stay, key=lambda other, index=index: abs(other - index))[: 2 * _NEAREST]:
-                swapped = _with(placed, {index: _DEVICE, other: sources[index]})
+                swapped = _replace_sources(placed, {index: _DEVICE, other: sources[index]})
                 yield swapped
-                yield self._settled(swapped, [other, index])
-            yield from self._in_place_of_others(placed, index, stay)
+                yield self._use_all_memory(swapped, [other, index])
+            yield from self._swap_with_others(placed, index, stay)
         for start, (before, after) in enumerate(pairwise(devices), start=1):
             if before != after:
                 for at, device in ((start - 1, after), (start, before)):
                     moved = Placed(sources, [*devices[:at], device, *devices[at + 1 :]])
                     yield moved
-                    yield self._settled(moved, [])
-                    yield self._settled(_with(moved, {at: _HOST}), [at])
-                    yield self._settled(_with(moved, {at: _DEVICE}), [at])
+                    yield self._use_all_memory(moved, [])
+                    yield self._use_all_memory(_replace_sources(moved, {at: _HOST}), [at])
+                    yield self._use_all_memory(_replace_sources(moved, {at: _DEVICE}), [at])
         for index in stay:
             for source in _AWAY:
-                yield _with(placed, {index: source})
-            yield self._settled(_with(placed, {index: _HOST}), [index])
+                yield _replace_sources(placed, {index: source})
+            yield self._use_all_memory(_replace_sources(placed, {index: _HOST}), [index])
 
-    def _in_place_of_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
+    def _swap_with_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
         """Yield placements in which an offloaded group stays, and as many others as make room for it leave."""
         sizes, device = self._groups.sizes, placed.devices[index]
         others = [other for other in stay if placed.devices[other] == device]
@@ -150,9 +150,9 @@ class Search:
                     break
                 changes[other] = _HOST
                 given += sizes[other]
-            yield self._settled(_with(placed, changes), list(changes))
+            yield self._use_all_memory(_replace_sources(placed, changes), list(changes))
 
-    def _settled(self, placed: Placed, fixed: Sequence[int]) -> Placed:
+    def _use_all_memory(self, placed: Placed, fixed: Sequence[int]) -> Placed:
         """Return a placement with all memory used: more groups stay, but for `fixed` ones, and the host is full."""
         groups, sources = self._groups, list(placed.sources)
         by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])
@@ -187,7 +187,7 @@ class Search:
         return Placed(sources, placed.devices)
 
 
-def _can_be_said(sources: Sequence[Tier], devices: Sequence[int]) -> bool:
+def _can_express(sources: Sequence[Tier], devices: Sequence[int]) -> bool:
     """Return whether a device map can express a placement."""
     # The nearest device named before an offloaded group computes it; before the first such device, that one.
     pairs = zip(sources, devices, strict=True)
@@ -200,7 +200,7 @@ def _can_be_said(sources: Sequence[Tier], devices: Sequence[int]) -> bool:
     return True
 
 
-def _with(placed: Placed, changes: dict[int, Tier]) -> Placed:
+def _replace_sources(placed: Placed, changes: dict[int, Tier]) -> Placed:
     sources = list(placed.sources)
     for index, source in changes.items():
         sources[index] = source

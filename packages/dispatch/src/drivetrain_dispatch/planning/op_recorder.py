@@ -122,7 +122,7 @@ class OpRecorder(TorchDispatchMode):
             flops = self._flops.get_total_flops() - before
             if name == GROUPED_PRODUCT and not flops:  # torch 2.15 does not count them
                 flops = 2 * inputs[0].shape[0] * prod(inputs[1].shape[-2:])
-            self.note(inputs, outputs, flops=flops, size_bytes=_touched(name, inputs, outputs))
+            self.note(inputs, outputs, flops=flops, size_bytes=_count_touched(name, inputs, outputs))
         return result
 
 
@@ -178,7 +178,7 @@ def peaks(changes: Iterable[MemoryChange], kept: Collection[int]) -> dict[int, i
     return most
 
 
-def _touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+def _count_touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Return the bytes that an operation reads and writes."""
     if name in _PICKING:
         return 2 * sum(map(_size_bytes, outputs)) + sum(map(_size_bytes, inputs[1:]))

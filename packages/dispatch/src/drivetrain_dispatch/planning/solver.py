@@ -58,9 +58,9 @@ def plan_places(
         assert found is not None
         return _plan(groups, found)
     search = Search(groups, forward, budgets, rates() if callable(rates) else rates)
-    begun = _begun(search, groups, budgets)
+    begun = _find_first_placements(search, groups, budgets)
     if not begun:
-        raise DeviceMapError(_why_not(blocks, groups, budgets))
+        raise DeviceMapError(_explain_failure(blocks, groups, budgets))
     best = nsmallest(_NUM_IMPROVED, begun, key=lambda found: found.rank)
     better = [search.improved(found, share=1 / (len(best) - at)) for at, found in enumerate(best)]
     return _plan(groups, min(better, key=lambda found: found.rank))
@@ -81,7 +81,7 @@ def predicted_seconds(
     return forward_seconds(works, rates, windows=[inf] * len(plan.windows) if in_place else plan.windows)
 
 
-def _begun(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
+def _find_first_placements(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
     """Return distinct initial placements: those of every strategy, and variants of the best one."""
     found: list[tuple[Found, OffloadStrategy]] = []
     seen: list[Placed] = []
@@ -115,7 +115,7 @@ def _plan(groups: Groups, found: Found) -> PlacePlan:
     )
 
 
-def _why_not(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
+def _explain_failure(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
     """Return an error message with the budget that is too small, and a sufficient one."""
     total = sum(groups.sizes) + sum(groups.stays)
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)

@@ -86,7 +86,7 @@ class BlockScaledTensor(Tensor):
         return func(*map_tensors(args, _dequantise), **map_tensors(given, _dequantise))
 
 
-def _changed(
+def _change_parts(
     tensor: BlockScaledTensor,
     *,
     change: Callable[[Tensor], Tensor],
@@ -97,7 +97,7 @@ def _changed(
     return BlockScaledTensor(change(tensor.values), change(tensor.scales), dtype or tensor.dtype)
 
 
-def _moved(
+def _move_parts(
     tensor: BlockScaledTensor,
     *,
     dtype: torch.dtype | None = None,
@@ -106,25 +106,25 @@ def _moved(
     **_: object,
 ) -> BlockScaledTensor:
     """Move the parts; a new dtype changes only the dtype to compute in."""
-    return _changed(
+    return _change_parts(
         tensor, change=lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype=dtype
     )
 
 
-def _selected(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
+def _select_part(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
     """Select one of several matrices; None if `dim` is one of a matrix's own dims."""
     if dim % tensor.dim() >= tensor.dim() - 2:
         return None
-    return _changed(tensor, change=lambda part: part.select(dim % tensor.dim(), index))
+    return _change_parts(tensor, change=lambda part: part.select(dim % tensor.dim(), index))
 
 
 _ATEN: Any = torch.ops.aten
 _ON_PARTS: dict[object, Callable[..., BlockScaledTensor | None]] = {
-    _ATEN.detach.default: partial(_changed, change=Tensor.detach),
-    _ATEN.alias.default: partial(_changed, change=Tensor.detach),
-    _ATEN.clone.default: partial(_changed, change=Tensor.clone),
-    TO_COPY: _moved,
-    _ATEN.select.int: _selected,
+    _ATEN.detach.default: partial(_change_parts, change=Tensor.detach),
+    _ATEN.alias.default: partial(_change_parts, change=Tensor.detach),
+    _ATEN.clone.default: partial(_change_parts, change=Tensor.clone),
+    TO_COPY: _move_parts,
+    _ATEN.select.int: _select_part,
 }
 
 

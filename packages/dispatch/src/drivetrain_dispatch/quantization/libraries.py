@@ -56,7 +56,7 @@ class BitsAndBytes8Bit:
             threshold=self.threshold,
             device="meta",
         )
-        return _in_place_of(linear, new, weight)
+        return _replace_linear(linear, new, weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class BitsAndBytes4Bit:
             device="meta",
         )
         packed.module, new.quant_state = new, packed.quant_state
-        return _in_place_of(linear, new, weight)
+        return _replace_linear(linear, new, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class TorchAO:
         return None
 
 
-def _in_place_of(linear: nn.Linear, new: nn.Linear, weight: nn.Parameter) -> nn.Module:
+def _replace_linear(linear: nn.Linear, new: nn.Linear, weight: nn.Parameter) -> nn.Module:
     new.weight, new.bias = weight, linear.bias
     return new.train(linear.training)
 
