@@ -75,7 +75,7 @@ def find_executable_batch_size(
 
 
 def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose error is one of memory where cuDNN finds no algorithm that fits."""
+    """Return a function that raises an error of memory where cuDNN finds no algorithm for the memory left."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

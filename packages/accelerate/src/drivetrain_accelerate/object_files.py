@@ -145,7 +145,7 @@ def plan_shards(weights: Mapping[str, Any], limit_bytes: int) -> dict[str, list[
 
 
 def _memory(value: Any) -> Any:
-    """Return what tells apart values that are stored by themselves."""
+    """Return the identity of a value's memory: equal for values with one storage."""
     if isinstance(value, torch.Tensor) and value.numel() > 0 and value.layout == torch.strided:
         return value.device, value.untyped_storage().data_ptr()
     return id(value)

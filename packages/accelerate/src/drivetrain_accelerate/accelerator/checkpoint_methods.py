@@ -91,8 +91,8 @@ class CheckpointMethods(PrepareMethods):
         """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
 
         Tensors are always written as safetensors; a warning names other options, which change nothing. A ValueError
-        says that no folder is said, or that the automatic ones hold a checkpoint with this number or a higher one. A
-        hook that fails on any rank is an error on all, and nothing is saved.
+        asks for a folder, or names an automatic one with the same or a higher number. A hook that fails on any rank
+        is an error on all, and nothing is saved.
         """
         is_main = self.state.is_main_process
         if not safe_serialization and is_main:

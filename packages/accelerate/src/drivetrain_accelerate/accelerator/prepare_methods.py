@@ -222,7 +222,7 @@ class PrepareMethods(HeldObjects):
         ]
 
     def _take_back(self, trained: Sequence[Any]) -> None:
-        """Prepare the models again that the program kept over `free_memory` and whose optimizer comes alone."""
+        """Prepare models again that the program kept over `free_memory`, if their optimizer comes alone."""
         if self.state.deepspeed_plugin is None:  # an engine has left its optimizer with parameters of its own
             known = {id(one) for one in _parameters_of([*self._models, *trained])}
             alone = [each for each in trained if isinstance(each, Optimizer) and not trains(each, known)]

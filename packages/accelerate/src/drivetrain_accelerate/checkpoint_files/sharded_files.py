@@ -83,8 +83,7 @@ def load_fsdp_model(
 ) -> None:
     """Load what `save_fsdp_model` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Called on all ranks. A FileNotFoundError says that there are no such files, a ValueError that they are of another
-    model.
+    Called on all ranks. Missing files are a FileNotFoundError, those of another model a ValueError.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -149,8 +148,7 @@ def load_fsdp_optimizer(
 ) -> None:
     """Load what `save_fsdp_optimizer` wrote with these arguments, here or in Accelerate, at any number of ranks.
 
-    Called on all ranks. A FileNotFoundError says that there are no such files, a ValueError that they are of another
-    optimizer.
+    Called on all ranks. Missing files are a FileNotFoundError, those of another optimizer a ValueError.
     """
     del adapter_only, use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context

@@ -157,8 +157,8 @@ class ClusterConfig(BaseConfig):
 def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterConfig:
     """Return the configuration of a file of Accelerate's, YAML or JSON, by default that in Accelerate's own place.
 
-    A FileNotFoundError says that there is none, a ValueError that it is none of Accelerate's, or has unknown keys or
-    words; a NotProvidedError refuses one for SageMaker.
+    A missing file is a FileNotFoundError; a file of another program, or with unknown keys or words, a ValueError; one
+    for SageMaker, a NotProvidedError.
     """
     path = Path(default_config_file if config_file is None else config_file)
     if config_file is not None and not path.exists():

@@ -16,7 +16,7 @@ _PACKAGE = "drivetrain_accelerate"
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The module that defines a name, and the name that it has there."""
+    """The module that defines a name, and its name there."""
 
     module: str
     name: str
@@ -45,7 +45,7 @@ class ModuleTable:
         return others[0] if len(others) == 1 else None
 
     def names_in(self, module: str) -> set[str]:
-        """Return all names that a module has: what it holds, what is not provided, and the modules inside."""
+        """Return all names of a module: its own, those not provided, and the modules inside."""
         refused = (full.rpartition(".") for full in self.not_provided)
         return {
             *self.names[module],

@@ -105,7 +105,7 @@ def plan_budgets(
     no_split_module_classes: list[str] | None,
     dtype: str | torch.dtype | None = None,
 ) -> dict[int | str, int | str]:
-    """Return the budgets of a planned map that is named by the way in which it fills devices."""
+    """Return the budgets of a planned map, named by its way of filling devices."""
     if way not in _WAYS:
         raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
     if way == "sequential":

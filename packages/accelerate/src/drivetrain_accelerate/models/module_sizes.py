@@ -33,7 +33,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: torch.dtype) -> int | float:
-    """Return the bytes of an element of a dtype, which may be one that torch has no name for."""
+    """Return the bytes of an element of a dtype, also of one without a name in torch."""
     given: Any = dtype
     if isinstance(given, CustomDtype):
         return _BYTES_OF_CUSTOM[given]
@@ -140,7 +140,7 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """Return the first module that fits into a size, with its name, and the parts that are left without it."""
+    """Return the name of the first module of at most a size, the module, and the parts without it."""
     limit = convert_file_size_to_int(size_limit)
     whole = listed(no_split_module_classes or ())
     shared = [name for group in tied_parameters or () for name in group]

@@ -135,7 +135,7 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what tells the memory of a tensor from that of others: its device, address and size in bytes."""
+    """Return the identity of a tensor's memory: its device, address and size in bytes."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 

@@ -96,7 +96,7 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tens
 
 @dataclass(eq=False, repr=False)
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A mapping of which only the names are seen that begin with a prefix, without it."""
+    """A mapping of the names with a prefix, read without it."""
 
     dataset: Mapping[str, Tensor]
     prefix: str

@@ -134,7 +134,7 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace a value that is "auto", and note one that differs from the run's in `mismatches`, if it must match.
+        """Replace the value "auto"; add other values that contradict the run's to `mismatches`, if `must_match`.
 
         The run's values stand in `kwargs` by dotted name; without one for "auto", a ValueError.
         """
@@ -256,7 +256,7 @@ class DeepSpeedPlugin:
             self.msamp_opt_level = level
 
     def _read_config(self) -> None:
-        """Take a given configuration: what it says comes before the fields, which fill its "auto" values."""
+        """Take a given configuration, before the fields, which fill its "auto" values."""
         said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
         if unheard := [name for name in (*_IN_CONFIG, "mixed_precision") if name in said]:
             raise ValueError(

@@ -243,7 +243,7 @@ def convert_model(
 ) -> None:
     """Replace a model's linear layers by Transformer Engine's, or back, in place; norms stay torch's.
 
-    A PrecisionError says that the library cannot run here, a NothingConvertedError that no layer fits it.
+    Without the library or a fitting device, it is a PrecisionError; without a fitting layer, a NothingConvertedError.
     """
     del _convert_ln
     recipe = TransformerEngineRecipe(scaling="delayed", layers=LayerFilter(skip_first=False, skip_last=False))

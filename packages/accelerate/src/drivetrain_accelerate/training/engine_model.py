@@ -111,9 +111,8 @@ class EngineMethods:
     ) -> tuple[str, Mapping[str, Any]]:
         """Load what `save_checkpoint` saved on any number of ranks; return its folder, and the program's own values.
 
-        Called on all ranks. A FileNotFoundError or NoCheckpointError says that there is no such checkpoint, the
-        second also that DeepSpeed itself wrote it; a ValueError, that it is of another model, or lacks frozen
-        parameters.
+        Called on all ranks. A missing checkpoint is a FileNotFoundError or NoCheckpointError, one of DeepSpeed's own
+        format the latter; a checkpoint of another model, or without its frozen parameters, a ValueError.
         """
         place = _find_checkpoint(Path(load_dir), tag)
         prepared = self._prepared()
