@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher import Host, LaunchPlan, LaunchSettings, LaunchTarget, plan_launch
 from drivetrain_launcher.plan.core_binding import CoreBinding, plan_bindings, unused_cores
-from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology
+from drivetrain_launcher.plan.host_detection import Core, CpuTopology
 
 TARGET = LaunchTarget(name="train.py")
 

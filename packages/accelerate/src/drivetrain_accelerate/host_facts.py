@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, parse
 from drivetrain_accelerate.environment_variables import get_int_from_env, parse_flag_from_env
 from drivetrain_accelerate.plugins.enums import DistributedType
 from drivetrain_launcher.plan.core_binding import plan_bindings
-from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology
+from drivetrain_launcher.plan.host_detection import detect_cpu_topology
 from drivetrain_state import best_device_kind
 
 logger = getLogger(__name__)

@@ -111,8 +111,9 @@ def check_json_object(path: Path) -> None:
 
 
 def _parse_json(path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    text = _text(path)
     try:
-        return parse_json(path, _text(path), object_pairs_hook=object_pairs_hook)
+        return parse_json(path, text, object_pairs_hook=object_pairs_hook)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: cannot be read as JSON: {error.msg}") from error
 

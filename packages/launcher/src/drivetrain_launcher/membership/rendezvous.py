@@ -40,21 +40,21 @@ def rendezvous_of(plan: LaunchPlan) -> RendezvousHandler:
     if plan.num_nodes == 1:
         return OneNode(plan.master_addr, plan.master_port, plan.rdzv_id)
     if plan.min_nodes is not None:
-        return ElasticNodes(
-            ElasticMeeting(
-                address=plan.master_addr,
-                port=plan.master_port,
-                run_id=plan.rdzv_id,
-                processes=plan.processes_per_node,
-                limits=Limits(
-                    min_nodes=plan.min_nodes,
-                    max_nodes=plan.num_nodes,
-                    silence_seconds=plan.node_silence_seconds,
-                    gather_seconds=_GATHER_SECONDS,
-                    wait_seconds=plan.rdzv_timeout_seconds,
-                ),
-            )
+        limits = Limits(
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.num_nodes,
+            silence_seconds=plan.node_silence_seconds,
+            gather_seconds=_GATHER_SECONDS,
+            wait_seconds=plan.rdzv_timeout_seconds,
         )
+        place = ElasticMeeting(
+            address=plan.master_addr,
+            port=plan.master_port,
+            run_id=plan.rdzv_id,
+            processes=plan.processes_per_node,
+            limits=limits,
+        )
+        return ElasticNodes(place)
     meeting = Meeting(
         address=plan.master_addr,
         port=plan.master_port,

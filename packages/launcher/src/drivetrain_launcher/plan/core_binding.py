@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from drivetrain_launcher.plan.cpu_topology import Core, CpuTopology, format_cpu_list
+from drivetrain_launcher.plan.host_detection import Core, CpuTopology, format_cpu_list
 from drivetrain_messages import format_count
 
 _Item = TypeVar("_Item")

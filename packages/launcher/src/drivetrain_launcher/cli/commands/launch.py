@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from drivetrain_config import Layers
 from drivetrain_config.plugins.installed import entry_points
 from drivetrain_launcher.cli.preflight import check_launch
-from drivetrain_launcher.plan.host_detection import detect_host
+from drivetrain_launcher.plan.host_detection import detect_cpu_topology, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
@@ -51,8 +51,6 @@ def run(arguments: LaunchArguments) -> int:
             launch = replace(launch, preload=(*first, *launch.preload))
     host = detect_host(resolved.device)
     if launch.bind != "none":
-        from drivetrain_launcher.plan.cpu_topology import detect_cpu_topology  # few launches bind
-
         visible = [str(each) for each in launch.devices] or (host.visible_devices or "").split(",")
         topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
         host = replace(host, cpu_topology=topology)
