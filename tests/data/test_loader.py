@@ -149,6 +149,19 @@ def test_loops_that_may_interleave_go_on_from_where_each_stands() -> None:
     assert list(map(list, loader)) == second
 
 
+def test_each_of_two_loops_remembers_the_batches_that_were_stepped_on() -> None:
+    loader = sharded()
+    loader.may_interleave = True
+    outer = iter(loader)
+    next(outer)
+    loader.mark_stepped()
+    stepped = loader.position
+    next(iter(loader))  # another loop begins, without a step
+    next(outer)
+    state = loader.state_dict(stepped=True)
+    assert (state["epoch"], state["position"], state["repeats"]) == (0, stepped, loader.position - stepped)
+
+
 def test_every_batch_is_told() -> None:
     told: list[int] = []
     activity = LoaderTracker()

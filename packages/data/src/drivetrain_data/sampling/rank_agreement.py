@@ -81,7 +81,7 @@ class RankAgreement:
                     )
 
     def differing(self, name: str, read: FirstRead) -> int | None:
-        """Return a rank whose samples are known to differ from the first rank's, which warns of what is unknown."""
+        """Return a rank with other samples than the first rank, if any is known. The first rank warns of unknowns."""
         by_rank = self._gathered(read)
         problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)
         if problem is not None and self.is_first:

@@ -1,7 +1,7 @@
 """Fetch a map-style dataset's batches, each in its epoch and with draws that depend only on its place in the data.
 
-The epoch and the seed of a batch travel with its indices: any worker may read it, depending on their number, and some
-may still read batches of a loop that was left. torchdata's StatefulDataLoader also finds its states here.
+The epoch and the seed of a batch travel with its indices: any worker may read the batch, depending on their number,
+and some may still read for a loop that was left. torchdata's StatefulDataLoader also finds its states here.
 """
 
 from collections import deque

@@ -12,7 +12,7 @@ _FIRST_BYTES = 4096
 
 
 class ScatterChannel:
-    """A channel that sends each message by one scatter, whose size every rank knows from the message before.
+    """A channel that sends a message by one scatter; all ranks derive its size from the last message.
 
     If a message exceeds the size, a second scatter sends the rest.
     """

@@ -135,8 +135,8 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
 def from_te(module: nn.Module) -> nn.Module:
     """Return the plain layer around the parameters of Transformer Engine's; of a fused one, the linear layer.
 
-    A PrecisionError names an option that a plain layer lacks, such as tensor parallelism, or a norm's weight that is
-    stored less one: no plain weight has the same bits.
+    A PrecisionError names an option that a plain layer lacks, such as tensor parallelism or a norm's weight stored
+    less one: no plain weight has the same bits.
     """
     kind = _kind_of(module)
     for name, value in kind.plain_values.items():
