@@ -204,5 +204,26 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     assert len(steps_of(project)) == 1
 
 
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, python: str) -> None:
+    script, project = tmp_path / "train.py", tmp_path / "project"
+    script.write_text(TRAIN.replace('print("trains", flush=True)', 'os.write(1, b"%d\\n" % os.getpid())'))
+    launch = [python, "-m", "drivetrain_launcher", "launch", "--no-prefix", "--num-processes", "2"]
+    with subprocess.Popen(
+        [*launch, str(script), str(project)],
+        env=environment_alone(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(2):
+            launcher.stdout.readline()
+        launcher.kill()
+        _, err = launcher.communicate(timeout=60)  # both pipes end with the last rank
+    assert "SIGTERM: saved at step" in err
+    assert len(steps_of(project)) == 1
+
+
 def test_launcher_and_checkpoint_mean_the_same_code() -> None:
     assert failures.RESUME_EXIT_CODE == RESUME_EXIT_CODE

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from drivetrain_state.connection import connect as connect
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
-    from drivetrain_state.context import control_store as control_store
     from drivetrain_state.detect import DeviceCapability as DeviceCapability
     from drivetrain_state.detect import DeviceGroup as DeviceGroup
     from drivetrain_state.detect import best_device_kind as best_device_kind
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
+    from drivetrain_state.ranks_store import control_store as control_store
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
     from drivetrain_state.topology import Topology as Topology
@@ -71,7 +71,8 @@ _NAMES = {
     "collectives.seed": "derive_seed deterministic_algorithms load_rng_state reseed rng_state set_seed "
     "synchronize_rng_states",
     "connection": "connect group_backend",
-    "context": "Context control_store",
+    "context": "Context",
+    "ranks_store": "control_store",
     "detect": "best_device_kind capabilities describe_environment detect_devices device_count DeviceCapability "
     "DeviceGroup",
     "errors": "CollectiveMismatchError ConnectError DeviceError GroupMismatchError LeafError OtherRankFailedError",

@@ -7,10 +7,9 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from drivetrain_state.compat import default_store
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.settings import StateSettings
@@ -28,6 +27,7 @@ class Context:
         mesh: The mesh of the parallel dimensions, if any were requested.
         progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
+        control: The store of `control_store`, once it is needed.
     """
 
     topology: Topology
@@ -36,7 +36,11 @@ class Context:
     settings: StateSettings = field(default_factory=StateSettings)
     progress: ProgressRecord = field(default_factory=ProgressRecord)
     owns_group: bool = False
+    control: list[Store] = field(default_factory=list[Store], repr=False)
     _has_group: bool = False
+    _control: list[Store] = field(
+        default_factory=list[Store], repr=False
+    )  # the control store, once it is needed
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -78,17 +82,3 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def control_store(context: Context, prefix: str) -> Store | None:
-    """Return a separate connection to the ranks' rendezvous store, with a prefix; None for a single process.
-
-    A background thread uses it in place of collectives, which belong to the main thread, as those of two threads
-    could deadlock across ranks. The group's own store is locked while the main thread waits on it. Drop the
-    connection before the process ends. The prefix is the same on all ranks.
-    """
-    if context.topology.world_size == 1:
-        return None
-    if context.group is None:
-        raise ConnectError("there is no process group whose store the ranks share: use connect()")
-    return PrefixStore(prefix, default_store().clone())

@@ -19,7 +19,8 @@ from torch.distributed import PrefixStore
 from drivetrain_state.compat import default_store
 from drivetrain_state.context import Context
 from drivetrain_state.errors import ConnectError
-from drivetrain_state.store_rounds import StoreRounds, underlying_store, wait
+from drivetrain_state.ranks_store import control_ports
+from drivetrain_state.store_rounds import StoreRounds, wait
 
 Connection = tuple[str, str]  # the address of this end and of the other, as host:port
 
@@ -70,9 +71,9 @@ class GroupRenewal:
             posted = wait(read, while_=lambda: monotonic() < deadline)
             others |= {(here, there) for here, there in posted or ()}
         closing = between_ranks(set(found.values()), others)
-        port = str(getattr(underlying_store(self._store), "port", ""))
+        ports = {str(port) for port in control_ports(self._context)}
         for number, connection in found.items():
-            is_to_store = any(end.rpartition(":")[2] == port for end in connection)
+            is_to_store = any(end.rpartition(":")[2] in ports for end in connection)
             if connection in closing and not is_to_store:
                 with suppress(OSError):  # it has ended meanwhile, by the other end
                     with socket.socket(fileno=os.dup(number)) as one:
