@@ -198,7 +198,7 @@ def test_every_section_can_be_given_in_code() -> None:
         ({"dpp": {}}, ConfigError, "there is no section 'dpp'; sections here: .*ddp"),
         ({"ddp": {"static": True}}, ConfigError, "section 'ddp' has no field 'static'"),
         ({"state": {"timeout_seconds": "long"}}, ConfigError, "timeout_seconds"),
-        ({"state": 3}, TypeError, "a section is its dataclass or a mapping of its fields, not int"),
+        ({"state": 3}, TypeError, "sections\\[.state.\\]=3: a section is its dataclass or a mapping"),
         ({"data": {}}, ValueError, "both given: give the section once"),
     ],
 )

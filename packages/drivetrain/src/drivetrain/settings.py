@@ -113,10 +113,6 @@ class RunSettings:
             )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: must lie between 0 and 2**63 - 1")
-        if self.log_with and self.project_dir is None:
-            raise ValueError(
-                f"log_with={self.log_with!r}: a tracker writes into project_dir, which is not set; give both"
-            )
         if self.project_dir is not None and _LOST_SLASH.match(self.project_dir.as_posix()):
             raise ValueError(
                 f"project_dir={str(self.project_dir)!r}: logs and the plan go into a folder, not to a URL; name a "

@@ -102,7 +102,7 @@ class Accelerator(Ranks, Training, Saving, Results):
             "mixed_precision": mixed_precision,
             "backend": backend.__name__ if isinstance(backend, type) else backend,
             "gradient_accumulation_steps": gradient_accumulation_steps,
-            "project_dir": None if project_dir is None else Path(project_dir),
+            "project_dir": Path(project_dir) if isinstance(project_dir, str) else project_dir,
             "log_with": tracker_names,
             "cpu": cpu,
             "seed": seed,
@@ -138,7 +138,8 @@ class Accelerator(Ranks, Training, Saving, Results):
             object.__setattr__(self, name, value)
 
     def __del__(self) -> None:
-        parts: Parts | None = getattr(self, "_parts", None)  # None: the constructor failed
+        # None where the constructor failed. Not getattr: __getattr__ imports, which an ending interpreter cannot.
+        parts: Parts | None = self.__dict__.get("_parts")
         if parts is not None:
             parts.prepared.untie()
             if parts.watch is not None:

@@ -114,7 +114,7 @@ def _build(
     _check_applied(backend, run, policy)
     _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
     reading = LoaderTracker()
-    # RunSettings refuses names of trackers without a project_dir.
+    # Sections refuses names of trackers without a project_dir.
     named = make_trackers(run.log_with, run.project_dir or "", settings=given.tracking)
     parts = Parts(
         resolved=given.resolved,

@@ -12,6 +12,7 @@ from drivetrain_config import ConfigError, Layers, Resolved, Source, resolve, se
 from drivetrain_config import sections as installed_sections
 from drivetrain_config.source import Entry
 from drivetrain_data import DataSettings
+from drivetrain_messages import suggest
 from drivetrain_precision import PrecisionSettings
 from drivetrain_state import StateSettings
 from drivetrain_tracking import TrackingSettings
@@ -69,11 +70,16 @@ class Sections:
         self, run: Mapping[str, object | None], in_code: Mapping[str, object], layers: Layers
     ) -> None:
         self.resolved: dict[str, Resolved[Any]] = {}
-        self._in_code = {name: dict(_as_mapping(section)) for name, section in in_code.items()}
+        self._in_code = {name: dict(_as_mapping(name, section)) for name, section in in_code.items()}
         self._layers = layers
         given = {name: value for name, value in run.items() if value is not None}
         self._in_code["run"] = {**self._in_code.get("run", {}), **given}
         self.run: RunSettings = self._resolve("run", RunSettings)
+        if self.run.log_with and self.run.project_dir is None:  # the two may come from different layers
+            raise ConfigError(
+                f"{self.resolved['run'].sources['log_with']}: log_with={self.run.log_with!r}: a tracker writes into "
+                "project_dir, which is not set; give both"
+            )
         if self.run.cpu:
             self._place_on_cpu()
         if callable(strategy := self._in_code.get("data", {}).get("strategy")):
@@ -132,18 +138,19 @@ class Sections:
         found = installed_sections(only=names) if names else {}
         if unknown := sorted(names - found.keys()):
             listed = ", ".join(section_names())
-            raise ConfigError(f"code: there is no section {unknown[0]!r}; sections here: {listed}")
+            hint = suggest(unknown[0], section_names())
+            raise ConfigError(f"code: there is no section {unknown[0]!r}{hint}; sections here: {listed}")
         return {
             name: resolve(found[name], section=name, code=self._in_code.get(name), layers=self._layers)
             for name in sorted(names)
         }
 
 
-def _as_mapping(section: object) -> Mapping[str, object]:
+def _as_mapping(name: str, section: object) -> Mapping[str, object]:
     if isinstance(section, Mapping):
         return section
     if not is_dataclass(section):
         raise TypeError(
-            f"a section is its dataclass or a mapping of its fields, not {type(section).__name__}"
+            f"sections[{name!r}]={section!r}: a section is its dataclass or a mapping of its fields"
         )
     return {each.name: getattr(section, each.name) for each in fields(section)}
