@@ -195,7 +195,7 @@ def test_every_section_can_be_given_in_code() -> None:
 @pytest.mark.parametrize(
     ("sections", "error", "says"),
     [
-        ({"dpp": {}}, ConfigError, "there is no section 'dpp'; sections here: .*ddp"),
+        ({"dpp": {}}, ConfigError, "there is no section 'dpp'; did you mean ddp; sections here: .*ddp"),
         ({"ddp": {"static": True}}, ConfigError, "section 'ddp' has no field 'static'"),
         ({"state": {"timeout_seconds": "long"}}, ConfigError, "timeout_seconds"),
         ({"state": 3}, TypeError, "sections\\[.state.\\]=3: a section is its dataclass or a mapping"),

@@ -150,7 +150,5 @@ def _as_mapping(name: str, section: object) -> Mapping[str, object]:
     if isinstance(section, Mapping):
         return section
     if not is_dataclass(section):
-        raise TypeError(
-            f"sections[{name!r}]={section!r}: a section is its dataclass or a mapping of its fields"
-        )
+        raise TypeError(f"sections[{name!r}]={section!r}: a section is its dataclass or a mapping of fields")
     return {each.name: getattr(section, each.name) for each in fields(section)}
