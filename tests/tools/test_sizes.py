@@ -68,7 +68,8 @@ def make_package(root: Path, room: str) -> None:
     (folder / "src" / "drivetrain_toy" / "room.py").write_text(room)
     (root / "docs").mkdir()
     (root / "docs" / "platforms.md").write_text("")
-    (root / "docs" / "design.md").write_text("| drivetrain-toy | drivetrain_toy | a toy | 500 |\n")
+    limits = "all packages have at most 500 lines, and none more than 500\n"
+    (root / "docs" / "design.md").write_text(f"| drivetrain-toy | drivetrain_toy | a toy | 500 |\n{limits}")
 
 
 def test_a_clean_tree_has_no_finding(tmp_path: Path) -> None:
