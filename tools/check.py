@@ -69,7 +69,7 @@ CHECKS = (
         run=english.check,
         looks_at="docstrings begin with a verb or a noun, and say something",
     ),
-    Check(name="names", run=names.check, looks_at="names of classes and files that stand twice"),
+    Check(name="names", run=names.check, looks_at="names of public classes that stand twice"),
     Check(name="docs", run=site.check, looks_at="the site builds without a warning, every code block runs"),
     Check(name="test", run=suite.check, looks_at="the README's test command", slow=True),
     Check(

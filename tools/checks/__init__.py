@@ -1,1 +1,1 @@
-"""What `tools/check.py` runs: one room a check, each a function from the repository's root to its findings."""
+"""What `tools/check.py` runs: one module a check, each a function from the repository's root to its findings."""

@@ -14,17 +14,17 @@ _LIMITS = re.compile(r"all packages have at most ([\d,]+) lines, and none more t
 _ROW = re.compile(r"^\| (?P<distribution>drivetrain[\w-]*) \|.*\| (?P<lines>[\d,]+) \|$", re.MULTILINE)
 
 
-def overdrawn(rooms: Iterable[Source], design: str) -> list[Finding]:
+def overdrawn(files: Iterable[Source], design: str) -> list[Finding]:
     """Compare the lines of each package with its budget.
 
     Args:
-        rooms: The files of all packages.
+        files: The files of all packages.
         design: The text of the page with the table of packages, whose last column is the budget.
     """
     lines: Counter[str] = Counter()
-    for room in rooms:
-        _, package, *_ = PurePosixPath(room.path).parts
-        lines[package] += len(room.text.splitlines())
+    for file in files:
+        _, package, *_ = PurePosixPath(file.path).parts
+        lines[package] += len(file.text.splitlines())
     budget = {
         row["distribution"].removeprefix("drivetrain-"): int(row["lines"].replace(",", ""))
         for row in _ROW.finditer(design)

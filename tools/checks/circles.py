@@ -1,4 +1,4 @@
-"""No circles: within a folder, rooms and folders import each other in one direction, also for types alone."""
+"""No circles: within a folder, modules and folders import each other in one direction, also for types alone."""
 
 import ast
 from collections import defaultdict
@@ -9,12 +9,12 @@ from checks.findings import Finding
 from checks.sources import Source
 
 
-def circles(rooms: Iterable[Source]) -> list[Finding]:
+def circles(files: Iterable[Source]) -> list[Finding]:
     """Find a circle in each folder of every package that has one.
 
     import-linter looks at the floors and at the folders that its contracts name; this looks at all of them.
     """
-    sources = {_module(source.path): source for source in rooms}
+    sources = {_module(source.path): source for source in files}
     edges: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for module, source in sources.items():
         for imported in _imported(source, sources):
@@ -38,7 +38,7 @@ def _module(path: str) -> str:
 
 
 def _imported(source: Source, known: Mapping[str, Source]) -> Iterator[str]:
-    """The modules of the workspace that a room imports anywhere, whichever way."""
+    """The modules of the workspace that a module imports anywhere, whichever way."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -1,4 +1,4 @@
-"""What a room never does: read the environment, write a global, swallow an error, keep state in a module."""
+"""What a module never does: read the environment, write a global, swallow an error, keep state in a module."""
 
 import ast
 from collections.abc import Callable, Iterator

@@ -38,12 +38,12 @@ def private_names(sources: Iterable[Source], table: str) -> list[Finding]:
         sources: The files of all packages.
         table: The text of docs/platforms.md.
     """
-    rooms, listed = list(sources), frozenset(re.findall(r"`(_\w+)`", table))
+    files, listed = list(sources), frozenset(re.findall(r"`(_\w+)`", table))
     owned: dict[str, set[str]] = {}  # by package
-    for source in rooms:
+    for source in files:
         owned.setdefault(_package(source), set()).update(_defined(source.tree))
     found: list[Finding] = []
-    for source in rooms:
+    for source in files:
         is_compat = PurePosixPath(source.path).name == "compat.py"
         own = frozenset[str]() if is_compat else _defined(source.tree) - listed
         for node in ast.walk(source.tree) if source.path not in ALLOWED_FILES else ():

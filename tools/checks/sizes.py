@@ -1,4 +1,4 @@
-"""Rooms stay small and say what they hold."""
+"""Files stay small, and their names say what they hold."""
 
 import ast
 from collections import defaultdict
@@ -11,7 +11,7 @@ from checks.circles import circles
 from checks.findings import Finding
 from checks.forbidden import RULES
 from checks.private_names import TABLE, private_names
-from checks.settings_rooms import foreign_imports, unimportable_settings
+from checks.settings_modules import foreign_imports, unimportable_settings
 from checks.sources import Source, read_sources
 from checks.workspace import read_packages
 
@@ -22,17 +22,17 @@ NAMES_THAT_SAY_NOTHING = frozenset({"utils", "util", "common", "helpers", "helpe
 
 
 def check(root: Path) -> list[Finding]:
-    """Look at every room of every package, and at the tools, benchmarks and examples beside them."""
-    rooms = list(read_sources(root, "packages/*/src/**/*.py"))
+    """Look at every file of every package, and at the tools, benchmarks and examples beside them."""
+    files = list(read_sources(root, "packages/*/src/**/*.py"))
     beside = list(read_sources(root, "tools/**/*.py", "benchmarks/**/*.py", "examples/**/*.py"))
     known = read_packages(root)
-    found = [finding for source in [*rooms, *beside] for finding in lengths_and_names(source)]
-    found += [*long_files(rooms, hearts=1), *long_files(beside, hearts=0)]
-    found += [*overdrawn(rooms, (root / DESIGN).read_text()), *circles(rooms)]
-    found += [finding for source in rooms for rule in RULES for finding in rule(source)]
-    found += backend_branches(rooms, known.values())
-    found += private_names(rooms, (root / TABLE).read_text())
-    found += [finding for source in rooms for finding in foreign_imports(source)]
+    found = [finding for source in [*files, *beside] for finding in lengths_and_names(source)]
+    found += [*long_files(files, hearts=1), *long_files(beside, hearts=0)]
+    found += [*overdrawn(files, (root / DESIGN).read_text()), *circles(files)]
+    found += [finding for source in files for rule in RULES for finding in rule(source)]
+    found += backend_branches(files, known.values())
+    found += private_names(files, (root / TABLE).read_text())
+    found += [finding for source in files for finding in foreign_imports(source)]
     found += unimportable_settings(root, known.values())
     return found
 
@@ -58,7 +58,7 @@ def long_files(sources: Iterable[Source], *, hearts: int) -> list[Finding]:
             spare[package] -= 1
         elif number > MOST_LINES_A_FILE:
             most = f"{MOST_LINES_A_FILE}, the heart of a package {MOST_LINES_A_HEART}"
-            message = f"{number} lines; a file has at most {most}: give its second concept a room of its own"
+            message = f"{number} lines; a file has at most {most}: give its second concept a file of its own"
             found.append(Finding(where=path, message=message))
     return found
 
@@ -85,6 +85,6 @@ def _empty_name(source: Source) -> list[Finding]:
     words = [part.strip("_") for part in (*path.parts[:-1], path.stem)]
     said = [word for word in words if word in NAMES_THAT_SAY_NOTHING]
     return [
-        Finding(where=source.path, message=f"{word!r} does not say what the room holds: name its concept")
+        Finding(where=source.path, message=f"{word!r} does not say what the file holds: name its concept")
         for word in said
     ]

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from checks.settings_rooms import foreign_imports, unimportable_settings
+from checks.settings_modules import foreign_imports, unimportable_settings
 from checks.sources import parse
 from checks.workspace import read_packages
 

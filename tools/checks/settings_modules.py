@@ -1,4 +1,4 @@
-"""A settings room needs Python alone, so that the launcher reads every section without torch."""
+"""A settings module needs Python alone, so that the launcher reads every section without torch."""
 
 import ast
 import json
@@ -38,7 +38,7 @@ def foreign_imports(source: Source) -> list[Finding]:
     if not source.path.endswith("/settings.py"):
         return []
     return [
-        source.finding(node, f"imports {module}; a settings room imports the standard library alone")
+        source.finding(node, f"imports {module}; a settings module imports the standard library alone")
         for node in ast.walk(source.tree)
         for module in _imported(node)
         if module.partition(".")[0] not in sys.stdlib_module_names
@@ -46,17 +46,17 @@ def foreign_imports(source: Source) -> list[Finding]:
 
 
 def unimportable_settings(root: Path, packages: Iterable[Package]) -> list[Finding]:
-    """Settings rooms that cannot be imported while torch and every other third party is blocked."""
+    """Settings modules that cannot be imported while torch and every other third party is blocked."""
     sources = {package.module: root / "packages" / package.name / "src" for package in packages}
-    rooms = {f"{name}.settings": source / name / "settings.py" for name, source in sources.items()}
-    modules = [module for module, file in rooms.items() if file.exists()]
+    files = {f"{name}.settings": source / name / "settings.py" for name, source in sources.items()}
+    modules = [module for module, file in files.items() if file.exists()]
     if not modules:
         return []
     command = [sys.executable, "-c", _PROBE, ",".join(map(str, sources.values())), ",".join(modules)]
     finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     failures: dict[str, str] = json.loads(finished.stdout)
     return [
-        Finding(where=rooms[module].relative_to(root).as_posix(), message=f"without third parties: {reason}")
+        Finding(where=files[module].relative_to(root).as_posix(), message=f"without third parties: {reason}")
         for module, reason in failures.items()
     ]
 
