@@ -17,7 +17,7 @@ def findings(checks: list[dict]) -> list[tuple[str, str]]:  # type: ignore[type-
 
 
 @pytest.mark.slow
-def test_a_host_with_faults_names_each_with_its_mend_and_exits_with_1(
+def test_a_host_with_faults_names_each_with_its_repair_and_exits_with_1(
     drivetrain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -30,7 +30,7 @@ def test_a_host_with_faults_names_each_with_its_mend_and_exits_with_1(
     for text in (
         "error    variables",
         "GLOO_SOCKET_IFNAME=nowhere0 names no interface of this host",
-        "mend: export GLOO_SOCKET_IFNAME=INTERFACE",
+        "repair: export GLOO_SOCKET_IFNAME=INTERFACE",
         f"error: port {port} is in use",
         "and this run fills",
         "skipped  gloo between ranks  a single rank has no peer",

@@ -202,7 +202,7 @@ def test_debians_own_name_is_told_and_gloo_fails_as_a_run_would(start: Start) ->
     whole = json.loads(leader.communicate(timeout=500)[0])
     (told,) = [c for c in whole["hosts"][1]["checks"] if c["name"] == "addresses"]
     assert "this host's own name, node1, is 127.0.1.1 in /etc/hosts" in whats(told)[0]
-    assert "export GLOO_SOCKET_IFNAME=eth0" in told["findings"][0]["mend"]
+    assert "export GLOO_SOCKET_IFNAME=eth0" in told["findings"][0]["repair"]
     assert checks(whole)["gloo between hosts"]["state"] == "error"
     assert leader.returncode == 1
 

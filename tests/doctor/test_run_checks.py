@@ -11,7 +11,7 @@ def judged(*severities: str) -> CheckReport:
     found = CheckReport("summary")
     for severity in severities:
         judge = found.error if severity == "error" else found.warning
-        judge("what", why="why", mend="mend", number=3.0)
+        judge("what", why="why", repair="repair", number=3.0)
     return found
 
 

@@ -141,7 +141,7 @@ class Host:
         """Take the link to the other hosts down: nothing passes, and no connection is closed."""
         _run("ip", "link", "set", self._link, "down")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Bring the link up again."""
         _run("ip", "link", "set", self._link, "up")
 

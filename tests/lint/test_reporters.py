@@ -32,8 +32,8 @@ def test_text_shows_the_line_and_a_mark_below_the_fault() -> None:
     assert shown[0] == "train.py:4:2 error DT101 collective-on-some-ranks"
     assert " ".join(shown[1:3]).endswith("(line 3) lets   in")
     assert shown[3:6] == ["    |", "  4 |     accelerator.gather(x)", "    |     ^^^^^^^^^^^^^^^^^^^^^"]
-    assert shown[6].startswith("  why   The ranks that call it wait")
-    assert shown[7].startswith("  mend  Call it on all ranks")
+    assert shown[6].startswith("  why     The ranks that call it wait")
+    assert shown[7].startswith("  repair  Call it on all ranks")
     assert shown[-1] == "1 file, 1 error"
 
 

@@ -58,7 +58,7 @@ def test_buffers_of_a_module_are_ties_too_under_their_renamed_names() -> None:
     assert find_ties(Tied()) == {"head.weight": "embed.weight"}
 
 
-def test_a_load_that_parts_them_is_mended() -> None:
+def test_a_load_that_parts_them_is_repaired() -> None:
     with torch.device("meta"):
         model = Tied()
     ties = find_tied_parameters(model)

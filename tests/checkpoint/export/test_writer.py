@@ -240,7 +240,7 @@ class KilledError(BaseException):
 
 @pytest.mark.parametrize("new", SIZES)
 @pytest.mark.parametrize("old", SIZES)
-def test_killed_between_any_two_changes_a_folder_holds_the_old_or_the_new_or_none_and_a_save_mends_it(
+def test_killed_between_any_two_changes_a_folder_holds_the_old_or_the_new_or_none_and_a_save_repairs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     changes = 0

@@ -39,8 +39,8 @@ def test_debians_own_name_breaks_several_hosts_and_not_one() -> None:
     (finding,) = judge_addresses(measured, TWO).findings
     assert finding.severity == "error"
     assert finding.what.endswith("node1, is 127.0.1.1 in /etc/hosts (as Debian's installer writes it)")
-    assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.mend
-    assert "'10.0.0.2 node1' into its /etc/hosts" in finding.mend
+    assert "export GLOO_SOCKET_IFNAME=eth0 on this host" in finding.repair
+    assert "'10.0.0.2 node1' into its /etc/hosts" in finding.repair
     assert whats(measured, CheckedRun()) == []
     named = replace(TWO, environment={"GLOO_SOCKET_IFNAME": "eth0"})
     assert whats(replace(HEALTHY, host_addresses=()), named) == []
@@ -86,7 +86,7 @@ def test_slow_name_servers_are_told_with_the_time() -> None:
     assert finding.what == "looking up the hosts' names took 10.2 s"
     (finding,) = judge_addresses(replace(HEALTHY, reverse_seconds=3.0), TWO).findings
     assert finding.what.startswith("looking up the name of this host's own address took 3.0 s or more")
-    assert "/etc/hosts" in finding.mend
+    assert "/etc/hosts" in finding.repair
 
 
 def test_a_name_that_does_not_resolve_here_is_found() -> None:

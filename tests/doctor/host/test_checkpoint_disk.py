@@ -12,7 +12,7 @@ TWO = CheckedRun(num_nodes=2, node_rank=0)
 
 def test_a_fast_shared_folder_has_no_finding() -> None:
     report = judge_disk(GOOD, TWO)
-    assert (report.findings, report.summary) == ([], "nfs4, 1,000 MB/s, 1.10 TB free in /data")
+    assert (report.findings, report.summary) == ([], "nfs4, 1.00 GB/s, 1.10 TB free in /data")
 
 
 def test_a_folder_of_this_machine_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_type_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
             "one of 100 million parameters fills it",
         ),
         (
-            {"bytes_per_second": 10e6}, ("warning", "/data takes 10.0 MB/s, written to the disk"), "take 27 min",
+            {"bytes_per_second": 10e6}, ("warning", "/data takes 10.00 MB/s, written to the disk"), "take 27 min",
         ),
         ({"free_files": 3}, ("warning", "3 more files fit into /data (df -i)"), ""),
         ({"kind": "tmpfs"}, ("warning", "/data is in memory (tmpfs)"), ""),

@@ -111,11 +111,11 @@ def test_a_driver_that_does_not_fit(changes: dict[str, object], found: list[tupl
 def test_torch_for_the_cpu_on_a_host_with_gpus(loaded: str, kind: str) -> None:
     (finding,) = judge_driver(GpuMeasurement(**{loaded: True})).findings  # type: ignore[arg-type]
     assert finding.what == f"this host has {kind} GPUs, and torch is built for the CPU"
-    assert "download.pytorch.org" in finding.mend
+    assert "download.pytorch.org" in finding.repair
 
 
 @pytest.mark.parametrize(
-    ("peers", "severity", "what", "mend"),
+    ("peers", "severity", "what", "repair"),
     [
         ({"0-1": "wrong data", "1-0": "yes"}, "error", "copies between GPUs 0-1 arrive changed",
          "NCCL_P2P_DISABLE=1"),
@@ -123,11 +123,11 @@ def test_torch_for_the_cpu_on_a_host_with_gpus(loaded: str, kind: str) -> None:
     ],
 )  # fmt: skip
 def test_peer_to_peer_that_is_missing_or_changes_data(
-    peers: dict[str, str], severity: str, what: str, mend: str
+    peers: dict[str, str], severity: str, what: str, repair: str
 ) -> None:
     (finding,) = judge_peers(replace(HEALTHY, peers=peers)).findings
     assert (finding.severity, finding.what) == (severity, what)
-    assert mend in finding.mend
+    assert repair in finding.repair
 
 
 def test_peer_to_peer_needs_two_gpus() -> None:

@@ -16,7 +16,7 @@ JUDGE_HERE = (
     "from drivetrain_doctor.host.limits import judge_limits, measure_limits\n"
     "from drivetrain_doctor.checked_run import CheckedRun\n"
     "for found in judge_limits(measure_limits(), CheckedRun(processes_per_node=8)).findings:\n"
-    "    print(found.severity, found.what, '|', found.mend)\n"
+    "    print(found.severity, found.what, '|', found.repair)\n"
 )
 
 
@@ -39,7 +39,7 @@ def test_low_limits_of_this_process_are_found() -> None:
 def test_files_are_an_error_below_what_the_store_needs_and_a_warning_below_what_workers_do() -> None:
     tight = replace(WIDE, open_files=1024, most_open_files=524288)
     assert whats(tight) == [("warning", "1,024 open files (ulimit -n)")]
-    assert judge_limits(tight, EIGHT).findings[0].mend == "ulimit -n 65536"
+    assert judge_limits(tight, EIGHT).findings[0].repair == "ulimit -n 65536"
     assert whats(tight, replace(EIGHT, num_workers=0)) == []
     thousand = replace(EIGHT, num_nodes=128)
     assert whats(tight, replace(thousand, node_rank=0))[0][0] == "error"
@@ -48,9 +48,9 @@ def test_files_are_an_error_below_what_the_store_needs_and_a_warning_below_what_
 
 
 def test_a_hard_limit_is_raised_by_root_alone() -> None:
-    mend = judge_limits(replace(WIDE, open_files=1024, most_open_files=1024), EIGHT).findings[0].mend
-    assert "limits.conf" in mend
-    assert "docker run --ulimit nofile=65536" in mend
+    repair = judge_limits(replace(WIDE, open_files=1024, most_open_files=1024), EIGHT).findings[0].repair
+    assert "limits.conf" in repair
+    assert "docker run --ulimit nofile=65536" in repair
 
 
 TIGHT_GROUP = GroupLimits(pids=100, used_pids=20)

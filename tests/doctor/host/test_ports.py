@@ -19,7 +19,7 @@ def test_a_port_in_use_is_told_with_its_holder_and_another_port() -> None:
     assert finding.severity == "error"
     if os.path.exists("/proc/net/tcp"):
         assert finding.what.startswith(f"port {port} is in use, held by process {os.getpid()} (")
-    assert f"--master-port {port + 1 if port <= 65000 else 29500} on every host" in finding.mend
+    assert f"--master-port {port + 1 if port <= 65000 else 29500} on every host" in finding.repair
 
 
 def test_a_free_port_is_free() -> None:
@@ -52,7 +52,7 @@ def test_a_host_without_the_store_says_who_listens() -> None:
 def test_a_port_of_another_user_or_of_root(port: int, bind_error: str, what: str, other: int) -> None:
     (finding,) = judge_port(PortMeasurement(port=port, bind_error=bind_error), TWO).findings
     assert finding.what == f"port {port} {what}"
-    assert f"--master-port {other}" in finding.mend
+    assert f"--master-port {other}" in finding.repair
 
 
 @pytest.mark.parametrize(

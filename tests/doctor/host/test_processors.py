@@ -42,7 +42,9 @@ def test_a_binding_or_a_quota_counts_and_not_the_machine(
 def test_workers_that_do_not_fit_are_told_how_many_do() -> None:
     run = CheckedRun(processes_per_node=2, num_workers=8)
     (finding,) = judge_processors(replace(EIGHT, usable=2), run).findings
-    assert finding.mend.startswith("num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task")
+    assert finding.repair.startswith(
+        "num_workers=1 in the DataLoader, or request more (sbatch --cpus-per-task"
+    )
 
 
 def test_this_machine_has_cores() -> None:

@@ -31,7 +31,7 @@ def test_dockers_64_megabytes_are_a_warning_without_a_batch_and_an_error_with_a_
     (finding,) = judge_shared_memory(DOCKER, ASKED).findings
     assert finding.severity == "warning"
     assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, as Docker gives it"
-    assert "docker run --shm-size=8g" in finding.mend
+    assert "docker run --shm-size=8g" in finding.repair
     (finding,) = judge_shared_memory(DOCKER, replace(ASKED, batch_bytes=10_000_000)).findings
     assert finding.severity == "error"
     assert finding.what == "/dev/shm has 67.11 MB free of 67.11 MB, and this run fills 180.00 MB"

@@ -25,7 +25,7 @@ def test_a_clock_that_is_off_is_named_with_direction_and_bound() -> None:
     (finding,) = judge_clocks({1: near, 2: off}, NAMES).findings
     assert finding.severity == "warning"
     assert finding.what == "the clock of host 2 (c) is 90.0 s behind that of host 0 (+- 0.004 s)"
-    assert "on host 2 (c): timedatectl set-ntp true" in finding.mend
+    assert "on host 2 (c): timedatectl set-ntp true" in finding.repair
 
 
 def test_minutes_break_signed_requests() -> None:

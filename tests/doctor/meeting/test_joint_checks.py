@@ -25,7 +25,7 @@ ASKED = CheckedRun(num_nodes=4, node_rank=0, master_addr="node0", master_port=29
 def test_hosts_that_did_not_come_are_named_with_the_time() -> None:
     (finding,) = judge_roster(4, {0: "a", 2: "c"}, ASKED).findings
     assert (finding.severity, finding.what) == ("error", "hosts 1, 3 did not come within 5 s")
-    assert "its own --node-rank" in finding.mend
+    assert "its own --node-rank" in finding.repair
 
 
 def test_all_hosts_came() -> None:

@@ -27,7 +27,7 @@ def test_open_ways_have_no_finding() -> None:
 def test_a_firewall_in_front_of_one_host_is_one_finding() -> None:
     closed = ways(w02="no answer", w12="no answer", w32="no answer")
     assert whats(closed) == ["no other host reaches host 2 on a port that its system chose (no answer)"]
-    assert "on host 2, allow the other hosts" in judge_reach(closed, (), NAMES).findings[0].mend
+    assert "on host 2, allow the other hosts" in judge_reach(closed, (), NAMES).findings[0].repair
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ BROKEN = CheckReport(
             severity="error",
             what="port 29500 is in use",
             why="the store cannot listen",
-            mend="say --master-port 29501",
+            repair="say --master-port 29501",
         )
     ],
 )
@@ -21,12 +21,12 @@ BROKEN = CheckReport(
 
 def slow(rate: str) -> CheckReport:
     finding = DoctorFinding(
-        severity="warning", what=f"/data takes {rate} MB/s", why=f"{rate} is little", mend="a faster disk"
+        severity="warning", what=f"/data takes {rate} MB/s", why=f"{rate} is little", repair="a faster disk"
     )
     return CheckReport(name="disk", summary=rate, findings=[finding])
 
 
-def test_findings_stand_below_their_check_with_their_mend() -> None:
+def test_findings_stand_below_their_check_with_their_repair() -> None:
     shown = table(
         Examination(
             num_nodes=1, num_processes=2, hosts=(("this host", (FINE, SKIPPED, BROKEN)),), seconds=2.14
@@ -40,8 +40,8 @@ def test_findings_stand_below_their_check_with_their_mend() -> None:
         "skipped  GPU driver  no NVIDIA or AMD driver is loaded",
         "error    port        port 29500",
         "         error: port 29500 is in use",
-        "           why:  the store cannot listen",
-        "           mend: say --master-port 29501",
+        "           why:    the store cannot listen",
+        "           repair: say --master-port 29501",
         "",
         "1 error, 0 warnings, 1 skipped: a run will break",
     ]
@@ -56,7 +56,7 @@ def test_hosts_that_differ_in_a_number_alone_share_a_finding_and_others_are_name
 def test_findings_of_one_host_that_differ_in_a_number_stay_apart() -> None:
     report = CheckReport("2 devices", name="GPU driver")
     for device in range(2):
-        report.warning(f"other processes hold 60% of the memory of GPU {device}", why="why", mend="mend")
+        report.warning(f"other processes hold 60% of the memory of GPU {device}", why="why", repair="repair")
     (row,) = merge_hosts([("host 0", (report,)), ("host 1", ())])
     assert [(finding.what[-5:], hosts) for finding, hosts in row.findings] == [
         ("GPU 0", ("host 0",)),
@@ -79,7 +79,7 @@ def test_long_texts_are_wrapped_at_the_terminals_width_and_coloured_there() -> N
     long = CheckReport(
         name="x",
         summary="word " * 60,
-        findings=[DoctorFinding(severity="warning", what="a " * 80, why="b " * 80, mend="c " * 80)],
+        findings=[DoctorFinding(severity="warning", what="a " * 80, why="b " * 80, repair="c " * 80)],
     )
     examination = Examination(num_nodes=1, num_processes=1, hosts=(("this host", (long,)),))
     assert max(map(len, table(examination, is_coloured=False, width=80).splitlines())) <= 80

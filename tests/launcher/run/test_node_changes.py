@@ -109,7 +109,7 @@ def test_a_host_that_is_gone_is_left_behind_and_taken_in_when_it_comes_back(
             "the host of the store of this run (10.213.7.1:29500) has been silent for 6 s" in launcher.output
         )
         wait_until(lambda: not gone.pids())
-        gone.mend()
+        gone.repair()
     if how == "freeze":
         gone.thaw()
         began = time.monotonic()

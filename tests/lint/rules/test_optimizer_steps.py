@@ -23,9 +23,9 @@ def test_a_backward_past_the_accelerator_is_found(lines: str, found: bool) -> No
     assert codes(f"{ACCELERATOR}{PREPARED}{lines}\n", select=("DT301",)) == (["DT301"] if found else [])
 
 
-def test_its_mend_names_the_loss() -> None:
+def test_its_repair_names_the_loss() -> None:
     (found,) = findings(f"{ACCELERATOR}{PREPARED}scaler.scale(model(x)).backward()\n", select=("DT301",))
-    assert found.mend == "Write accelerator.backward(model(x))."
+    assert found.repair == "Write accelerator.backward(model(x))."
 
 
 def test_a_plain_script_calls_backward_itself() -> None:

@@ -66,7 +66,7 @@ def test_a_renamed_object_is_told_with_its_new_name() -> None:
         script("ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)"), select=("DT201",)
     )
     assert "put the prepared one into `ddp`" in found.what
-    assert found.mend == "Use `ddp`, or assign the prepared object to `model`."
+    assert found.repair == "Use `ddp`, or assign the prepared object to `model`."
 
 
 def test_a_dropped_result_is_found_if_the_objects_are_used() -> None:
@@ -74,7 +74,9 @@ def test_a_dropped_result_is_found_if_the_objects_are_used() -> None:
         ("DT202", 9)
     ]
     (found,) = findings(script("accelerator.prepare(model, optimizer, loader)"), select=("DT202",))
-    assert found.mend == "Assign it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+    assert (
+        found.repair == "Assign it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+    )
     assert codes(ACCELERATOR + "accelerator.prepare(torch.nn.Linear(4, 1))\n") == []
 
 

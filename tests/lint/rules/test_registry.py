@@ -40,6 +40,6 @@ def test_the_page_has_every_text_of_each_rule() -> None:
         row.strip("| ").split(" | ") for row in re.findall(r"^\| DT\d{3} .*$", PAGE.read_text(), re.MULTILINE)
     ]
     assert rows == [
-        [f"{rule.code} `{rule.name}`", rule.severity.value, rule.summary, rule.why, rule.mend]
+        [f"{rule.code} `{rule.name}`", rule.severity.value, rule.summary, rule.why, rule.repair]
         for rule in (UNREADABLE, *ALL_RULES)
     ]

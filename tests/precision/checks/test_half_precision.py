@@ -132,7 +132,7 @@ def test_a_whole_step_reports_what_the_user_wrote_and_nothing_that_torch_does() 
     }
 
 
-def test_under_autocast_only_what_it_does_not_mend_is_found() -> None:
+def test_under_autocast_only_what_it_does_not_repair_is_found() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Softmax(-1))
     with torch.autocast("cpu", BF16):
         assert not found(lambda x: F.cross_entropy(model(x), LABELS), torch.ones(3, 4))

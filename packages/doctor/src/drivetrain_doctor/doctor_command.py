@@ -1,4 +1,4 @@
-"""Find what would break a run, on this host or on all, each with its mend."""
+"""Find what would break a run, on this host or on all, each with its repair."""
 
 import json
 import shutil

@@ -17,14 +17,14 @@ class DoctorFinding:
         severity: "error" if it will break a run, else "warning".
         what: The fault, with the measured value.
         why: The effect on a run.
-        mend: The command to run or the setting to change.
+        repair: The command to run or the setting to change.
         measured: The numbers and names behind it, for programs.
     """
 
     severity: Severity
     what: str
     why: str
-    mend: str
+    repair: str
     measured: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
 
@@ -48,16 +48,16 @@ class CheckReport:
             return min(finding.severity for finding in self.findings)  # "error" before "warning"
         return "skipped" if self.is_skipped else "ok"
 
-    def error(self, what: str, *, why: str, mend: str, **measured: float | str) -> None:
+    def error(self, what: str, *, why: str, repair: str, **measured: float | str) -> None:
         """Add a finding that will break a run."""
         self.findings.append(
-            DoctorFinding(severity="error", what=what, why=why, mend=mend, measured=measured)
+            DoctorFinding(severity="error", what=what, why=why, repair=repair, measured=measured)
         )
 
-    def warning(self, what: str, *, why: str, mend: str, **measured: float | str) -> None:
+    def warning(self, what: str, *, why: str, repair: str, **measured: float | str) -> None:
         """Add a finding that may slow a run, or break a larger one."""
         self.findings.append(
-            DoctorFinding(severity="warning", what=what, why=why, mend=mend, measured=measured)
+            DoctorFinding(severity="warning", what=what, why=why, repair=repair, measured=measured)
         )
 
     def as_data(self) -> dict[str, Any]:

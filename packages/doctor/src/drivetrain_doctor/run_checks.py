@@ -36,7 +36,7 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
         report.error(
             f"did not end within {limit_seconds:g} s",
             why="what hangs here, most often a file server, a name server or a driver, hangs a run too",
-            mend=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
+            repair=f"look at what {check.name} asks, one by one (ls of the folder, getent hosts NAME, nvidia-smi)",
             limit_seconds=limit_seconds,
         )
     except OSError as failure:

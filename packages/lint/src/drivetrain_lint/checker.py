@@ -20,7 +20,7 @@ UNREADABLE: Rule[Any] = Rule(
     severity=Severity.ERROR,
     summary="The file does not parse.",
     why="Nothing in it was checked.",
-    mend="Correct it, or leave the file out.",
+    repair="Correct it, or leave the file out.",
     visits=lambda _: (),
     check=lambda _: (),
 )
@@ -77,7 +77,7 @@ def check_document(document: Document | Unreadable, *, rules: Sequence[Rule[Any]
         name=UNREADABLE.name,
         severity=UNREADABLE.severity,
         why=UNREADABLE.why,
-        mend=UNREADABLE.mend,
+        repair=UNREADABLE.repair,
     )
     return [unreadable]
 
@@ -99,7 +99,7 @@ def _make_finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
         severity=hit.severity or rule.severity,
         what=hit.what if hit.what[:1] == "`" else hit.what[:1].upper() + hit.what[1:],
         why=rule.why,
-        mend=hit.mend or rule.mend,
+        repair=hit.repair or rule.repair,
         source_line=text,
         cell=cell,
     )

@@ -14,11 +14,11 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A place that breaks a rule; its mend and severity are by default the rule's."""
+    """A place that breaks a rule; its repair and severity are by default the rule's."""
 
     node: ast.AST
     what: str
-    mend: str | None = None
+    repair: str | None = None
     severity: Severity | None = None
 
 
@@ -35,7 +35,7 @@ class Finding:
         name: The rule's name in words, such as "collective-on-some-ranks".
         what: The fault, in a sentence.
         why: The consequence of the fault.
-        mend: The change that removes it.
+        repair: The change that removes it.
         cell: The code cell of a notebook, from 1; None in a script.
     """
 
@@ -48,7 +48,7 @@ class Finding:
     severity: Severity
     what: str
     why: str
-    mend: str
+    repair: str
     source_line: str
     cell: int | None = None
 

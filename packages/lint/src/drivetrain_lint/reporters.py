@@ -36,8 +36,8 @@ def as_text(report: Report, *, is_coloured: bool = False, width: int = 100) -> s
             margin = paint(f"{' ' * len(number)} |", _DIM)
             source = f"{paint(f'{number} |', _DIM)} {finding.source_line.rstrip().expandtabs(4)}"
             lines += [f"  {margin}", f"  {source}", f"  {margin} {' ' * start}{mark}"]
-        for label, text, label_colour in (("why", finding.why, _DIM), ("mend", finding.mend, _GREEN)):
-            lines.append(_wrap(text, f"  {label:<6}", width).replace(label, paint(label, label_colour), 1))
+        for label, text, label_colour in (("why", finding.why, _DIM), ("repair", finding.repair, _GREEN)):
+            lines.append(_wrap(text, f"  {label:<8}", width).replace(label, paint(label, label_colour), 1))
         lines.append("")
     return "\n".join([*lines, summary(report) if report.findings else paint(summary(report), _GREEN), ""])
 
@@ -81,7 +81,7 @@ def as_sarif(report: Report) -> str:
             "name": "".join(word.capitalize() for word in rule.name.split("-")),
             "shortDescription": {"text": rule.summary},
             "fullDescription": {"text": f"{rule.summary} {rule.why}"},
-            "help": {"text": rule.mend},
+            "help": {"text": rule.repair},
             "defaultConfiguration": {"level": rule.severity, "enabled": True},
         }
         for rule in rules
@@ -104,7 +104,7 @@ def as_sarif(report: Report) -> str:
                 "ruleId": finding.code,
                 "ruleIndex": indices[finding.code],
                 "level": finding.severity,
-                "message": {"text": f"{finding.what}{cell}. {finding.why} {finding.mend}"},
+                "message": {"text": f"{finding.what}{cell}. {finding.why} {finding.repair}"},
                 "locations": [{"physicalLocation": location}],
             }
         )
@@ -127,7 +127,7 @@ def as_github(report: Report) -> str:
             f"{name}={_escape(str(value)).replace(':', '%3A').replace(',', '%2C')}"
             for name, value in properties.items()
         )
-        message = f"{finding.what}. {finding.why} {finding.mend}".replace("..", ".")
+        message = f"{finding.what}. {finding.why} {finding.repair}".replace("..", ".")
         commands.append(f"::{finding.severity} {listed}::{_escape(message)}\n")
     return "".join(commands)
 

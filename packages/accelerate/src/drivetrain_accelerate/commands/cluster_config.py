@@ -108,7 +108,7 @@ class BaseConfig:
         known = {each.name for each in fields(cls)}
         if unknown := sorted(config.keys() - known - _UNSAID.keys()):
             raise ValueError(
-                f"The config file at {path} had unknown keys ({unknown}): take them out, or mend their names"
+                f"The config file at {path} had unknown keys ({unknown}): take them out, or correct their names"
             )
         if "num_processes" in known and config["distributed_type"] == DistributedType.NO:
             config.setdefault("num_processes", 1)

@@ -108,7 +108,7 @@ def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckR
         report.warning(
             f"looking up the hosts' names took {measured.lookup_seconds:.1f} s",
             why="each process looks names up as it starts; a name server that does not answer costs 5 s a try",
-            mend=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
+            repair=f"{_HOSTS_FILE}, or take the dead name server out of /etc/resolv.conf",
             seconds=measured.lookup_seconds,
         )
     if measured.reverse_seconds > _SLOW_LOOKUP_SECONDS:
@@ -117,7 +117,7 @@ def judge_addresses(measured: AddressMeasurement, checked: CheckedRun) -> CheckR
             "as many lookups at once as ranks join",
             why="torch looks up the name at the other end of each connection as it is made: joining takes "
             "so much longer",
-            mend=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
+            repair=f"{_HOSTS_FILE} (IPv4 also as ::ffff:ADDRESS), or run a caching name server",
             seconds=measured.reverse_seconds,
         )
     if checked.num_nodes > 1:
@@ -132,7 +132,7 @@ def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: 
     """Judge where gloo listens without GLOO_SOCKET_IFNAME: at the address of this host's own name."""
     if checked.environment.get("GLOO_SOCKET_IFNAME"):
         return
-    mend = (
+    repair = (
         f"export GLOO_SOCKET_IFNAME={measured.outgoing_interface or 'INTERFACE'} on this host, or write "
         f"'{measured.outgoing_address or 'ADDRESS'} {measured.host_name}' into its /etc/hosts"
     )
@@ -142,7 +142,7 @@ def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: 
     name = f"this host's own name, {measured.host_name},"
     if not found:
         why = "gloo then offers other hosts the loopback address, where they reach only themselves"
-        judge(f"{name} does not resolve", why=why, mend=mend)
+        judge(f"{name} does not resolve", why=why, repair=repair)
     elif all(map(_is_loopback, found)):
         if not is_one:
             debian = " (as Debian's installer writes it)" if "127.0.1.1" in found else ""
@@ -150,11 +150,11 @@ def _judge_own_name(report: CheckReport, measured: AddressMeasurement, checked: 
                 f"{name} is {', '.join(found)} in /etc/hosts{debian}",
                 why="gloo offers that address to other hosts, where they reach only themselves: connectFullMesh "
                 "fails, unless this host happens to be the one that connects",
-                mend=mend,
+                repair=repair,
             )
     elif _are_foreign(found, measured):
         what = f"{name} is {', '.join(found)}, which is no address of its interfaces"
-        judge(what, why="gloo cannot listen there and falls back to the loopback address", mend=mend)
+        judge(what, why="gloo cannot listen there and falls back to the loopback address", repair=repair)
 
 
 def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: CheckedRun) -> None:
@@ -164,7 +164,7 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
         report.error(
             f"{name} is {', '.join(found)}, which is this host itself",
             why="each host looks for the others on itself, and all wait until the timeout",
-            mend="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
+            repair="say the address of the host with rank 0 as others reach it: hostname -I there prints it",
         )
         return
     every = map(ipaddress.ip_address, measured.all_own)
@@ -176,19 +176,19 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
             f"{name} has only an IPv{versions[0]} address ({found[0]}), and this host only "
             f"IPv{min(spoken)} ({own[0]})",
             why="this host has no way to the store",
-            mend=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
+            repair=f"say an IPv{min(spoken)} address of the host with rank 0, or give this host IPv{versions[0]}",
         )
     elif own and versions[0] not in spoken:
         report.warning(
             f"{name} resolves to IPv{versions[0]} first, which this host does not have",
             why="each connection tries that address first, and may wait for its timeout",
-            mend=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
+            repair=f"say the IPv{min(spoken)} address itself, or put IPv4 first in /etc/gai.conf",
         )
     if checked.node_rank == 0 and _are_foreign(found, measured):
         report.warning(
             f"{name} is {', '.join(found)}, none of which is an address of this host, rank 0",
             why="the others look for the store there; it is right only behind a service or an address translation",
-            mend=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
+            repair=f"say --master-addr {measured.outgoing_address or 'ADDRESS'} on every host, or another rank here",
         )
 
 

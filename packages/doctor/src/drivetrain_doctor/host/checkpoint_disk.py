@@ -90,31 +90,32 @@ def judge_disk(measured: DiskMeasurement, checked: CheckedRun) -> CheckReport:
         report.error(
             f"nothing can be written into {folder} ({kind}): {measured.refusal}",
             why="the first checkpoint fails, after the time that it took to get there",
-            mend=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
+            repair=f"free space (df -h {folder}), or name another folder: drivetrain doctor --folder FOLDER",
             free_bytes=measured.free_bytes,
         )
         return report
     report = CheckReport(
-        f"{kind}, {speed / 1e6:,.0f} MB/s, {format_size(measured.free_bytes)} free in {folder}{told}"
+        f"{kind}, {format_size(speed)}/s, {format_size(measured.free_bytes)} free in {folder}{told}"
     )
     _judge_room_and_speed(report, measured, speed)
     if measured.kind in _IN_MEMORY:
         report.warning(
             f"{folder} is in memory ({measured.kind})",
             why="checkpoints take the ranks' memory, and are gone with a reboot or with the container",
-            mend="name a folder on a disk",
+            repair="name a folder on a disk",
         )
     elif measured.kind == "overlay":
         report.warning(
             f"{folder} is the container's own layer (overlay)",
             why="checkpoints are gone with the container, and writing is slower than into a volume",
-            mend="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
+            repair="mount a volume: docker run -v /data/checkpoints:/checkpoints; a PersistentVolumeClaim",
         )
     elif checked.num_nodes > 1 and measured.kind and not measured.kind.startswith(_NETWORK):
         report.warning(
             f"{folder} is on this host's own disk ({measured.kind}), by its type",
             why="all hosts write parts of one checkpoint into one folder, which each must see",
-            mend="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object store",
+            repair="name a folder on a file system that all hosts mount (NFS, Lustre ...), or a URL of an object "
+            "store",
         )
     return report
 
@@ -127,21 +128,21 @@ def _judge_room_and_speed(report: CheckReport, measured: DiskMeasurement, speed:
             f"{format_size(measured.free_bytes)} free in {folder}",
             why=f"a checkpoint with AdamW's state takes 12 to 16 bytes a parameter, so one of {model / 1e6:,.0f} "
             "million parameters fills it; a new one is written before the old one goes",
-            mend="free space, or name another folder; keep_last in the checkpoint section removes old checkpoints",
+            repair="free space, or name another folder; keep_last in the checkpoint section removes old checkpoints",
             free_bytes=measured.free_bytes,
         )
     if measured.free_files is not None and measured.free_files < 1000:
         report.warning(
             f"{measured.free_files} more files fit into {folder} (df -i)",
             why="'No space left on device' although bytes are free",
-            mend="remove small files, or name another folder",
+            repair="remove small files, or name another folder",
             free_files=measured.free_files,
         )
     if speed < _SLOW_BYTES_PER_SECOND:
         report.warning(
-            f"{folder} takes {speed / 1e6:.1f} MB/s, written to the disk",
+            f"{folder} takes {format_size(speed)}/s, written to the disk",
             why=f"16 GB, the state of a billion parameters, take {16e9 / speed / 60:,.0f} min, during which "
             "ranks wait unless saves run in the background",
-            mend="a faster disk; or background saves (the checkpoint section)",
+            repair="a faster disk; or background saves (the checkpoint section)",
             bytes_per_second=speed,
         )

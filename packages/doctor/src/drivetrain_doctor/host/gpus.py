@@ -98,7 +98,7 @@ def judge_driver(measured: GpuMeasurement) -> CheckReport:
         report.error(
             f"this host has {maker} GPUs and no driver for them is loaded; {built_for}",
             why="torch sees no device: the run trains on the CPU, or ends at once",
-            mend=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, "
+            repair=f"modprobe {module} tells why it does not load; after an update of the kernel or the driver, "
             "reboot or install the driver for the kernel that runs (dkms status)",
         )
         return report
@@ -118,13 +118,13 @@ def judge_driver(measured: GpuMeasurement) -> CheckReport:
         report.error(
             f"this host has {kind} GPUs, and {built_for}",
             why="the run trains on the CPU",
-            mend=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
+            repair=f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}",
         )
     if not measured.names and (measured.torch_cuda or measured.torch_hip):
         report.error(
             f"the driver is loaded, and torch sees no device: {measured.refusal or 'it gives no reason'}",
             why="the run trains on the CPU, or ends at once",
-            mend="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
+            repair="nvidia-smi (rocminfo on AMD) tells whether the driver works; docker run --gpus all shows the "
             "devices to a container; unset CUDA_VISIBLE_DEVICES",
         )
     for device, taken in enumerate(measured.memory_taken):
@@ -132,7 +132,7 @@ def judge_driver(measured: GpuMeasurement) -> CheckReport:
             report.warning(
                 f"other processes hold {taken:.0%} of the memory of GPU {device}",
                 why="the run goes out of memory on this rank",
-                mend="nvidia-smi names them; end what a killed run left behind, or leave the device out (--devices)",
+                repair="nvidia-smi names them; end what a killed run left, or leave the device out (--devices)",
             )
     return report
 
@@ -143,7 +143,7 @@ def _judge_nvidia(report: CheckReport, measured: GpuMeasurement, cuda: str) -> N
         report.error(
             f"the driver in the kernel is {driver}, its library is {library}",
             why="'Driver/library version mismatch': the package was updated, and the old module still runs",
-            mend="reboot, or as root unload and load the modules (rmmod nvidia_uvm nvidia; modprobe nvidia)",
+            repair="reboot, or as root unload and load the modules (rmmod nvidia_uvm nvidia; modprobe nvidia)",
         )
     elif measured.driver_cuda:
         runs, built = (tuple(map(int, each.split(".")[:2])) for each in (measured.driver_cuda, cuda))
@@ -153,7 +153,7 @@ def _judge_nvidia(report: CheckReport, measured: GpuMeasurement, cuda: str) -> N
                 f"torch's CUDA is {cuda}; the driver {driver} runs up to {measured.driver_cuda}",
                 why="compiled kernels run (minor version compatibility), but what is compiled at run time to "
                 "PTX does not: 'unsupported PTX version', for example from Triton or torch.compile",
-                mend=f"a driver for CUDA {cuda}, or a torch for CUDA {measured.driver_cuda}",
+                repair=f"a driver for CUDA {cuda}, or a torch for CUDA {measured.driver_cuda}",
             )
 
 
@@ -173,7 +173,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckReport:
             f"copies between GPUs {wrong} arrive changed",
             why="the system says that peer-to-peer works, and it does not: training diverges or hangs. An "
             "IOMMU or PCIe access control (ACS) between the devices does this",
-            mend="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
+            repair="disable the IOMMU and ACS in the firmware, or boot with iommu=pt; until then export "
             "NCCL_P2P_DISABLE=1",
             pairs=wrong,
         )
@@ -182,7 +182,7 @@ def judge_peers(measured: GpuMeasurement) -> CheckReport:
         report.warning(
             f"{'no two GPUs have' if is_all else f'GPUs {without} have no'} peer-to-peer",
             why="what they exchange passes through the host's memory, at a fraction of the speed",
-            mend="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
+            repair="nvidia-smi topo -p2p r tells why; in a virtual machine the host must allow it; consumer cards "
             "have none",
             pairs=without,
         )

@@ -87,16 +87,16 @@ def judge_limits(measured: LimitMeasurement, checked: CheckedRun) -> CheckReport
     wanted = max(needed, _FILES_FOR_WORKERS if checked.num_workers else 0)
     if limit is not None and limit < wanted:
         target = max(65536, 2 * wanted)
-        mend = f"ulimit -n {target if most is None else min(target, most)}"
+        repair = f"ulimit -n {target if most is None else min(target, most)}"
         if most is not None and most < wanted:
-            mend = f"as root '* - nofile {target}' in /etc/security/limits.conf, or "
-            mend += f"docker run --ulimit nofile={target}"
+            repair = f"as root '* - nofile {target}' in /etc/security/limits.conf, or "
+            repair += f"docker run --ulimit nofile={target}"
         judge, why = report.error, f"the store and the ranks need about {needed:,}: 'Too many open files'"
         if limit >= needed:
             judge = report.warning
             why = "DataLoader workers open a file for each tensor that they hand over: 'Too many open files' "
             why += "after a while"
-        judge(f"{limit:,} open files (ulimit -n)", why=why, mend=mend, limit=limit, needed=wanted)
+        judge(f"{limit:,} open files (ulimit -n)", why=why, repair=repair, limit=limit, needed=wanted)
     _judge_processes_and_memory(report, measured, checked)
     return report
 
@@ -116,7 +116,7 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
             report.error(
                 f"{most:,} processes and threads {where}, of which {running:,} run",
                 why=f"{start}: 'Resource temporarily unavailable' or \"can't start new thread\"",
-                mend=f"{remedy.format(running + 4 * needed)}; or fewer workers, or OMP_NUM_THREADS=1",
+                repair=f"{remedy.format(running + 4 * needed)}; or fewer workers, or OMP_NUM_THREADS=1",
                 limit=most,
                 needed=needed,
             )
@@ -128,14 +128,15 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
             f"{format_size(max(free, 0))} of the control group's {format_size(group.memory_bytes)} are free",
             why=f"{processes} processes (ranks and workers) want at least "
             f"{format_size(_LEAST_BYTES_OF_A_PROCESS)} each; beyond the limit the kernel kills one (exit code 137)",
-            mend="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), or fewer workers",
+            repair="request more memory (docker run --memory, sbatch --mem, resources.limits.memory), "
+            "or fewer workers",
             free_bytes=free,
         )
     if measured.has_infiniband and locked is not None:
         report.error(
             f"memory that may be locked: {format_size(locked)} (ulimit -l), with InfiniBand",
             why="NCCL registers its buffers with the adapter, and fails with ibv_reg_mr or 'Cannot allocate memory'",
-            mend="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
+            repair="ulimit -l unlimited; docker run --ulimit memlock=-1; for Slurm LimitMEMLOCK=infinity in "
             "slurmd.service",
             locked_bytes=locked,
         )
@@ -143,6 +144,6 @@ def _judge_processes_and_memory(report: CheckReport, measured: LimitMeasurement,
         report.error(
             f"virtual memory of a process: {format_size(address)} (ulimit -v)",
             why="CUDA reserves more address space than the host has memory, and fails to start",
-            mend="ulimit -v unlimited",
+            repair="ulimit -v unlimited",
             address_bytes=address,
         )

@@ -87,7 +87,7 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
             report.warning(
                 f"port {port} is among those that the system gives to outgoing connections ({first}-{last})",
                 why="any program may hold it, now and then, when a run starts",
-                mend=f"say a port below {first}, such as --master-port 29500, or as root: "
+                repair=f"say a port below {first}, such as --master-port 29500, or as root: "
                 f"sysctl net.ipv4.ip_local_reserved_ports={port}",
                 port=port,
             )
@@ -102,7 +102,7 @@ def judge_port(measured: PortMeasurement, checked: CheckedRun) -> CheckReport:
     report.error(
         what,
         why="the run's store cannot listen there",
-        mend=f"{end}say --master-port {other}{where}",
+        repair=f"{end}say --master-port {other}{where}",
         port=port,
     )
     return report

@@ -52,7 +52,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
         report.warning(
             f"{ranks} ranks on {measured.effective:g} cores",
             why="they take turns, and each collective waits for all of them",
-            mend=f"{more}, or --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
+            repair=f"{more}, or --num-processes {max(1, int(measured.effective)) * checked.num_nodes}",
             cores=measured.effective,
         )
     elif wanted > 2 * measured.effective:
@@ -60,7 +60,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
         report.warning(
             f"{wanted} processes (ranks and DataLoader workers) on {measured.effective:g} cores",
             why="workers then slow the ranks and each other",
-            mend=f"num_workers={fits} in the DataLoader, or {more}",
+            repair=f"num_workers={fits} in the DataLoader, or {more}",
             cores=measured.effective,
         )
     # For several processes, drivetrain launch sets one thread.
@@ -70,7 +70,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
         report.warning(
             f"the control group grants {quota:g} cores' time, but {measured.usable} cores are visible",
             why=f"torch starts {measured.usable} threads, which the kernel then stops for most of each 100 ms",
-            mend=f"--threads-per-process {threads}, or export OMP_NUM_THREADS={threads}",
+            repair=f"--threads-per-process {threads}, or export OMP_NUM_THREADS={threads}",
             quota=quota,
         )
     if measured.load > 1.5 * measured.cores:
@@ -78,7 +78,7 @@ def judge_processors(measured: ProcessorMeasurement, checked: CheckedRun) -> Che
             f"the machine is busy: {measured.load:.1f} threads want to run on {measured.cores} cores",
             why="other programs take time from the ranks, and all ranks wait for the slowest; what the doctor "
             "measures here is too low",
-            mend="uptime and top show who; start when they have ended, or elsewhere",
+            repair="uptime and top show who; start when they have ended, or elsewhere",
             load=measured.load,
         )
     return report

@@ -14,7 +14,7 @@ _PREFETCH = 2
 _NCCL_BYTES_PER_RANK = 32 << 20
 # Docker's default is 64 MiB, on which images of a usual batch already fail.
 _USUAL_BYTES = 1 << 30
-_MEND = (
+_REPAIR = (
     "docker run --shm-size={size} (or --ipc=host); Kubernetes: emptyDir of medium Memory at /dev/shm; as root"
 )
 
@@ -59,13 +59,13 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
         report.error(
             f"{folder} is not there" if size is None else f"this user may not write into {folder}",
             why="DataLoader workers hand batches over in it, and fail without it",
-            mend=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
+            repair=f"mount -t tmpfs -o size=8g,mode=1777 tmpfs {folder}",
         )
         return report
     needed, free = needed_bytes(checked), measured.free_bytes
     report = CheckReport(f"{format_size(free)} of {format_size(size)} free in {folder}")
     target = f"{max(8, -(-2 * needed // 2**30))}g"
-    mend = f"{_MEND.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
+    repair = f"{_REPAIR.format(size=target)} mount -o remount,size={target} {folder}; or fewer workers"
     ranks = checked.processes_per_node
     what = f"{folder} has {format_size(free)} free of {format_size(size)}"
     batches = f"{ranks} ranks x {checked.num_workers} workers x {_PREFETCH} prefetched batches"
@@ -74,7 +74,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
             f"{what}, and this run fills {format_size(needed)}",
             why=f"{batches} and the one in use, at {format_size(checked.batch_bytes or 0)} a batch: a worker dies of "
             "a bus error ('insufficient shared memory')",
-            mend=mend,
+            repair=repair,
             free_bytes=free,
             needed_bytes=needed,
         )
@@ -84,7 +84,7 @@ def judge_shared_memory(measured: SharedMemoryMeasurement, checked: CheckedRun) 
             f"{what}{', as Docker gives it' if size == 64 << 20 else ''}",
             why=f"{batches} must fit: at {format_size(share)} a batch a worker dies of a bus error; "
             "--batch-megabytes N computes it for your batch",
-            mend=mend,
+            repair=repair,
             free_bytes=free,
         )
     return report

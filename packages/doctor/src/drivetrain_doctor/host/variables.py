@@ -56,7 +56,7 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
         report.warning(
             f"OMP_NUM_THREADS={threads} in each of {ranks} ranks, on {cores} cores",
             why=f"{total} threads take turns, and each parallel loop waits for the last of them",
-            mend=f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // ranks)}",
+            repair=f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(1, cores // ranks)}",
             threads=total,
             cores=cores,
         )
@@ -71,7 +71,7 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
             f"{', '.join(proxies)} set, and no_proxy does not name {master}",
             why="torch's store does not use a proxy, but what speaks HTTP or gRPC between hosts does (Ray, etcd, "
             "a tracking server), and the proxy cannot reach them",
-            mend=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
+            repair=f"export no_proxy={','.join(filter(None, [*excluded, master, 'localhost']))} on every host",
         )
     # Inside a cluster's job of several processes these may be the cluster's.
     left = [name for name in _RANKS if name in environment]
@@ -80,11 +80,11 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
             f"{', '.join(f'{name}={environment[name]}' for name in left)} set in the shell",
             why="a run of one process takes itself for a rank of another launcher's run, and waits for its "
             "other ranks",
-            mend=f"unset {' '.join(left)}",
+            repair=f"unset {' '.join(left)}",
         )
     for name, harmful, why in _HARMFUL:
         if environment.get(name, "").upper() == harmful:
-            report.warning(f"{name}={environment[name]}", why=why, mend=f"unset {name}")
+            report.warning(f"{name}={environment[name]}", why=why, repair=f"unset {name}")
     return report
 
 
@@ -114,13 +114,13 @@ def _judge_interfaces(report: CheckReport, measured: VariableMeasurement, checke
             report.error(
                 f"{name}={value} names no interface of this host, which has {there}",
                 why=f"the process group of {used} fails to start",
-                mend=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
+                repair=f"export {name}=INTERFACE with one of {there}, on this host, or unset it",
             )
         elif checked.num_nodes > 1 and value.removeprefix("=") == "lo":
             report.error(
                 f"{name}={value} with {checked.num_nodes} hosts",
                 why="no other host can be reached over the loopback interface",
-                mend=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
+                repair=f"export {name}=INTERFACE with the one that leads to the other hosts, of {there}",
             )
 
 
@@ -134,12 +134,12 @@ def _judge_devices(report: CheckReport, measured: VariableMeasurement) -> None:
         report.warning(
             f"CUDA_VISIBLE_DEVICES={value!r} hides all of this host's {num_gpus} GPUs",
             why="the run trains on the CPU without an error",
-            mend="unset CUDA_VISIBLE_DEVICES; inside a job, request GPUs from the cluster",
+            repair="unset CUDA_VISIBLE_DEVICES; inside a job, request GPUs from the cluster",
         )
     elif wrong or len(set(names)) < len(names):
         what = f"names GPU {wrong[0]}, of {num_gpus}" if wrong else "names a GPU twice"
         report.error(
             f"CUDA_VISIBLE_DEVICES={value} {what}",
             why="CUDA shows only the devices before the first wrong one, or none",
-            mend="unset CUDA_VISIBLE_DEVICES, or name each GPU once, from 0 (nvidia-smi -L lists them)",
+            repair="unset CUDA_VISIBLE_DEVICES, or name each GPU once, from 0 (nvidia-smi -L lists them)",
         )

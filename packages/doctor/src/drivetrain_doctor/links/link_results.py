@@ -6,6 +6,7 @@ from statistics import median
 
 from drivetrain_doctor.doctor_finding import CheckReport
 from drivetrain_doctor.links.link_faults import Link, find_faults
+from drivetrain_messages import format_size
 
 # A link is slow below this part of the usual bandwidth, or with this many times the usual latency.
 _SLOW_PART = 0.5
@@ -77,16 +78,16 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
                 report.warning(
                     f"{who} answers late: {seconds * 1e6:,.0f} us, where {usual * 1e6:,.0f} us is usual",
                     why="small collectives (a loss that is gathered, a norm) wait for it at every step",
-                    mend="another route or zone, a host that is busy (top), or a saving mode of its processor or "
+                    repair="another route or zone, a host that is busy (top), or a saving mode of its processor or "
                     "adapter",
                     seconds=seconds,
                     usual=usual,
                 )
     if rates and (rate := median(rates.values())) < _SLOW_BYTES_PER_SECOND:
         report.warning(
-            f"hosts exchange {_format_rate(rate)} over {result.backend}",
+            f"hosts exchange {format_size(rate)}/s over {result.backend}",
             why=f"100 million parameters in fp32 exchange 0.8 GB a step: {0.8e9 / rate:.1f} s",
-            mend="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
+            repair="name the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; ethtool INTERFACE shows its "
             "speed); or exchange less: bf16 gradients, accumulation",
             bytes_per_second=rate,
         )
@@ -100,9 +101,9 @@ def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
     rates = [pair.bytes_per_second for pair in pairs]
     latencies = [pair.latency_seconds * 1e6 for pair in pairs]
     if len(pairs) == 1:
-        return f"{backend}: 1 pair, {_format_rate(rates[0])}, {latencies[0]:,.0f} us"
+        return f"{backend}: 1 pair, {format_size(rates[0])}/s, {latencies[0]:,.0f} us"
     return (
-        f"{backend}: {len(pairs)} pairs, {_format_rate(min(rates))} to {_format_rate(max(rates))}, "
+        f"{backend}: {len(pairs)} pairs, {format_size(min(rates))}/s to {format_size(max(rates))}/s, "
         f"{min(latencies):,.0f} to {max(latencies):,.0f} us"
     )
 
@@ -118,7 +119,7 @@ def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[st
         report.error(
             f"{result.backend} fails on {', '.join(shown(ranks))}: {failure}",
             why="so does the process group of a run",
-            mend="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
+            repair="export GLOO_SOCKET_IFNAME=INTERFACE (NCCL_SOCKET_IFNAME for nccl) with one that leads to the "
             "others, and open the ephemeral ports between the hosts; NCCL_DEBUG=INFO tells more of nccl",
         )
     if result.unfinished:
@@ -128,20 +129,20 @@ def _judge_failures(report: CheckReport, result: GroupResult, names: Sequence[st
         report.error(
             f"{result.backend} messages to or from {who} did not arrive in time",
             why="each collective of a run waits for the slowest rank, here for ever",
-            mend="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
+            repair="look whether that host is alive and idle (uptime, dmesg), then at the network between them: "
             "ping -M do -s 8972 ADDRESS finds a wrong MTU, which drops large messages alone",
         )
 
 
 def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Sequence[str]) -> None:
     faults = find_faults(rates, slow_below=_SLOW_PART)
-    usual = _format_rate(faults.usual)
+    usual = f"{format_size(faults.usual)}/s"
     for host in faults.hosts:
         rate = _median_of_host(rates, host)
         report.warning(
-            f"{names[host]} is slow: {_format_rate(rate)} to others, where {usual} is usual",
+            f"{names[host]} is slow: {format_size(rate)}/s to others, where {usual} is usual",
             why="every collective runs at the speed of the slowest host",
-            mend=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
+            repair=f"on {names[host]}: ethtool INTERFACE (a link that fell back to a lower speed), ip -s link "
             "(errors), top (another program); or leave the host out",
             bytes_per_second=rate,
             usual=faults.usual,
@@ -149,9 +150,9 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
     for one, other in faults.links[:_SHOWN]:
         rate = rates[one, other]
         report.warning(
-            f"the link {names[one]} - {names[other]} is slow: {_format_rate(rate)}, where {usual} is usual",
+            f"the link {names[one]} - {names[other]} is slow: {format_size(rate)}/s, where {usual} is usual",
             why="a ring of all hosts runs at the speed of its slowest link",
-            mend="both hosts are fast to others, so look between them: the cable, the switch's port and its "
+            repair="both hosts are fast to others, so look between them: the cable, the switch's port and its "
             "counters, the route (ip route get ADDRESS)",
             bytes_per_second=rate,
             usual=faults.usual,
@@ -164,11 +165,11 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
             if not any(set(link) <= set(island) for island in faults.islands)
         ]
         report.warning(
-            f"hosts are in {len(faults.islands)} islands ({groups}): {_format_rate(median(between))} between them, "
+            f"hosts are in {len(faults.islands)} islands ({groups}): {format_size(median(between))}/s between them, "
             f"{usual} within",
             why="a collective over all hosts runs at the speed between the islands (racks, zones, an "
             "oversubscribed switch)",
-            mend="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
+            repair="request hosts of one rack (sbatch --switches=1, a placement group), or shard within "
             "islands and replicate between them (HSDP)",
         )
 
@@ -176,9 +177,3 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
 def _median_of_host(values: Mapping[Link, float], host: int) -> float:
     """Return the median over a host's links."""
     return median(value for link, value in values.items() if host in link)
-
-
-def _format_rate(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e9:
-        return f"{bytes_per_second / 1e9:.1f} GB/s"
-    return f"{bytes_per_second / 1e6:,.{0 if bytes_per_second >= 1e7 else 1}f} MB/s"

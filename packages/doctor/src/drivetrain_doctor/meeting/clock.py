@@ -68,7 +68,7 @@ def judge_clocks(offsets: Mapping[int, ClockOffset], names: Mapping[int, str]) -
                 f"the clock of {names[rank]} is {seconds:.1f} s {direction} that of host 0 (+- {bound:.3f} s)",
                 why="logs and traces of the hosts do not fit together, and certificates and signed requests (S3 "
                 "allows 15 min) are refused",
-                mend=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
+                repair=f"on {names[rank]}: timedatectl set-ntp true, or chronyc makestep; chronyc tracking shows "
                 "the state",
                 seconds=offset.seconds,
                 bound_seconds=bound,

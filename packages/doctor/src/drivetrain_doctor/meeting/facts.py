@@ -49,7 +49,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
             report.warning(
                 what,
                 why="NCCL then chooses differently on the hosts, and may hang",
-                mend=f"set {subject} alike on all hosts, or nowhere",
+                repair=f"set {subject} alike on all hosts, or nowhere",
             )
             continue
         minors = {value.rpartition(".")[0] for value in values.values()}
@@ -59,7 +59,7 @@ def judge_facts(facts: Mapping[int, Mapping[str, str]], names: Mapping[int, str]
         judge(
             what,
             why="ranks may disagree on the order or the form of what they exchange, which fails late or hangs",
-            mend="one environment for all hosts: the same image"
+            repair="one environment for all hosts: the same image"
             + (" or partition" if subject in ("python", "machine") else place),
         )
     report.summary = f"{len(facts)} hosts, {len(subjects)} versions and variables"

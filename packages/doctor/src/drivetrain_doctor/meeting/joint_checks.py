@@ -72,7 +72,7 @@ def meet(
     report.error(
         failure,
         why="this host cannot take part in a run",
-        mend="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
+        repair="start drivetrain doctor on all hosts with the same --num-nodes, --master-addr and --master-port; "
         f"nc -vz {checked.master_addr} {checked.master_port} tries the way alone",
     )
     label = host_label(checked.node_rank or 0, socket.gethostname(), None)
@@ -198,7 +198,7 @@ class _Host:
             report.error(
                 f"{list_hosts(late)} took more than {_START_SECONDS:g} s to import torch, and did not take part",
                 why="a run's ranks wait for the last one to start",
-                mend="look what takes the time there: python -X importtime -c 'import torch'; an environment on a "
+                repair="look what takes the time there: python -X importtime -c 'import torch'; an environment on a "
                 "busy file server is the usual reason",
             )
         return report
@@ -229,7 +229,7 @@ def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun)
         report.error(
             f"{list_hosts(missing)} did not come within {checked.wait_seconds:g} s",
             why="a run waits for all of its hosts until --rdzv-timeout-seconds, and then fails",
-            mend="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
+            repair="start drivetrain doctor there with the same flags and its own --node-rank; its output says why "
             f"it does not reach {checked.master_addr}:{checked.master_port}",
             missing=", ".join(map(str, missing)),
         )
@@ -273,7 +273,7 @@ def judge_folder(
         report.warning(
             f"{who}: the folder {checked.folder} is not that of host 0",
             why="a sharded checkpoint is written by all hosts into one folder; it would be refused, or stay in parts",
-            mend="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
+            repair="name a folder on a file system that all hosts mount (--folder), or a URL of an object store; NFS "
             "may show new files late: mount it with actimeo=1",
         )
     return report

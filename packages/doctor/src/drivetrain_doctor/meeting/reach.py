@@ -78,7 +78,7 @@ def judge_reach(
         report.error(
             f"{names[rank]} joined, and then did not answer any more",
             why="every collective of a run would wait for it",
-            mend="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
+            repair="look whether it is alive and its processes run (uptime, dmesg, ps: state T is stopped, D "
             f"waits for a disk) on {names[rank]}",
         )
     answered = {way: reached for way, reached in ways.items() if way[1] not in silent}
@@ -91,20 +91,21 @@ def judge_reach(
             f"no other host reaches {names[rank]} on a port that its system chose ({how})",
             why="gloo and NCCL connect on such ports, besides that of the rendezvous: the process group waits "
             "until its timeout",
-            mend=_open_command(names[rank]),
+            repair=_open_command(names[rank]),
         )
     for rank in mute:
         report.error(
             f"{names[rank]} reaches no other host, though others reach each other",
             why="gloo and NCCL connect in both directions",
-            mend=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security group's rules",
+            repair=f"allow outgoing connections on {names[rank]}: iptables -L OUTPUT -n, or its security "
+            "group's rules",
         )
     single = [(way, how) for way, how in bad.items() if way[1] not in closed and way[0] not in mute]
     for (one, other), how in single[:_SHOWN]:
         report.error(
             f"{names[one]} does not reach {names[other]} ({how})",
             why="gloo and NCCL connect in both directions: the process group waits until its timeout",
-            mend=_open_command(names[other], source=names[one]),
+            repair=_open_command(names[other], source=names[one]),
         )
     return report
 

@@ -1,4 +1,4 @@
-"""The table of all findings: a row for each check, and below it each finding with its mend."""
+"""The table of all findings: a row for each check, and below it each finding with its repair."""
 
 import re
 import textwrap
@@ -17,7 +17,7 @@ _COLOURS: Mapping[str, str] = {
     "error": "\x1b[31m",
     "skipped": "\x1b[2m",
     "bold": "\x1b[1m",
-    "mend": "\x1b[36m",
+    "repair": "\x1b[36m",
 }
 _END = "\x1b[0m"
 _WORST: tuple[State, ...] = ("error", "warning", "ok", "skipped")
@@ -54,8 +54,8 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
             where = f" [{list_some(names, most=_SHOWN)}]" if names else ""
             for colour, start, text in (
                 (finding.severity, f"{_INDENT}{finding.severity}: ", finding.what + where),
-                ("", f"{_INDENT}  why:  ", finding.why),
-                ("mend", f"{_INDENT}  mend: ", finding.mend),
+                ("", f"{_INDENT}  why:    ", finding.why),
+                ("repair", f"{_INDENT}  repair: ", finding.repair),
             ):
                 indent, label = start[: len(start) - len(start.lstrip())], start.lstrip()
                 wrapped = textwrap.wrap(

@@ -94,7 +94,7 @@ def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) 
             if isinstance(error, UnicodeError) or time.monotonic() >= deadline:
                 raise LaunchError(
                     f"node 0 is {told}, but this node ({socket.gethostname()}) finds no address for that name "
-                    f"({error}): mend the name's entry in DNS or /etc/hosts, {remedy}"
+                    f"({error}): correct the name's entry in DNS or /etc/hosts, {remedy}"
                 ) from None
             if not is_told:
                 say(

@@ -35,7 +35,7 @@ def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
     name="hard-coded-device",
     severity=Severity.WARNING,
     why="Ranks must use devices of their own, and scripts run on machines with others, or none.",
-    mend="Use accelerator.device (prepare moves models, and prepared loaders yield batches there); in plain "
+    repair="Use accelerator.device (prepare moves models, and prepared loaders yield batches there); in plain "
     'torch, f"cuda:{local_rank}".',
     visits=_visit_training_scripts,
 )

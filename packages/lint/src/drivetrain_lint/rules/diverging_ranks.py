@@ -72,7 +72,7 @@ RULES = (
         severity=Severity.ERROR,
         summary="A call that all ranks must make stands under a test of the rank.",
         why="The ranks that call it wait for the others, until the timeout ends the run.",
-        mend="Call it on all ranks, before the test, and keep under the test only what one rank does with the "
+        repair="Call it on all ranks, before the test, and keep under the test only what one rank does with the "
         "result.",
         visits=_visit_partings(Parting.CONDITION, Parting.DECORATOR, departures=False),
         check=_describe,
@@ -83,7 +83,7 @@ RULES = (
         severity=Severity.ERROR,
         summary="Some ranks return, break, continue or exit, and skip a call that all ranks must make.",
         why="The ranks that stay wait in it for those that left, until the timeout ends the run.",
-        mend="Let all ranks decide alike: reduce or broadcast the decision, or use set_trigger() and "
+        repair="Let all ranks decide alike: reduce or broadcast the decision, or use set_trigger() and "
         "check_trigger().",
         visits=_visit_partings(
             Parting.CONDITION, Parting.DECORATOR, Parting.LOOP, Parting.TURNS, branches=False
@@ -97,7 +97,7 @@ RULES = (
         summary="A loop over a rank's share of the data calls what all ranks must call as often.",
         why="Shares differ by one item when the data do not divide: the rank with more rounds waits in the last "
         "one.",
-        mend="Collect the results in a list and gather once after the loop, or pad the shares "
+        repair="Collect the results in a list and gather once after the loop, or pad the shares "
         "(split_between_processes(..., apply_padding=True)).",
         visits=_visit_partings(Parting.LOOP, departures=False),
         check=_describe,
@@ -108,8 +108,8 @@ RULES = (
         severity=Severity.WARNING,
         summary="A rank that catches an exception calls, or skips, what all ranks must call.",
         why="An exception on one rank is not one on the others: they wait, or a later call meets the wrong one.",
-        mend="Let the exception end the run, or tell all ranks of it first (set_trigger() and check_trigger()), and "
-        "act on all of them.",
+        repair="Let the exception end the run, or tell all ranks of it first (set_trigger() and check_trigger()), "
+        "and act on all of them.",
         visits=_visit_partings(Parting.HANDLER),
         check=_describe,
     ),
@@ -119,7 +119,7 @@ RULES = (
         severity=Severity.ERROR,
         summary="A call that all ranks must make stands inside main_process_first().",
         why="The first rank waits in it for ranks that wait at the block's entry for the first one.",
-        mend="Move it before or after the block.",
+        repair="Move it before or after the block.",
         visits=_visit_partings(Parting.TURNS, departures=False),
         check=_describe,
     ),
@@ -129,7 +129,7 @@ RULES = (
         severity=Severity.WARNING,
         summary="A rank skips a call that all ranks must make because its own loss is not finite.",
         why="The loss of one rank's batch may be NaN while those of the others are not: they wait for this rank.",
-        mend="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce before the test, "
+        repair="Decide on a value that all ranks share: accelerator.reduce(loss) or dist.all_reduce before the test, "
         "or set_trigger() and check_trigger().",
         visits=_visit_partings(Parting.DATA),
         check=_describe,

@@ -22,7 +22,7 @@ _GRADIENT_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
     severity=Severity.ERROR,
     why="The loss is neither divided by the accumulation steps nor scaled for fp16; drivetrain refuses the next "
     "step.",
-    mend="Write accelerator.backward(loss).",
+    repair="Write accelerator.backward(loss).",
     visits=lambda visitor: visitor.calls,
 )
 def check_backward(call: VisitedCall) -> Iterator[Hit]:
@@ -43,7 +43,7 @@ def check_backward(call: VisitedCall) -> Iterator[Hit]:
     if isinstance(owner, ast.Call) and last_name(owner.func) in ("scale", "scale_loss") and owner.args:
         loss = owner.args[0]
     what = f"`{ast.unparse(call.node.func)}()` goes past the Accelerator"
-    yield Hit(call.node, what, mend=f"Write accelerator.backward({ast.unparse(loss)}).")
+    yield Hit(call.node, what, repair=f"Write accelerator.backward({ast.unparse(loss)}).")
 
 
 def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
@@ -72,7 +72,7 @@ def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
     severity=Severity.WARNING,
     why="Only in the window is it known whether this micro-batch closes it: steps are made too often or too "
     "small.",
-    mend="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
+    repair="Move it into `with accelerator.accumulate(model):`, together with forward, backward and zero_grad.",
     visits=lambda visitor: visitor.calls,
 )
 def check_step(call: VisitedCall) -> Iterator[Hit]:
@@ -121,7 +121,7 @@ def _is_in_window(call: VisitedCall) -> bool:
     name="gradients-cleared-before-step",
     severity=Severity.ERROR,
     why="The step sees no gradient: the model does not learn, and nothing says so.",
-    mend="Move it after the step, or before the forward.",
+    repair="Move it after the step, or before the forward.",
     visits=lambda visitor: visitor.scopes,
 )
 def check_clearing(scope: VisitedScope) -> Iterator[Hit]:
@@ -157,7 +157,7 @@ def check_clearing(scope: VisitedScope) -> Iterator[Hit]:
     severity=Severity.WARNING,
     why="It clips gradients that are still scaled (fp16), at every micro-batch, and of a sharded model by "
     "another norm.",
-    mend="Write accelerator.clip_grad_norm_(...).",
+    repair="Write accelerator.clip_grad_norm_(...).",
     visits=lambda visitor: visitor.calls,
 )
 def check_clipping(call: VisitedCall) -> Iterator[Hit]:
@@ -172,7 +172,7 @@ def check_clipping(call: VisitedCall) -> Iterator[Hit]:
         yield Hit(
             call.node,
             f"`{call.written}` clips gradients past the Accelerator",
-            mend=f"Write accelerator.{call.last}(...), where `accelerator.sync_gradients` is true.",
+            repair=f"Write accelerator.{call.last}(...), where `accelerator.sync_gradients` is true.",
         )
 
 

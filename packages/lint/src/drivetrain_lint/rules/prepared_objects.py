@@ -35,7 +35,7 @@ class _Use:
     severity=Severity.ERROR,
     why="Each rank reads all of an unprepared loader; an unprepared model's gradients are not averaged; an "
     "unprepared optimizer steps inside open accumulation windows.",
-    mend="Pass it to accelerator.prepare with the others, and use what prepare returns.",
+    repair="Pass it to accelerator.prepare with the others, and use what prepare returns.",
     visits=lambda visitor: visitor.scopes,
 )
 def check_uses(scope: VisitedScope) -> Iterator[Hit]:
@@ -54,7 +54,7 @@ def check_uses(scope: VisitedScope) -> Iterator[Hit]:
                 use.node,
                 f"`{use.name}` is {use.how}, but `prepare` (line {renamed.node.lineno}) put the "
                 f"prepared one into `{prepared}`",
-                mend=f"Use `{prepared}`, or assign the prepared object to `{use.name}`.",
+                repair=f"Use `{prepared}`, or assign the prepared object to `{use.name}`.",
             )
         elif mine and use.name not in known and _is_own(scope, use, bound):
             others = ", ".join(f"`{name}`" for name in mine[0].arguments[:2] if name)
@@ -138,7 +138,7 @@ def _is_own(scope: VisitedScope, use: _Use, bound: Sequence[Binding]) -> bool:
     name="prepared-result-dropped",
     severity=Severity.ERROR,
     why="prepare returns new objects: the ones in use are not sharded, wrapped or placed on the device.",
-    mend="Assign the result to the same names.",
+    repair="Assign the result to the same names.",
     visits=lambda visitor: visitor.calls,
 )
 def check_result(call: VisitedCall) -> Iterator[Hit]:
@@ -156,7 +156,7 @@ def check_result(call: VisitedCall) -> Iterator[Hit]:
         yield Hit(
             node,
             f"the result of `{call.written}` is dropped; the loop goes on with the objects as they were",
-            mend=f"Assign it: {shown} = {call.written}({shown})",
+            repair=f"Assign it: {shown} = {call.written}({shown})",
         )
 
 
@@ -166,7 +166,7 @@ def check_result(call: VisitedCall) -> Iterator[Hit]:
     name="prepared-in-another-order",
     severity=Severity.ERROR,
     why="prepare returns the objects in the order given: the names hold each other's objects.",
-    mend="Use the same order on both sides.",
+    repair="Use the same order on both sides.",
     visits=lambda visitor: visitor.program.preparations,
 )
 def check_order(preparation: Preparation) -> Iterator[Hit]:
@@ -189,7 +189,7 @@ def check_order(preparation: Preparation) -> Iterator[Hit]:
     name="wrapper-attribute",
     severity=Severity.WARNING,
     why="On one process there is no wrapper, and FSDP2 has none either: the script fails there.",
-    mend="Write accelerator.unwrap_model(model).",
+    repair="Write accelerator.unwrap_model(model).",
     visits=lambda visitor: (visitor.program,),
 )
 def check_wrapper(program: Program) -> Iterator[Hit]:
@@ -215,7 +215,7 @@ def check_wrapper(program: Program) -> Iterator[Hit]:
             yield Hit(
                 node,
                 f"`{name}.module` exists only while DDP wraps the model",
-                mend=f"Write accelerator.unwrap_model({name}), which is right on one process and "
+                repair=f"Write accelerator.unwrap_model({name}), which is right on one process and "
                 "under every backend.",
             )
 

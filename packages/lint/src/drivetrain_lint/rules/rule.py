@@ -14,8 +14,8 @@ Part = TypeVar("Part")
 class Rule(Generic[Part]):
     """A fault that the linter finds: `visits` returns parts of a script, and `check` finds the fault in one of them.
 
-    `summary`, `why` and `mend` are the fault, its consequence and its removal, in sentences without a script's names;
-    the summary is by default the docstring of `check`. `partial(Rule, ...)` decorates a check.
+    `summary`, `why` and `repair` are sentences about the fault, its consequence and its removal, without a script's
+    names; the summary is by default the docstring of `check`. `partial(Rule, ...)` decorates a check.
     """
 
     check: Callable[[Part], Iterable[Hit]]
@@ -25,7 +25,7 @@ class Rule(Generic[Part]):
     severity: Severity
     summary: str = ""
     why: str
-    mend: str
+    repair: str
     visits: Callable[[Visitor], Iterable[Part]]
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ _RANK_COUNTS = frozenset({"num_processes", "world_size"})
     name="schedule-stepped-twice",
     severity=Severity.ERROR,
     why="The schedule ends early: the rest of the run trains at its last rate, often 0.",
-    mend="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
+    repair="Step it once, after optimizer.step() or once an epoch; a prepared schedule counts optimizer steps by "
     "itself.",
     visits=lambda visitor: visitor.scopes,
 )
@@ -95,7 +95,7 @@ def _find_repeated(
     name="schedule-length-by-ranks",
     severity=Severity.WARNING,
     why="drivetrain's schedules count optimizer steps, as many on any number of processes.",
-    mend="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
+    repair="Say total_steps=accelerator.num_steps(loader, epochs=...), with the prepared loader.",
     visits=lambda visitor: visitor.calls,
 )
 def check_length(call: VisitedCall) -> Iterator[Hit]:

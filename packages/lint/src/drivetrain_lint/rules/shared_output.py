@@ -34,7 +34,7 @@ def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[Visited
     name="one-file-of-all-ranks",
     severity=Severity.WARNING,
     why="Ranks write over each other: the file may be torn, or hold another rank's values.",
-    mend="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
+    repair="Save on one rank (if accelerator.is_main_process: ...), or put the rank into the name; save_state and "
     "save_model do it for all.",
     visits=_visit_calls_on_all_ranks("torch.save"),
 )
@@ -51,7 +51,7 @@ def check_file(save: VisitedCall) -> Iterator[Hit]:
     name="question-on-all-ranks",
     severity=Severity.WARNING,
     why="A launched rank reads no keyboard: the call fails at the end of the file, or waits forever.",
-    mend="Take the answer as an argument of the script.",
+    repair="Take the answer as an argument of the script.",
     visits=_visit_calls_on_all_ranks("input"),
 )
 def check_question(call: VisitedCall) -> Iterator[Hit]:
@@ -69,7 +69,7 @@ def check_question(call: VisitedCall) -> Iterator[Hit]:
     name="order-never-changes",
     severity=Severity.WARNING,
     why="Every epoch reads the samples in the order of the first one.",
-    mend="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
+    repair="Call sampler.set_epoch(epoch) at the start of each epoch; a loader that is prepared does it by "
     "itself.",
     visits=lambda visitor: visitor.scopes,
 )

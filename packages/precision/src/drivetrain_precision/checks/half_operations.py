@@ -29,7 +29,7 @@ _FORMS = {
     "sum": "sum mean",
 }
 _FORM_OF = {name: form for form, names in _FORMS.items() for name in names.split()}
-_MENDS: dict[str, str] = {
+_REPAIRS: dict[str, str] = {
     "softmax": "compute it in fp32: F.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)",
     "log_softmax": "compute it in fp32: F.log_softmax(scores, dim=-1, dtype=torch.float32)",
     "layer norm": "give it fp32: F.layer_norm(x.float(), ...) with weights in fp32, then .to(x.dtype)",
@@ -47,13 +47,13 @@ class HalfVerdict:
     operation: str
     kind: Kind
     damage: Damage
-    mend: str
+    repair: str
 
 
 def inside_function(verdict: HalfVerdict, function: str) -> HalfVerdict:
     """Return the verdict on a function of torch.nn.functional from the verdict on one of its operations."""
     is_loss = function.endswith(("loss", "cross_entropy", "_with_logits", "kl_div"))
-    return replace(verdict, kind="loss", damage="computed", mend=_MENDS["loss"]) if is_loss else verdict
+    return replace(verdict, kind="loss", damage="computed", repair=_REPAIRS["loss"]) if is_loss else verdict
 
 
 class Judge:
@@ -82,14 +82,14 @@ class Judge:
         form = _FORM_OF.get(name)
         if form == "loss":
             found = _verdict(name, "loss", "computed")
-            return replace(found, mend=_MENDS[name]) if name in _MENDS else found
+            return replace(found, repair=_REPAIRS[name]) if name in _REPAIRS else found
         if form == "softmax":
             return _verdict(name, "softmax", "rounded")
         if name == "logsumexp":
             return _verdict(name, "softmax", "computed")
         if form == "norm":
             by = "layer norm" if "_norm" in name and not name.startswith("linalg") else "norm"
-            return replace(_verdict(name.removeprefix("native_"), "norm", "rounded"), mend=_MENDS[by])
+            return replace(_verdict(name.removeprefix("native_"), "norm", "rounded"), repair=_REPAIRS[by])
         if form == "running sum" and first.numel() and first.shape[args[1] if len(args) > 1 else 0] >= _MANY:
             return _verdict(name, "sum", "computed")
         return self._judge_sum(name, first, made) if form == "sum" else None
@@ -112,4 +112,4 @@ def _holds(seen: dict[int, ref[Tensor]], tensor: Tensor) -> bool:
 
 
 def _verdict(operation: str, kind: Kind, damage: Damage) -> HalfVerdict:
-    return HalfVerdict(operation=operation, kind=kind, damage=damage, mend=_MENDS[kind])
+    return HalfVerdict(operation=operation, kind=kind, damage=damage, repair=_REPAIRS[kind])

@@ -34,16 +34,14 @@ class HalfOperation:
     file: str
     line: int
     rounds_result_only: bool
-    mend: str
+    repair: str
     num_calls: int
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" + (f" (module {self.module})" if self.module else "")
         how = "the result is rounded to" if self.rounds_result_only else "computed in"
         times = "once" if self.num_calls == 1 else f"{self.num_calls} times"
-        return (
-            f"{place}: {self.operation}, {how} {str(self.dtype).removeprefix('torch.')} {times}: {self.mend}"
-        )
+        return f"{place}: {self.operation}, {how} {str(self.dtype).removeprefix('torch.')} {times}: {self.repair}"
 
 
 class HalfOperations:
@@ -77,7 +75,7 @@ class HalfOperations:
         else:
             first = verdict.operation
             found = HalfOperation(
-                operation=name, kind=verdict.kind, dtype=dtype, mend=verdict.mend, rounds_result_only=is_rounded,
+                operation=name, kind=verdict.kind, dtype=dtype, repair=verdict.repair, rounds_result_only=is_rounded,
                 module=site.module, file=site.file, line=site.line, num_calls=1,
             )  # fmt: skip
         self._found[key] = first, found

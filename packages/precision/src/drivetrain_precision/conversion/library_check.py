@@ -17,11 +17,11 @@ class NeededLibrary:
 
 def check_library(needed: NeededLibrary) -> str | None:
     """Return what is missing of a library and how to install it; None if nothing is."""
-    mend = f"pip install 'drivetrain-precision[{needed.extra}]'"
+    repair = f"pip install 'drivetrain-precision[{needed.extra}]'"
     try:
         found = version(needed.library)
     except PackageNotFoundError:
-        return f"{needed.library} is not installed: {mend}"
+        return f"{needed.library} is not installed: {repair}"
     if Version(found) < Version(needed.version):
-        return f"{needed.library} {found} is too old, {needed.version} has it: {mend} --upgrade"
+        return f"{needed.library} {found} is too old, {needed.version} has it: {repair} --upgrade"
     return None

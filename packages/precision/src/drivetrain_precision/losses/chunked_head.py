@@ -182,14 +182,14 @@ def _logits_dtype(hidden: Tensor, weight: Tensor, requested: torch.dtype | None)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    mend = (
+    repair = (
         "under FSDP2, call the loss in the forward of the module whose block holds the head, or call "
         "`head.unshard()` on the head's FSDP module before the loss; vocabularies split by tensor parallelism "
         "have `torch.distributed.tensor.parallel.loss_parallel`"
     )
     for name, tensor in (("weight", weight), ("bias", bias), ("hidden", hidden)):
         if tensor is not None:
-            refuse_parts(tensor, name, mend)
+            refuse_parts(tensor, name, repair)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden has the shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}: must be "

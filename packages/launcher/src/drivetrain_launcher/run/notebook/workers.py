@@ -71,7 +71,7 @@ class Workers:
                 return self._pool.call(pickled_call)
         except BaseException:
             if self._end.alive:
-                self._pool.start()  # ready by the time the cell is mended
+                self._pool.start()  # ready by the time the cell is corrected
             raise
 
     def close(self) -> None:
