@@ -111,11 +111,11 @@ def test_the_plan_is_a_table_for_people(folder: str, capsys: Output) -> None:
     pytest.importorskip("transformers")
     assert run(PlanArguments(model_dir=folder, gpu=("300kB",), cpu="150kB", seq=16)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "LlamaForCausalLM, bfloat16, 0.00 GB; 1 x 16 tokens"
+    assert lines[0] == "LlamaForCausalLM, bfloat16, 621.22 kB; 1 x 16 tokens"
     assert lines[1].startswith("fits with weights that come and go")
     assert lines[2].startswith("prompt ")
     assert lines[3].startswith("a token ")
-    assert lines[4] == "with 100 TFLOP/s, 1000 GB/s of memory, link 25 GB/s, disk 3 GB/s"
+    assert lines[4] == "with 100 TFLOP/s, 1.00 TB/s of memory, link 25.00 GB/s, disk 3.00 GB/s"
     assert ["module", "device", "size", "of", "each", "time"] in [line.split() for line in lines]
     assert any(line.startswith("model.layers.") for line in lines)
     devices = lines[lines.index("") + 1 :]
@@ -128,7 +128,7 @@ def test_accelerators_are_described_by_count_size_and_kind(folder: str, capsys: 
     found = planned(capsys, folder, gpu=("2x300kB h100", "1 GB"), cpu="150kB")
     assert [found["devices"][device]["budget_bytes"] for device in "012"] == [300_000, 300_000, 10**9]
     assert run(PlanArguments(model_dir=folder, gpu=("300kB rtx 4090",), cpu="150kB", seq=16)) == 0
-    assert "with 165 TFLOP/s, 1000 GB/s of memory, link 25 GB/s" in capsys.readouterr().out
+    assert "with 165 TFLOP/s, 1.00 TB/s of memory, link 25.00 GB/s" in capsys.readouterr().out
     assert "'gtx 1' is no kind of device that is known here" in told(capsys, folder, gpu=("24GB gtx 1",))
 
 

@@ -93,10 +93,10 @@ def test_rates_are_asked_for_only_if_something_is_offloaded() -> None:
     # A device that no machine has, so that nothing can be measured of it.
     assert infer_auto_device_map(Model(), {"cuda:99": 10_000}) == {"": "cuda:99"}
     found = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000})
-    assert found.rates == "link 25 GB/s, disk 3 GB/s (assumed, as cuda:99 is not here)"
+    assert found.rates == "link 25.00 GB/s, disk 3.00 GB/s (assumed, as cuda:99 is not here)"
     assert str(found).endswith(found.rates)
     given = infer_auto_device_map(Model(), {"cuda:99": 3400, "cpu": 10_000}, rates=RATES)
-    assert given.rates == "link 0.001 GB/s, disk 0.0001 GB/s (given)"
+    assert given.rates == "link 1.00 MB/s, disk 100.00 kB/s (given)"
 
 
 def test_without_rates_those_of_this_machine_are_measured(

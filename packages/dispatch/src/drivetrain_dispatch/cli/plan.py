@@ -203,7 +203,7 @@ def _torchao(config: str) -> Quantization:
 def _as_text(
     model: nn.Module, arguments: PlanArguments, found: Forecast, rate: ComputeRate, rates: Bandwidths
 ) -> str:
-    size = sum(found.device_map.sizes.values()) / 1e9
+    size = format_size(sum(found.device_map.sizes.values()))
     rows: list[tuple[str, ...]] = [
         ("device", "at its peak", "of", "weights", "on their way", "kept", "activations")
     ]
@@ -213,14 +213,14 @@ def _as_text(
         rows.append((str(device), format_size(held.peak_bytes), budget, *map(format_size, parts)))
     table = [format_table(rows, right=range(1, len(rows[0])))]
     kept = ", ".join(filter(None, (_dtype_of(model), arguments.quantize)))
-    said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {rate.bytes_per_second / 1e9:g} GB/s of memory"
+    said = f"{rate.flops_per_second / 1e12:g} TFLOP/s, {format_size(rate.bytes_per_second)}/s of memory"
     return "\n".join(
         [
-            f"{type(model).__name__}, {kept}, {size:,.2f} GB; {arguments.batch} x {arguments.seq} tokens",
+            f"{type(model).__name__}, {kept}, {size}; {arguments.batch} x {arguments.seq} tokens",
             _limit(found),
             f"prompt   {_seconds(found.prefill_seconds)}",
             f"a token  {_seconds(found.token_seconds)}",
-            f"with {said}, link {rates.to_device / 1e9:g} GB/s, disk {rates.from_disk / 1e9:g} GB/s",
+            f"with {said}, link {format_size(rates.to_device)}/s, disk {format_size(rates.from_disk)}/s",
             "",
             *table,
             "",

@@ -16,6 +16,7 @@ from drivetrain_dispatch.planning.initial_placement import Budgets
 from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.planning.solver import PlacePlan, plan_places
+from drivetrain_messages import format_size
 
 
 def infer_auto_device_map(
@@ -102,8 +103,8 @@ def plan_device_map(
             except DeviceMapError:
                 found = assumed_rates("cuda" if place == "disk" else place.type)
                 source = f"assumed, as {place} is not here"
-        link, disk = found.to_device / 1e9, found.from_disk / 1e9
-        described = f"link {link:,.3g} GB/s, disk {disk:,.3g} GB/s ({source})"
+        link, disk = format_size(found.to_device), format_size(found.from_disk)
+        described = f"link {link}/s, disk {disk}/s ({source})"
         return found
 
     placed = plan_places(blocks, costs or {}, room, transfer_rates)
