@@ -102,7 +102,10 @@ def test_what_is_met_in_another_way_is_told(
         ),
         ("--zero_stage", "--zero_stage: needs a value"),
         ("--backend ddp --use_fsdp", "--use_fsdp (--backend fsdp): contradicts --backend ddp"),
-        ("--use_fsdp=false", "--use_fsdp=false: takes no value; --use_fsdp alone means --backend fsdp"),
+        (
+            "--use_fsdp=false",
+            "--use_fsdp=false: --use_fsdp takes no value; --use_fsdp alone means --backend fsdp",
+        ),
         ("--fsdp_sharding_stategy 1", "--fsdp_sharding_stategy: no such flag; did you mean"),
     ],
 )

@@ -122,9 +122,6 @@ def test_what_divided_tensors_cannot_is_told(run_ranks: RunRanks, tmp_path: Path
     save_file({"weight": torch.ones(4)}, tmp_path / "model.safetensors")
     for map_given, read_given, partial in run_ranks(refuse, str(tmp_path)):
         assert map_given == read_given
-        assert (
-            "'weight' is divided among ranks: each reads its part, to where that is; give neither"
-            in map_given
-        )
+        assert "weight 'weight' is sharded: each rank loads its own shard in place; leave out" in map_given
         assert partial.startswith("'weight' of shape (2,) is placed as")
         assert "redistribute() it to Shard or Replicate" in partial

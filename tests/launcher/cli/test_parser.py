@@ -69,7 +69,7 @@ def test_the_last_positional_argument_takes_several_words_if_it_is_a_tuple(
         (("a", "--steps"), "--steps: needs a value"),
         (("a", "--steps", "--dry-run"), "--steps: needs a value"),
         (("a", "--steps", "three"), "--steps three: must be an integer"),
-        (("a", "--dry-run=maybe"), "--dry-run=maybe: is a switch"),
+        (("a", "--dry-run=maybe"), "--dry-run=maybe: --dry-run takes no value"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(tokens: tuple[str, ...], message: str) -> None:

@@ -45,9 +45,7 @@ def _division(
         end = start + box.num_elements * item_bytes
         fits = file in content["files"] and 0 <= start <= end <= content["files"][file]["size_bytes"]
         if rank is None or file != tensor_file(part, rank, content["attempt"]) or not fits:
-            raise ValueError(
-                f"{part}: {name!r} lies from byte {start} on in {file}, which does not reach so far"
-            )
+            raise ValueError(f"{part}: {name!r} lies from byte {start} on in {file}, which is too short")
         if ends.get(file, start) != start:
             raise ValueError(f"{part}: {name!r} lies in two places of {file}")
         starts.setdefault(file, start)

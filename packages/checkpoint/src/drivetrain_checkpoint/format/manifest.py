@@ -234,7 +234,7 @@ def _check(manifest: Manifest) -> None:
             file = tensor_file(part, rank, manifest.attempt)
             if file not in manifest.files or size_bytes > manifest.files[file].size_bytes:
                 raise ValueError(
-                    f"{file} is to hold {size_bytes} bytes of tensors, and does not reach so far"
+                    f"{file} is missing or too short for the {size_bytes} bytes the manifest lists"
                 )
 
 

@@ -166,12 +166,12 @@ def load_tensors(
 
 
 def check_sharded(layout: ModelLayout, device_map: object, options: WeightLoadOptions) -> None:
-    """Check that each rank reads its own part of a sharded model, to where that part is."""
+    """Check that each rank of a sharded model loads its own shard, in place."""
     sharded = [name for name, tensor in layout.parameters.items() if is_dtensor(tensor)]
     if sharded and (device_map is not None or options.read_by != "each"):
         raise ValueError(
-            f"{sharded[0]!r} is divided among ranks: each reads its part, to where that is; give neither device_map "
-            "nor read_by"
+            f"weight {sharded[0]!r} is sharded: each rank loads its own shard in place; leave out device_map and "
+            "read_by"
         )
 
 

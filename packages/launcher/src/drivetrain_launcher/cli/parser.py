@@ -169,12 +169,12 @@ class CommandParser:
         if flag.is_switch:
             if text.lower() not in ("", "true", "false"):
                 raise UsageError(
-                    f"{written}={text}: is a switch; say {written} alone, or its opposite with --no-"
+                    f"{written}={text}: {written} takes no value; say {written} alone, or its opposite with --no-"
                 )
             given.add(flag, (text.lower() != "false") is (name == flag.name), written=written)
             return
         if implied and equals:
-            raise UsageError(f"{token}: takes no value; {written} alone means {name} {implied[0]}")
+            raise UsageError(f"{token}: {written} takes no value; {written} alone means {name} {implied[0]}")
         value = implied[0] if implied else text if equals else _next(written, waiting, flag)
         if flag.choices is not None and value not in flag.choices:
             raise UsageError(

@@ -177,7 +177,7 @@ def shell_script(shell: str, commands: Sequence[CommandWords], shared: Sequence[
 
 
 def _tables(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -> list[str]:
-    """Return the tables of bash and zsh: each function sets arrays of the function that calls it."""
+    """Return shell functions that set the caller's arrays of flags (bash, zsh)."""
     lines = [
         f"typeset -ga _drivetrain_shared=({_describe_words((flag.name, flag.about) for flag in shared)})",
         f"typeset -ga _drivetrain_shared_takes=({_join_takers(shared)})",

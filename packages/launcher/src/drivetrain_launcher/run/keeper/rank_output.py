@@ -73,7 +73,7 @@ class RankOutput:
         return True
 
     def end(self, *, now: float) -> None:
-        """Show the last line, which no newline ends, since its rank has ended."""
+        """Show the rest of a rank's output when the rank ends, even without a final newline."""
         self._show(self._lines.flush(), now=now)
         if self._screen is not None and self.stream.is_leading:
             self._screen.end_leader_line()

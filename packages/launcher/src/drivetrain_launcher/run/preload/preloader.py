@@ -114,7 +114,8 @@ class Preloader:
         except OSError as error:
             self._end_orphans()
             raise LaunchError(
-                "the process that ranks are forked off was killed while it started one"
+                "the preload process was killed while starting a rank; see dmesg for the OOM killer, or launch "
+                f"without {self._flag}"
             ) from error
         return started
 
