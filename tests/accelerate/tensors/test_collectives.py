@@ -95,7 +95,7 @@ def test_results_are_those_of_accelerate(run_ranks: Any) -> None:
         assert mine == theirs
 
 
-def _said(call: Any) -> str:
+def _describe_outcome(call: Any) -> str:
     try:
         return repr(call())
     except (ValueError, TypeError, RuntimeError) as error:
@@ -139,7 +139,7 @@ def _alone() -> dict[str, str]:
             "chained": lambda: chained_operation(_chained)(torch.ones(rank + 1)),
             "nested kind": lambda: _padded_nested(o),
         }
-        return {name: _said(call) for name, call in calls.items()}
+        return {name: _describe_outcome(call) for name, call in calls.items()}
     finally:
         PartialState._reset_state()
 
@@ -207,10 +207,10 @@ def _verified() -> list[str]:
         own = verify_operation(_own)
         size = state.process_index + 1
         return [
-            _said(lambda: own(torch.ones(size))),
-            _said(lambda: own(tensor=torch.ones(size))),
-            _said(lambda: own(torch.ones(2, device="meta"))),
-            _said(lambda: own(torch.ones(2))),
+            _describe_outcome(lambda: own(torch.ones(size))),
+            _describe_outcome(lambda: own(tensor=torch.ones(size))),
+            _describe_outcome(lambda: own(torch.ones(2, device="meta"))),
+            _describe_outcome(lambda: own(torch.ones(2))),
         ]
     finally:
         PartialState._reset_state()

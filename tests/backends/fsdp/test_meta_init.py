@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_backends.fsdp.meta_init import initialise, make_room, parameters_on_meta
+from drivetrain_backends.fsdp.meta_init import initialise, parameters_on_meta, replace_meta_tensors
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -11,7 +11,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def fill(model: nn.Module, seed: int = 0, around: tuple[nn.Module, ...] = ()) -> nn.Module:
     names = {module: name for name, module in model.named_modules()}
-    initialise(make_room(model.modules(), on_cpu), names, around, seed)
+    initialise(replace_meta_tensors(model.modules(), on_cpu), names, around, seed)
     return model
 
 
@@ -47,7 +47,7 @@ def test_values_depend_on_the_seed_and_the_modules_name_alone() -> None:
         one, other, third = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3))
     names = {module: name for name, module in other.named_modules()}
     for part in reversed(other):  # in another order
-        initialise(make_room([part], on_cpu), names, (), 0)
+        initialise(replace_meta_tensors([part], on_cpu), names, (), 0)
     assert torch.equal(fill(one)[0].weight, other[0].weight)
     assert not torch.equal(one[0].weight, one[1].weight)
     assert not torch.equal(one[0].weight, fill(third, seed=1)[0].weight)

@@ -14,7 +14,7 @@ from drivetrain_checkpoint import (
     StateError,
     read_manifest,
 )
-from drivetrain_checkpoint.format.shards import make_room, shards_of
+from drivetrain_checkpoint.format.shards import make_target, shards_of
 from drivetrain_state import Context, connect
 from drivetrain_weights.tensor_box import whole
 
@@ -140,9 +140,9 @@ def test_a_sum_that_was_not_taken_is_refused(run_ranks, tmp_path: Path) -> None:
 
 
 def test_a_part_of_another_shape_counts_for_nothing() -> None:
-    room = make_room(whole((3, 2)), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
-    assert isinstance(room.value, torch.Tensor)
-    assert room.value.shape == (3, 2)
+    target = make_target(whole((3, 2)), torch.float32, LoadedFlatShard(torch.Size((4,)), 0, torch.zeros(2)))
+    assert isinstance(target.value, torch.Tensor)
+    assert target.value.shape == (3, 2)
 
 
 def test_a_plain_tensor_is_rank_zeros() -> None:

@@ -29,7 +29,7 @@ def save_both(checkpointer: Checkpointer, step: int, weight: Tensor, buffer: Ten
 
 
 def parts_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(HostBuffer().make_room(tensors), tensors, strict=True))
+    return list(zip(HostBuffer().allocate_like(tensors), tensors, strict=True))
 
 
 def test_what_changes_after_the_copies_is_not_saved_and_buffers_may_change_at_once(

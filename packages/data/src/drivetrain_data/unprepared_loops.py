@@ -60,7 +60,7 @@ class UnpreparedLoops:
         for _ in range(_NUM_CALLERS):
             if frame is None:
                 break
-            blocks = self._around(frame.f_code.co_filename, frame.f_lineno)
+            blocks = self._find_enclosing_blocks(frame.f_code.co_filename, frame.f_lineno)
             entered = [
                 item.context_expr for block in blocks if isinstance(block, ast.With) for item in block.items
             ]
@@ -80,7 +80,7 @@ class UnpreparedLoops:
             frame = frame.f_back
         return found
 
-    def _around(self, filename: str, line: int) -> list[_Block]:
+    def _find_enclosing_blocks(self, filename: str, line: int) -> list[_Block]:
         """Return the loops and `with` blocks around a line, up to its function, innermost first."""
         key = (filename, line)
         if key not in self._blocks:

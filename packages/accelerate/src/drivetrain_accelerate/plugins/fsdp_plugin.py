@@ -166,7 +166,7 @@ class FullyShardedDataParallelPlugin:
                 )
                 self.sync_module_states = True
             if self.sync_module_states and self.param_init_fn is None:
-                self.param_init_fn = make_room
+                self.param_init_fn = allocate_empty
         # transformers reads it while it loads a model.
         environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING=str(self.cpu_ram_efficient_loading))
 
@@ -317,7 +317,7 @@ class FullyShardedDataParallelPlugin:
             setattr(self, name, truth(getattr(self, name), of=name))
 
 
-def make_room(module: nn.Module) -> None:
+def allocate_empty(module: nn.Module) -> None:
     """Give the tensors of a module memory, without values, on the device that trains."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=device or torch.device("cpu"), recurse=False)

@@ -25,7 +25,7 @@ from drivetrain_accelerate.plugins.compat import either_policy, wrapped_classes
 from drivetrain_accelerate.plugins.fsdp_plugin import (
     STRATEGIES,
     FullyShardedDataParallelPlugin,
-    make_room,
+    allocate_empty,
     meant_by,
 )
 from drivetrain_accelerate.plugins.option_fields import TranslationError, refusal
@@ -51,7 +51,7 @@ def fsdp_sections(
     for name, allowed in (
         ("backward_prefetch", (None, BackwardPrefetch.BACKWARD_PRE)),
         ("ignored_modules", (None,)),
-        ("param_init_fn", (None, make_room)),
+        ("param_init_fn", (None, allocate_empty)),
         ("activation_checkpointing_offload", (None, False)),
     ):
         if (value := getattr(plugin, name)) not in allowed:

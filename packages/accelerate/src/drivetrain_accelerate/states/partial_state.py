@@ -46,7 +46,7 @@ class SharedState:
 
 
 class RankControl:
-    """The methods by which ranks wait for each other and run parts of a program alone, over what a subclass knows."""
+    """Methods for ranks to wait for each other and to run code on some of them."""
 
     context: Context
     distributed_type: DistributedType

@@ -47,7 +47,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
-def make_room(
+def replace_meta_tensors(
     modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
 ) -> dict[nn.Module, tuple[str, ...]]:
     """Replace tensors on meta by empty ones, tied ones by one; return the replaced attributes of each module."""
@@ -87,7 +87,7 @@ def initialise(
     around: Sequence[nn.Module],
     seed: int,
 ) -> None:
-    """Fill the tensors of `make_room` by each module's own `reset_parameters` and the model's `_init_weights`.
+    """Fill empty tensors by each module's own `reset_parameters` and the model's `_init_weights`.
 
     `around` are the modules whose `_init_weights(module)` is called; the seed is the same on all ranks.
     """

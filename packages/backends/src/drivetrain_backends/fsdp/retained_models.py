@@ -97,7 +97,7 @@ def shard_for_good(
         writes=ForwardWrites(sharded),
     )
     _set_prefetch(sharded, settings.prefetch)
-    model.register_forward_pre_hook(_make_room_outside_inference_mode(sharded), prepend=True)
+    model.register_forward_pre_hook(_allocate_outside_inference_mode(sharded), prepend=True)
     model.register_forward_hook(_finish_without_gradients(retained, order))
     if settings.compile_regions:
         for block in blocks or [model]:
@@ -120,14 +120,14 @@ def _finish_without_gradients(retained: RetainedModel, order: CollectiveOrder) -
     return finish
 
 
-def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
+def _allocate_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
     """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
 
     FSDP allocates them at the first forward; under `inference_mode`, no later forward could be trained through.
     """
     is_made = False
 
-    def make_room(*_: object) -> None:
+    def allocate_buffers(*_: object) -> None:
         nonlocal is_made
         if is_made or not torch.is_inference_mode_enabled():
             is_made = True
@@ -138,7 +138,7 @@ def _make_room_outside_inference_mode(sharded: ShardedModel) -> Callable[..., No
                 block.reshard()
         is_made = True
 
-    return make_room
+    return allocate_buffers
 
 
 def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:

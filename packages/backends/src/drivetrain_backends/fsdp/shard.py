@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from drivetrain_backends.fsdp.meta_init import check_ways, initialise, make_room, tensors_of
+from drivetrain_backends.fsdp.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
 from drivetrain_backends.fsdp.plan import DtypePlan, TensorStorage
 from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
@@ -190,7 +190,7 @@ def _bring_values(
             return scratch.like(tensor, dtype)
         return torch.empty_like(tensor, dtype=dtype, device=context.device)
 
-    empty = make_room(group, new_tensor)
+    empty = replace_meta_tensors(group, new_tensor)
     made = {
         module: tuple(a for a in attributes if f"{names[module]}.{a}".lstrip(".") in sources.initialised)
         for module, attributes in empty.items()

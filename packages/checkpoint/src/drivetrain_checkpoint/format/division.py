@@ -43,8 +43,8 @@ class Division:
 Divisions: TypeAlias = Mapping[str, Mapping[str, Division]]
 
 
-def in_file_order(tensors: Mapping[str, Division], rank: int) -> list[tuple[str, Division]]:
-    """Return the tensors of a part of which a rank writes a box, in the order in which they lie in its file. Pure.
+def list_in_file_order(tensors: Mapping[str, Division], rank: int) -> list[tuple[str, Division]]:
+    """Return the tensors that a rank writes, in the order of its file. Pure.
 
     The widest dtype comes first, as in the safetensors library: every tensor starts at a multiple of its item size.
     """
@@ -57,7 +57,7 @@ def starts_in_file(tensors: Mapping[str, Division], rank: int, size_bytes: int) 
 
     The boxes follow one another without gaps up to the end of the file; those of one tensor lie together.
     """
-    held = in_file_order(tensors, rank)
+    held = list_in_file_order(tensors, rank)
     bytes_of = {division: division.bytes_of(rank) for division in set(tensors.values())}
     sizes = [bytes_of[division] for _, division in held]
     return dict(

@@ -149,7 +149,7 @@ class ReadTarget:
     shards: tuple[TensorShard, ...]  # views of the value's memory, each contiguous and on the CPU
 
 
-def make_room(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
+def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     """Allocate CPU memory for a tensor.
 
     Its size is that of this rank's shard if `like` is sharded and of the tensor's shape, or a `Proportional`; else

@@ -12,7 +12,7 @@ from drivetrain_checkpoint.format.checksummed_io import HashedReader
 from drivetrain_checkpoint.format.division import Division
 from drivetrain_checkpoint.format.layout import tensor_file, tree_file
 from drivetrain_checkpoint.format.manifest import Manifest
-from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_room
+from drivetrain_checkpoint.format.shards import Leaf, ReadTarget, make_target
 from drivetrain_checkpoint.format.state_tree import Json, StateTree, decode
 from drivetrain_checkpoint.planning.read_plan import Read, fill, plan_reads
 from drivetrain_checkpoint.storage.place import Place
@@ -37,16 +37,17 @@ def read_parts(
 ) -> dict[str, StateTree]:
     """Read the states of some parts of a checkpoint, on the CPU."""
     trees = {part: read_tree(folder, manifest, part, on_block=on_block) for part in parts}
-    rooms = {
-        part: _make_rooms(manifest.tensors[part], lambda name, part=part: like(part, name)) for part in parts
+    targets = {
+        part: _make_targets(manifest.tensors[part], lambda name, part=part: like(part, name))
+        for part in parts
     }
-    for part, tensors in rooms.items():
-        _fill_rooms(folder, manifest, part, tensors, on_block)
+    for part, tensors in targets.items():
+        _read_targets(folder, manifest, part, tensors, on_block)
     return {
         part: decode(
-            trees[part], {name: room.value for name, room in tensors.items()}, allow_pickle=allow_pickle
+            trees[part], {name: target.value for name, target in tensors.items()}, allow_pickle=allow_pickle
         )
-        for part, tensors in rooms.items()
+        for part, tensors in targets.items()
     }
 
 
@@ -55,9 +56,9 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read some tensors of a part, whole and on the CPU; each block that holds any of their bytes is read once."""
     tensors = manifest.tensors[part]
-    rooms = _make_rooms({name: tensors[name] for name in names}, lambda _: None)
-    _fill_rooms(folder, manifest, part, rooms, on_block)
-    return {name: room.value for name, room in rooms.items()}
+    targets = _make_targets({name: tensors[name] for name in names}, lambda _: None)
+    _read_targets(folder, manifest, part, targets, on_block)
+    return {name: target.value for name, target in targets.items()}
 
 
 def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callable[[], None]) -> Json:
@@ -72,9 +73,11 @@ def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callabl
             raise CorruptCheckpointError(f"{error}; load another checkpoint") from error
 
 
-def _make_rooms(tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]) -> dict[str, ReadTarget]:
+def _make_targets(
+    tensors: Mapping[str, Division], like: Callable[[str], Leaf | None]
+) -> dict[str, ReadTarget]:
     kinds: dict[Division, tuple[Box, torch.dtype]] = {}
-    rooms: dict[str, ReadTarget] = {}
+    targets: dict[str, ReadTarget] = {}
     for name, division in tensors.items():
         if (kind := kinds.get(division)) is None:
             if division.dtype not in DTYPES:
@@ -82,18 +85,18 @@ def _make_rooms(tensors: Mapping[str, Division], like: Callable[[str], Leaf | No
                     f"{name!r} has the dtype {division.dtype}, which this torch does not have: use a newer torch"
                 )
             kind = kinds[division] = whole(division.shape), DTYPES[division.dtype]
-        rooms[name] = make_room(*kind, like(name))
-    return rooms
+        targets[name] = make_target(*kind, like(name))
+    return targets
 
 
-def _fill_rooms(
+def _read_targets(
     folder: Place,
     manifest: Manifest,
     part: str,
-    rooms: Mapping[str, ReadTarget],
+    targets: Mapping[str, ReadTarget],
     on_block: Callable[[], None],
 ) -> None:
-    wanted = {name: room.shards for name, room in rooms.items()}
+    wanted = {name: target.shards for name, target in targets.items()}
     for rank, reads in plan_reads(manifest, part, wanted):
         file = tensor_file(part, rank, manifest.attempt)
         with HashedReader(folder / file, manifest.files[file], on_block=on_block) as reader:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from drivetrain_checkpoint.format.division import Division, Divisions, in_file_order
+from drivetrain_checkpoint.format.division import Division, Divisions, list_in_file_order
 from drivetrain_checkpoint.format.layout import tensor_file
 from drivetrain_checkpoint.planning.write_plan import TensorName
 from drivetrain_weights.safetensors_layout import FileLayout, TensorEntry, plan_file
@@ -42,7 +42,7 @@ class TensorFiles:
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
         """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
         if rank not in self._files:
-            held = {part: in_file_order(tensors, rank) for part, tensors in self.divisions.items()}
+            held = {part: list_in_file_order(tensors, rank) for part, tensors in self.divisions.items()}
             self._files[rank] = tuple(_file(part, rank, tensors) for part, tensors in held.items() if tensors)
         return self._files[rank]
 

@@ -38,7 +38,7 @@ class HostBuffer:
         The overlap, None if it has nothing to do, copies the tensors whose indices are in `later`, and sums up the
         replicas.
         """
-        copies = self.make_room(tensors)
+        copies = self.allocate_like(tensors)
         pairs = list(zip(copies, tensors, strict=True))
         at_once = [pair for index, pair in enumerate(pairs) if index not in later]
         overlapped = [pair for index, pair in enumerate(pairs) if index in later]
@@ -49,7 +49,7 @@ class HostBuffer:
             torch.accelerator.synchronize(device)
         return copies, Overlap(overlapped, replicas) if overlapped or replicas is not None else None
 
-    def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return uninitialized contiguous CPU tensors like the given ones, in the memory of the last call's."""
         starts = [0]
         for tensor in tensors:

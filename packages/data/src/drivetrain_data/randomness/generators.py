@@ -72,8 +72,8 @@ class GlobalSeeder:
         random.seed(seed)
 
 
-def leaving_generators(items: Iterator[T]) -> Iterator[T]:
-    """Yield items, each read without an effect on the global generators, however it seeds them."""
+def preserve_generators(items: Iterator[T]) -> Iterator[T]:
+    """Yield items, and restore the global generators after each read."""
     return _read_within(items, _generators_kept)
 
 

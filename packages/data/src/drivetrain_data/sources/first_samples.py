@@ -13,7 +13,7 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader
 
-from drivetrain_data.randomness.generators import leaving_generators
+from drivetrain_data.randomness.generators import preserve_generators
 from drivetrain_data.sampling.rank_agreement import FirstRead, RankAgreement
 from drivetrain_data.sampling.sample_signature import (
     Place,
@@ -98,7 +98,7 @@ def _read_some(loader: DataLoader[Any]) -> FirstRead:
     )
     reads, again, begun = dict[Place, Signature](), dict[Place, Signature](), 0.0
     try:
-        signatures = leaving_generators(iter(reader))
+        signatures = preserve_generators(iter(reader))
         for place, one, other in zip(places, signatures, signatures, strict=False):
             reads[place], again[place] = one, other
             begun = begun or perf_counter()  # a worker may take long to start

@@ -8,7 +8,7 @@ from torch import Generator
 from torch.utils.data import DataLoader
 
 from drivetrain_data.errors import stop_let_out
-from drivetrain_data.randomness.generators import leaving_generators
+from drivetrain_data.randomness.generators import preserve_generators
 from drivetrain_data.randomness.permutation import hash_key
 from drivetrain_data.sampling.choose_sampler import step_sampler_of
 from drivetrain_data.sampling.samplers import ItemSampler
@@ -90,7 +90,7 @@ class MapStyleSource(BatchSource):
         batches = iter(self._loader)
         plans = self._sampler.plans
         if self._draws_apart:
-            batches = leaving_generators(batches)
+            batches = preserve_generators(batches)
         for first in batches:
             num_batches = len(self.sharding.readers(plans[0].real_counts or ()))
             held = [first, *islice(batches, num_batches - 1)]

@@ -191,17 +191,17 @@ class OffloadEngine:
 
     def _request_for_use(self, tensors: Sequence[OffloadedTensor]) -> None:
         """Request tensors for immediate use, and count a miss if no transfer of them had begun."""
-        waited = self._make_room(tensors)
+        waited = self._free_window(tensors)
         if self._residency.request(tensors) and not waited:
             self.stats.num_missed += 1
 
-    def _make_room(self, tensors: Sequence[OffloadedTensor]) -> bool:
+    def _free_window(self, tensors: Sequence[OffloadedTensor]) -> bool:
         """Cancel prefetched units, the last ones first, and wait for room; return whether that took time."""
         if self._residency.fits(tensors):
             return False
         for thread in self._forwards:
-            thread.prefetcher.make_room(tensors)
-        self._backward_prefetcher.make_room(tensors)
+            thread.prefetcher.cancel_until_fits(tensors)
+        self._backward_prefetcher.cancel_until_fits(tensors)
         return self._residency.wait_for_room(tensors)
 
     def _use_in_backward(self, unit: int, *, recomputed: bool) -> None:
@@ -214,7 +214,7 @@ class OffloadEngine:
             self._cancel_backward_unit()
         try:
             if not requested:
-                self._make_room(tensors)
+                self._free_window(tensors)
                 self._residency.request(tensors)
         finally:
             self._cancel_backward_unit()  # after the claim, as tensors may be in both units
@@ -302,7 +302,7 @@ class Prefetcher:
         while out_of_order:
             self._residency.cancel(self._units[out_of_order.pop()])
 
-    def make_room(self, tensors: Sequence[OffloadedTensor]) -> None:
+    def cancel_until_fits(self, tensors: Sequence[OffloadedTensor]) -> None:
         """Cancel requested units, the last ones first, until there is room for tensors or none is left."""
         while (self._requested or self._out_of_order) and not self._residency.fits(tensors):
             self._cancel_last()

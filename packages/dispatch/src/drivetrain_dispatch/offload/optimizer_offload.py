@@ -35,7 +35,7 @@ class OptimizerOffload:
         self._keep_all(optimizer)
         setattr(optimizer, _MARK, True)
         # Learning-rate schedulers expect a bound method.
-        optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(self._wrap_step(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Create no more files. State in files stays there, as ordinary tensors."""
@@ -76,7 +76,7 @@ class OptimizerOffload:
                 if isinstance(value, Tensor):
                     state[key] = self.kept(value)
 
-    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the optimizer's step, which creates missing state in files."""
 
         @wraps(step)

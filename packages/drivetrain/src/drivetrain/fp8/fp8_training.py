@@ -215,9 +215,9 @@ class Fp8Training:
         """
         saved, of_models = state.get("recipe"), state.get("models", [])
         if saved != self._recipe.name:
-            self._log_anew(f"was trained in {saved or 'another precision than fp8'}")
+            self._log_new_scales(f"was trained in {saved or 'another precision than fp8'}")
         elif len(of_models) != len(self._models):
-            self._log_anew(f"holds {len(of_models)} models converted to it, not {len(self._models)}")
+            self._log_new_scales(f"holds {len(of_models)} models converted to it, not {len(self._models)}")
         else:
             missing = [
                 name
@@ -231,7 +231,7 @@ class Fp8Training:
                     ", ".join(missing),
                 )
 
-    def _log_anew(self, found: str) -> None:
+    def _log_new_scales(self, found: str) -> None:
         if self._context.topology.is_main:
             logger.info(
                 "the checkpoint %s, this run trains in %s: weights are the same, scales begin anew",

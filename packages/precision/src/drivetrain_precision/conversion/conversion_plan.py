@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from drivetrain_precision.conversion.converts_norms import NORMS, ConvertsNorms
+from drivetrain_precision.conversion.converts_norms import NORMS, SupportsNormConversion
 from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.conversion.layer_report import LayerDecision
 
@@ -17,7 +17,7 @@ from drivetrain_precision.conversion.layer_report import LayerDecision
 _COPIES = ("original_module", "modules_to_save")
 
 
-class Refuses(Protocol):
+class SupportsRefusal(Protocol):
     """A recipe or a quantization that can refuse linear layers."""
 
     def refusal(self, module: nn.Module) -> str | None:
@@ -37,7 +37,7 @@ class _Facts:
 
 def plan_conversion(
     model: nn.Module,
-    recipe: Refuses,
+    recipe: SupportsRefusal,
     layers: LayerFilter,
     *,
     kept: Mapping[nn.Module, str] = MappingProxyType({}),
@@ -67,7 +67,7 @@ def plan_conversion(
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
     )
-    if isinstance(recipe, ConvertsNorms) and recipe.norms == "fuse":
+    if isinstance(recipe, SupportsNormConversion) and recipe.norms == "fuse":
         return _plan_fusions(model, recipe, decisions)
     return decisions
 
@@ -77,14 +77,14 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _find_reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts) -> str:
+def _find_reason(name: str, recipe: SupportsRefusal, layers: LayerFilter, facts: _Facts) -> str:
     """Return the first reason why a module stays as it is; empty if it is converted."""
     module = facts.modules[name]
     if module in facts.kept:
         return facts.kept[module]
     converts_norm = _converts_norm(recipe, module)
     if not isinstance(module, nn.Linear) and not converts_norm:
-        if type(module) in NORMS and isinstance(recipe, ConvertsNorms):
+        if type(module) in NORMS and isinstance(recipe, SupportsNormConversion):
             return f"is a {type(module).__name__}, and norms='keep'"
         return f"is of class {type(module).__name__}, not nn.Linear"
     if _is_adapter(name, facts.modules):
@@ -99,8 +99,8 @@ def _find_reason(name: str, recipe: Refuses, layers: LayerFilter, facts: _Facts)
     )
 
 
-def _converts_norm(recipe: Refuses, module: nn.Module) -> bool:
-    return type(module) in NORMS and isinstance(recipe, ConvertsNorms) and recipe.norms != "keep"
+def _converts_norm(recipe: SupportsRefusal, module: nn.Module) -> bool:
+    return type(module) in NORMS and isinstance(recipe, SupportsNormConversion) and recipe.norms != "keep"
 
 
 def _why_unfit(module: nn.Linear) -> str | None:
@@ -173,7 +173,7 @@ def _explain_ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
 
 
 def _plan_fusions(
-    model: nn.Module, recipe: ConvertsNorms, decisions: Sequence[LayerDecision]
+    model: nn.Module, recipe: SupportsNormConversion, decisions: Sequence[LayerDecision]
 ) -> tuple[LayerDecision, ...]:
     """Return decisions that name the pairs: norms and linear layers that are converted into one layer."""
     modules = dict(model.named_modules())

@@ -10,7 +10,7 @@ NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm)
 
 
 @runtime_checkable
-class ConvertsNorms(Protocol):
+class SupportsNormConversion(Protocol):
     """A recipe whose `refusal`, `convert` and `restore` take the norms of `NORMS` too, on every rank.
 
     1. The plan calls `refusal` of each norm, unless `norms` is "keep".

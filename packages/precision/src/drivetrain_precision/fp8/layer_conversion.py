@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain_precision.compat import unwrap_compiled
 from drivetrain_precision.conversion.class_exchange import exchange_of
 from drivetrain_precision.conversion.conversion_plan import plan_conversion
-from drivetrain_precision.conversion.converts_norms import ConvertsNorms
+from drivetrain_precision.conversion.converts_norms import SupportsNormConversion
 from drivetrain_precision.conversion.layer_changes import Change, change_layers
 from drivetrain_precision.conversion.layer_filter import LayerFilter
 from drivetrain_precision.conversion.layer_report import LayerDecision, LayerReport
@@ -156,7 +156,7 @@ def _make_change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerD
     }
 
     def change(module: nn.Module) -> nn.Module:
-        if module in norms and isinstance(module, nn.Linear) and isinstance(recipe, ConvertsNorms):
+        if module in norms and isinstance(module, nn.Linear) and isinstance(recipe, SupportsNormConversion):
             return recipe.fuse(model.get_submodule(norms[module]), module)
         return recipe.convert(module)
 

@@ -109,7 +109,7 @@ class Fp8Recipe(Protocol):
     A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
     `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
     step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began. A recipe that takes norms
-    too is a `ConvertsNorms`.
+    too is a `SupportsNormConversion`.
     """
 
     @property

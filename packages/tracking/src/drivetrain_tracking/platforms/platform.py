@@ -165,7 +165,7 @@ class Platform(ABC, Generic[Options]):
         self.write_records(self.named(records))
 
     def finish(self) -> None:
-        """End the run, which is finished, if it is started."""
+        """Close the run as finished; do nothing if none was started."""
         self.end("finished")
 
     def end(self, state: RunState | None) -> None:
