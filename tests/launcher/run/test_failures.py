@@ -82,6 +82,19 @@ def test_a_root_is_explained(changes: dict[str, object], num_nodes: int, words: 
     assert words in describe_root(failure(0, **changes), num_nodes=num_nodes)
 
 
+@pytest.mark.parametrize(
+    ("ended", "words"), [([1], "Rank 1 had ended before, with exit code 0"), ([1, 3], "Ranks 1, 3 had ended")]
+)
+def test_ranks_that_had_ended_are_the_cause_of_a_broken_connection_alone(
+    ended: list[int], words: str
+) -> None:
+    shown = describe_root(failure(0, **BROKEN), num_nodes=1, ended=ended)
+    assert words in shown
+    assert "most likely" not in shown
+    assert "watchdog" not in shown
+    assert "ended before" not in describe_root(failure(0, **BOOM), num_nodes=1, ended=ended)
+
+
 def test_the_others_get_a_line_each_and_those_that_failed_alike_share_one() -> None:
     root = failure(1, **BOOM)
     others = [

@@ -270,6 +270,7 @@ class Agent(LocalElasticAgent):
         self._keeper = keeper
         self._starter = starter
         self._root: RankFailure | None = None
+        self._ended: list[int] = []  # with exit code 0, before the first failure
         self._has_told = False
         self._signals = StopSignals()
         self._changes = changes
@@ -308,6 +309,8 @@ class Agent(LocalElasticAgent):
         if not self._has_told:
             self._stopped.look(_ranks_of(worker_group))
             codes = poll_exit_codes(self)
+            workers = worker_group.workers
+            self._ended = [each.global_rank for each in workers if codes.get(each.local_rank) == 0]
             failures = self._failures(worker_group, codes)
             # A broken connection is only a consequence of another failure.
             causes = [failure for failure in failures if failure.error and not failure.is_aftermath]
@@ -407,7 +410,7 @@ class Agent(LocalElasticAgent):
         lines = self._keeper.last_lines(root.rank, self._plan.tail_of(root.rank))
         sys.stderr.write(describe_others(root, failures))
         sys.stderr.write(describe_tail(root, lines))
-        sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes))
+        sys.stderr.write(describe_root(root, num_nodes=self._plan.num_nodes, ended=self._ended))
         self.exit_code = root.shell_code
         if (remaining := remaining_restarts(self)) > 0:
             attempt = self._plan.max_restarts - remaining + 1

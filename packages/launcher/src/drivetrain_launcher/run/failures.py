@@ -205,19 +205,23 @@ def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
     return head + "".join(f"  {line}\n" for line in lines)
 
 
-def describe_root(failure: RankFailure, *, num_nodes: int) -> str:
-    """Describe the root failure, with its traceback."""
+def describe_root(failure: RankFailure, *, num_nodes: int, ended: Sequence[int] = ()) -> str:
+    """Describe the root failure, with its traceback; `ended` are the ranks that had ended before with exit code 0."""
     elsewhere = (
-        "it ended early without an error, or it hangs; a watchdog's table above names the rank"
+        "it ended early without an error, or it hangs; a watchdog's table, where one stands above, names the rank"
         if num_nodes == 1
         else "one on another node failed first; look at that node's output"
     )
+    cause = f"Another rank did not answer: most likely {elsewhere}."
+    if ended:
+        who = f"Rank {ended[0]}" if len(ended) == 1 else f"Ranks {', '.join(map(str, ended))}"
+        cause = f"{who} had ended before, with exit code 0."
     who = f"rank {failure.rank} (local rank {failure.local_rank}, process {failure.pid})"
     if failure.traceback:
         shown = f"\n{failure.traceback}"
         if failure.was_shown:
             shown = f" {failure.error}; its traceback stands above\n"
-        hint = f"\nAnother rank did not answer: most likely {elsewhere}.\n" if failure.is_aftermath else ""
+        hint = f"\n{cause}\n" if failure.is_aftermath else ""
         return f"drivetrain: {who} failed:{shown}{hint}"
     if failure.signal:
         why = failure.error or _SIGNALS.get(failure.signal, "")
