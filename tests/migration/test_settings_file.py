@@ -5,6 +5,7 @@ import pytest
 
 from drivetrain_config import ConfigError
 from drivetrain_config.files.settings_file import read_file
+from drivetrain_launcher import Host
 
 TWO_NODES = """\
 compute_environment: LOCAL_MACHINE
@@ -258,3 +259,18 @@ def test_everything_that_cannot_be_honoured_is_told_at_once(tmp_path: Path) -> N
         ConfigError, match=r"compute_environment: AMAZON_SAGEMAKER; .*profile: me .*lines out"
     ):
         read(tmp_path, "compute_environment: AMAZON_SAGEMAKER\nprofile: me\nuse_cpu: true\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "notices"),
+    [
+        (Host(accelerator="cuda"), ()),
+        (Host(), ("a.yaml:2 distributed_type: MULTI_GPU, but this host has no GPU",)),
+    ],
+)
+def test_gpus_that_the_host_does_not_have_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host, notices: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("drivetrain_migration.settings_file.detect_host", lambda _device: host)
+    (tmp_path / "a.yaml").write_text("use_cpu: false\ndistributed_type: MULTI_GPU\n")
+    assert read_file(tmp_path / "a.yaml").notices == notices

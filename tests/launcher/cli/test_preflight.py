@@ -1,4 +1,7 @@
+import ast
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,15 +12,17 @@ from drivetrain_clusters.slurm.placement import slurm_placement
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.source import Entry, Kind, Source
-from drivetrain_launcher import LaunchError
+from drivetrain_launcher import LaunchError, LaunchTarget
 from drivetrain_launcher.cli.preflight import (
     check_bound_devices,
     check_device,
     check_given,
+    check_launch,
     check_module,
+    check_script,
     misplaced_flags,
 )
-from drivetrain_launcher.plan.resolved_launch import GivenSetting, resolve_launch
+from drivetrain_launcher.plan.resolved_launch import GivenSetting, ResolvedLaunch, resolve_launch
 
 KNOWN = ("--num-processes", "--processes-per-node", "--backend")
 
@@ -174,3 +179,31 @@ def test_a_module_that_is_not_there_is_refused_with_the_nearest(
     (tmp_path / "train.py").write_text("")
     with pytest.raises(LaunchError, match=message):
         check_module(name, tmp_path)
+
+
+def test_a_folder_is_a_script_only_with_a_main_module(tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=r"a folder without __main__\.py; name the script in it, .*SCRIPT\.py"
+    ):
+        check_script(tmp_path)
+    (tmp_path / "__main__.py").write_text("")
+    check_script(tmp_path)
+
+
+@pytest.mark.parametrize("through", [None, "runpy"])
+def test_an_installed_package_may_refuse_a_script_that_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import other\n")
+    said = {"launch": {"num_processes": "2", **({} if through is None else {"through": through})}}
+    resolved = resolve_launch(Layers.read(command_line=said))
+
+    class Point:
+        def load(self) -> Callable[[ast.Module, ResolvedLaunch], str]:
+            return lambda tree, asked: f"1: {ast.unparse(tree)} on {asked.launch.num_processes}"
+
+    monkeypatch.setattr("drivetrain_launcher.cli.preflight.entry_points", lambda _group: (Point(),))
+    refused = pytest.raises(LaunchError, match=r"train\.py:1: import other on 2$")
+    with refused if through is None else nullcontext():
+        check_launch(resolved, LaunchTarget(name=str(script)))

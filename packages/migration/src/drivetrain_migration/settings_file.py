@@ -9,6 +9,7 @@ from typing import Any
 
 from drivetrain_config import ConfigError
 from drivetrain_config.files.settings_file import Contents
+from drivetrain_launcher import detect_host
 from drivetrain_messages import suggest
 from drivetrain_migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP
 from drivetrain_migration.option_meanings import Family, read_words
@@ -113,6 +114,8 @@ def translate_settings(file: Contents) -> Contents | None:
             found.set(section, name, meant, key)
         if refusal is not None:
             found.refuse(value, refusal, key)
+    if data.get("distributed_type") == "MULTI_GPU" and detect_host("auto").accelerator is None:
+        found.notices.append(f"{found.place('distributed_type')}: MULTI_GPU, but this host has no GPU")
     if found.refused:
         raise ConfigError(
             f"{file.path} is an Accelerate file, and asks for what has no counterpart here: "
@@ -165,6 +168,5 @@ def _is_off(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return value in _OFF
     # torch.compile's other keys only configure what dynamo_backend switches on.
-    return (
-        _is_off(value["dynamo_backend"]) if "dynamo_backend" in value else all(map(_is_off, value.values()))
-    )
+    deciding = [value["dynamo_backend"]] if "dynamo_backend" in value else value.values()
+    return all(map(_is_off, deciding))

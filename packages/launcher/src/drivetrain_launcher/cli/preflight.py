@@ -1,13 +1,17 @@
 """The checks of a launch before any process starts, so that a mistake is reported early and only once."""
 
+import ast
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from drivetrain_config import ConfigError, Layers, flags
 from drivetrain_config.files.settings_file import check_json_object
+from drivetrain_config.plugins.installed import entry_points
 from drivetrain_config.settings.plugin_names import check_plugins, word_pattern
 from drivetrain_launcher.cli.flag_aliases import RENAMED
 from drivetrain_launcher.errors import LaunchError
@@ -20,6 +24,8 @@ from drivetrain_messages import say, suggest
 _OFTEN_MISPLACED = frozenset(
     {"--config", "--dry-run", "--backend", "--cpu", "--mixed-precision", "--gradient-accumulation-steps"}
 )
+# Takes a script; returns why it must not run as it is, after the line that says so, or None.
+ScriptCheck = Callable[[ast.Module, ResolvedLaunch], str | None]
 
 
 def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
@@ -49,6 +55,12 @@ def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
         known = {flag.name for flag in flags(LaunchSettings, "launch")} | _OFTEN_MISPLACED
         report_misplaced(target, known, source, command="launch")
     check_given(resolved.given, source)
+    tree = ast.Module([], [])
+    with suppress(SyntaxError, ValueError):  # Python reports it when the script runs
+        tree = ast.parse(source or "")
+    for point in entry_points("drivetrain.script_checks") if through is None else ():
+        if (problem := cast("ScriptCheck", point.load())(tree, resolved)) is not None:
+            raise LaunchError(f"{path}:{problem}")
 
 
 def check_script(path: Path, *, where: str = "", remedy: str = "") -> None:
@@ -57,6 +69,10 @@ def check_script(path: Path, *, where: str = "", remedy: str = "") -> None:
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = suggest(path.name, beside, show=path.with_name)
         raise LaunchError(f"{path}: no such script{where}{hint}{remedy}")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise LaunchError(
+            f"{path}: a folder without __main__.py; name the script in it, {path / 'SCRIPT.py'}, or a module with -m"
+        )
 
 
 def check_module(name: str, folder: Path) -> None:
