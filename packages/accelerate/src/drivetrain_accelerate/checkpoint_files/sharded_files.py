@@ -231,7 +231,9 @@ def read_divided(
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"{folder} holds no state in parts (a file .metadata, and *.distcp)")
     metadata = FileSystemReader(folder).read_metadata()
-    flat = {name: _room(name, kept, like or {}) for name, kept in metadata.state_dict_metadata.items()}
+    flat = {
+        name: _allocate_target(name, kept, like or {}) for name, kept in metadata.state_dict_metadata.items()
+    }
     alone = context is None or context.topology.world_size == 1
     with _allow_one_process():
         dcp.load(flat, storage_reader=FileSystemReader(folder), no_dist=alone)
@@ -293,7 +295,7 @@ def _allow_one_process() -> Generator[None]:
         yield
 
 
-def _room(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> Any:
+def _allocate_target(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> Any:
     """Return a tensor to read a value into; None for what is no tensor."""
     if not isinstance(kept, TensorStorageMetadata):
         return None

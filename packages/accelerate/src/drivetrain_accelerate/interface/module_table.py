@@ -82,23 +82,23 @@ def parse_table(text: str) -> ModuleTable:
     refused_modules = _instead(read.pop("module_not_provided", []))
     own: dict[str, dict[str, Home]] = {module: {} for module in read}
     handed_on: list[tuple[str, str, str]] = []
-    for module, rooms in read.items():
-        for room, listed in rooms.items():
+    for module, holders in read.items():
+        for holder, listed in holders.items():
             for word in listed.split():
                 name, _, here = word.partition("=")
-                if room.partition(".")[0] == "accelerate":  # another module of the interface
-                    handed_on.append((module, room, name))
+                if holder.partition(".")[0] == "accelerate":  # another module of the interface
+                    handed_on.append((module, holder, name))
                 else:
-                    own[module][name] = Home(f"{_PACKAGE}.{room}", here or name)
+                    own[module][name] = Home(f"{_PACKAGE}.{holder}", here or name)
     names = {module: dict(homes) for module, homes in own.items()}
     refused = dict(not_provided)
-    for module, room, name in handed_on:
-        if (home := own.get(room, {}).get(name)) is not None:
+    for module, holder, name in handed_on:
+        if (home := own.get(holder, {}).get(name)) is not None:
             names[module][name] = home
-        elif (reason := not_provided.get(f"{room}.{name}")) is not None:
+        elif (reason := not_provided.get(f"{holder}.{name}")) is not None:
             refused[f"{module}.{name}"] = reason
         else:
-            raise ValueError(f"interface.toml: {module} hands on {name}, which {room} does not hold")
+            raise ValueError(f"interface.toml: {module} hands on {name}, which {holder} does not hold")
     return ModuleTable(
         names=MappingProxyType({module: MappingProxyType(homes) for module, homes in names.items()}),
         not_provided=MappingProxyType(refused),
