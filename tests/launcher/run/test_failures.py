@@ -15,6 +15,8 @@ from drivetrain_launcher.run.failures import (
     read_failure,
     record_error,
 )
+from drivetrain_memory import MemoryTracker
+from drivetrain_state import ParallelDims
 
 
 def failure(rank: int, **changes: object) -> RankFailure:
@@ -149,24 +151,51 @@ def test_a_rank_that_left_nothing_has_its_exit_code_alone() -> None:
     assert (read.error, read.traceback, read.time, read.signal) == ("", "", 4.0, "SIGKILL")
 
 
-def test_a_wrong_value_is_shown_down_to_the_users_line_and_others_in_full() -> None:
-    from drivetrain_state import ParallelDims
+def shown_to_user(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        return format_for_user(error)
+    raise AssertionError("nothing failed")
 
-    def fails(action: Callable[[], object]) -> str:
-        try:
-            action()
-        except (ValueError, KeyError) as error:
-            return format_for_user(error)
-        raise AssertionError("nothing failed")
 
-    shown = fails(lambda: ParallelDims(tensor=3).plan(2))
+def behind_another_error(action: Callable[[], object]) -> None:
+    try:
+        raise KeyError("first")
+    except KeyError:
+        action()
+
+
+@pytest.mark.parametrize(
+    ("action", "module", "last"),
+    [
+        (lambda: ParallelDims(tensor=3).plan(2), "state.mesh", "ValueError: "),
+        (lambda: MemoryTracker(None).stop(), "memory.tracker.memory_tracker", "RuntimeError: "),
+    ],
+    ids=["value", "order of calls"],
+)
+def test_an_error_of_ours_is_shown_down_to_the_users_line(
+    action: Callable[[], object], module: str, last: str
+) -> None:
+    shown = shown_to_user(action)
     assert "in <lambda>" in shown
-    assert "  (found by drivetrain_state.mesh, line " in shown
-    assert "mesh.py" not in shown
-    assert shown.splitlines()[-1].startswith("ValueError: ")
-    assert fails(lambda: int("x")).splitlines()[-1].startswith("ValueError: invalid literal")
-    another = fails(lambda: {}["x"])
-    assert "found by" not in another
+    assert f"  (found by drivetrain_{module}, line " in shown
+    assert f"{module.rpartition('.')[2]}.py" not in shown
+    assert shown.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda: int("x"),
+        lambda: {}["x"],
+        lambda: describe_tail(failure(1), 3),  # type: ignore[arg-type]
+        lambda: behind_another_error(lambda: ParallelDims(tensor=3).plan(2)),
+    ],
+    ids=["user's ValueError", "user's KeyError", "native code", "behind another"],
+)
+def test_other_errors_are_shown_in_full(action: Callable[[], object]) -> None:
+    assert "found by" not in shown_to_user(action)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The report on failed ranks: the traceback of the root failure, once, then one line for each other rank."""
 
+import dis
 import json
 import signal
 import time
@@ -111,10 +112,11 @@ def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
 
 
 def format_for_user(error: BaseException) -> str:
-    """Format an exception with its traceback; for a ValueError raised by drivetrain, only down to the user's line.
+    """Format an exception with its traceback; for an error that drivetrain raises, only down to the user's line.
 
-    The message of such an error suffices: it gives the value, the allowed values and a remedy. One line replaces the
-    library's frames.
+    The message of such an error suffices: it gives the value or the call, what is allowed and a remedy. One line
+    replaces the library's frames. An assertion that fails, and an error with another behind it that its message does
+    not repeat, are shown in full.
     """
     from drivetrain_state.hang.stack import Frame, frame_owner
 
@@ -131,13 +133,27 @@ def format_for_user(error: BaseException) -> str:
         for frame, line in entries
     ]
     kept = max((place for place, owner in enumerate(owners, 1) if owner in ("user", "installed")), default=0)
-    if not isinstance(error, ValueError) or kept == 0 or owners[-1] != "drivetrain":
+    is_told = isinstance(error, ValueError) or (
+        error.__cause__ is None and not isinstance(error, AssertionError)
+    )
+    is_alone = error.__context__ is None or error.__suppress_context__
+    if not (is_told and is_alone and kept and owners[-1] == "drivetrain" and _raised_by_statement(error)):
         return "".join(traceback.format_exception(error))
     shown = traceback.format_exception(type(error), error, error.__traceback__, limit=kept, chain=False)
     innermost, line = entries[-1]
     found = f"  (found by {innermost.f_globals['__name__']}, line {line}; frames of libraries are left out)\n"
     message = traceback.format_exception_only(error)
     return "".join([*shown[: -len(message)], found, *message])
+
+
+def _raised_by_statement(error: BaseException) -> bool:
+    """Return whether the innermost frame raised an exception itself, and did not call native code that did."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None:
+        return False
+    return dis.opname[innermost.tb_frame.f_code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
 
 
 def read_failure(
