@@ -451,7 +451,9 @@ def test_defaults_are_those_of_the_settings() -> None:
         ({"seed": None}, ValueError, "seed=None: ranks could not agree on one"),
         ({"copy_ahead": -1}, ValueError, "copy_ahead=-1: must be an integer, 0 or more batches"),
         ({"shard": (0, 2)}, TypeError, r"shard=\(0, 2\): must be a Shard"),
-        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+        ({"device": "cud"}, ValueError, "device='cud': must be one of this machine"),
+        ({"device": "cuda:99"}, ValueError, "device='cuda:99': must be one of this machine"),
+        ({"device": 1.5}, ValueError, r"device=1\.5: must be one of this machine"),
     ],
 )
 def test_what_is_not_allowed_is_refused_at_once(arguments: Any, error: type[Exception], message: str) -> None:

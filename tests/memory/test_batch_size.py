@@ -148,8 +148,9 @@ def test_functions_that_cannot_be_searched_are_refused() -> None:
 
     with pytest.raises(TypeError, match="does its work after its call returned"):
         find_executable_batch_size(later)
-    with pytest.raises(ValueError, match="starting_batch_size=0: must be at least 1"):
-        find_executable_batch_size(starting_batch_size=0)
+    for size, shown in ((0, "0"), ("16", "'16'"), (1.5, "1.5")):
+        with pytest.raises(ValueError, match=f"starting_batch_size={shown}: must be an integer, at least 1"):
+            find_executable_batch_size(starting_batch_size=size)  # type: ignore[call-overload]
 
 
 def fitting(batch_size: int) -> int:

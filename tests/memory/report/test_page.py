@@ -104,6 +104,14 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert "url(" not in text
 
 
+def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"run=\[\]: must be a RunMemory, as read_summaries\(folder\) returns it"
+    ):
+        write_page(tmp_path / "new" / "page.html", [])  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_many_ranks_are_in_the_tables_and_the_highest_are_drawn() -> None:
     text = render_page(merge_summaries([summary(rank) for rank in range(20)]))
     assert text.count("<svg") == 2 * 16

@@ -162,8 +162,12 @@ def test_names_without_end_count_as_one_phase() -> None:
 def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"interval_seconds=0: give 0\.001 to 3600"):
         MemoryTracker(None, interval_seconds=0)
-    with pytest.raises(ValueError, match="rank=-1: must be 0 or more"):
+    with pytest.raises(ValueError, match=r"interval_seconds='a': give 0\.001 to 3600"):
+        MemoryTracker(None, interval_seconds="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank=-1: must be an integer, 0 or more"):
         MemoryTracker(None, rank=-1)
+    with pytest.raises(ValueError, match="rank='a': must be an integer, 0 or more"):
+        MemoryTracker(None, rank="a")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="this tracker is not started"):
         MemoryTracker(None).as_metrics()
     with MemoryTracker(None) as tracker:

@@ -69,7 +69,7 @@ def shard_loader(
         on_batch: A callback to call for every batch.
 
     Raises:
-        TypeError, ValueError: It is not a loader, the settings do not fit it, or the ranks' data differ.
+        TypeError, ValueError: It is no loader, settings do not fit it, the device is absent, or ranks' data differ.
 
     Example:
         >>> loader = DataLoader(range(10), batch_size=2)
@@ -92,7 +92,11 @@ def shard_loader(
         compares_streams=compare_samples and group is not None and not dispatch,
     )  # fmt: skip
     source = _source_of(loader, sharding, compare_samples=compare_samples)
-    target = torch.device("cpu" if device is None else device)
+    try:
+        target = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=target)  # torch would refuse an absent one only in the first loop
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"device={device!r}: must be one of this machine, such as 'cpu'; {error}") from error
     copies = stage = None
     if target.type != "cpu":  # where a loader's batches already are
         copies = DeviceCopies(target, non_blocking=non_blocking, num_ahead=copy_ahead)
@@ -137,9 +141,7 @@ def _num_blocks(strategy: ShardingStrategy | IndexFunction, shard: Shard, num_no
         raise ValueError(
             f"strategy='node': {shard.count} shards over num_nodes={num_nodes}: every node needs equally many"
         )
-    if strategy == "interleaved":
-        return 1
-    return num_nodes if strategy == "node" else shard.count
+    return 1 if strategy == "interleaved" else num_nodes if strategy == "node" else shard.count
 
 
 def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeAlias, TypeVar, overload
 
 from drivetrain_memory.batch_size.host_limit import available_host_bytes, limit_host_memory
 from drivetrain_memory.errors import NoBatchSizeFitsError
@@ -108,7 +108,7 @@ def find_executable_batch_size(
     Raises:
         TypeError: The function has no argument for the batch size, or is a coroutine or generator function; at a
             call, the arguments do not fit the function.
-        ValueError: `starting_batch_size` is below 1; at a call, `reduce_batch_size` did not return a smaller size.
+        ValueError: `starting_batch_size` is no integer above 0; at a call, `reduce_batch_size` gave no smaller size.
         NoBatchSizeFitsError: At a call, every batch size ran out of memory.
 
     Example:
@@ -120,8 +120,8 @@ def find_executable_batch_size(
         >>> train()
         16
     """
-    if starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size={starting_batch_size!r}: must be at least 1")
+    if not isinstance(starting_batch_size, SupportsIndex) or starting_batch_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"starting_batch_size={starting_batch_size!r}: must be an integer, at least 1")
     search = _Search(
         start=starting_batch_size,
         reduce=reduce_batch_size,

@@ -38,6 +38,8 @@ overflow: hidden; margin: .3em 0; } .note { color: #666; }
 
 def render_page(run: RunMemory, *, title: str = "Memory of a run") -> str:
     """Return the page as text: time line by rank with phases, peaks, and where memory went."""
+    if not isinstance(run, RunMemory):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
+        raise TypeError(f"run={run!r}: must be a RunMemory, as read_summaries(folder) returns it")
     named = [path for rank in run.ranks for path in rank.phases]
     sampled = [path for rank in run.ranks for shares in rank.timeline.phases for path in shares]
     phases = list(dict.fromkeys([*named, *sampled]))
@@ -83,18 +85,16 @@ def write_page(file: str | Path, run: RunMemory, *, title: str = "Memory of a ru
     Raises:
         OSError: The file cannot be written.
     """
-    path = Path(file)
+    path, text = Path(file), render_page(run, title=title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page(run, title=title), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def _time_lines(run: RunMemory, phases: Sequence[str]) -> Iterable[str]:
     labels = {"allocated_bytes": "tensors", "reserved_bytes": "reserved", "used_bytes": "all processes"}
     by_peak = sorted(run.ranks, key=lambda rank: -rank.host_peak_bytes)[:_MOST_CHARTS]
-    for rank in run.ranks:
-        if rank not in by_peak:
-            continue
+    for rank in [rank for rank in run.ranks if rank in by_peak]:
         yield f"<h3>Rank {rank.rank} on {escape(rank.host)}: host</h3>"
         yield _chart(rank, _host_lines(rank), phases)
         columns = [name for name in rank.timeline.columns if name.endswith(("ated_bytes", "used_bytes"))]

@@ -40,7 +40,7 @@ class MemoryTracker:
         settings: The times between two looks at what is expensive to read.
 
     Raises:
-        ValueError: The interval or the rank is out of range.
+        ValueError: The interval or the rank is no number, or out of range.
 
     Example:
         >>> with MemoryTracker(None) as tracker:
@@ -60,10 +60,10 @@ class MemoryTracker:
         interval_seconds: float = 0.1,
         settings: SamplerSettings | None = None,
     ) -> None:
-        if not 0.001 <= interval_seconds <= 3600:
+        if not (isinstance(interval_seconds, int | float) and 0.001 <= interval_seconds <= 3600):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"interval_seconds={interval_seconds!r}: give 0.001 to 3600")
-        if rank < 0:
-            raise ValueError(f"rank={rank}: must be 0 or more")
+        if not isinstance(rank, int) or rank < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"rank={rank!r}: must be an integer, 0 or more")
         self._folder = None if folder is None else Path(folder)
         self._rank, self._interval_seconds, self._settings = rank, interval_seconds, settings
         self._phases = PhaseStack()
