@@ -30,6 +30,22 @@ def test_files_tell_by_their_headers(tmp_path: Path) -> None:
     assert (sizes.largest_block, sizes.largest_block_parameters) == ("layers.1", 32)
 
 
+@pytest.mark.parametrize(
+    ("names", "model"),
+    [
+        (["w.r0.safetensors", "w.r1.safetensors"], "w.r0.safetensors, 1 of 2 files of the weights"),
+        (["w.r0.2.safetensors", "w.r1.2.safetensors"], "w.r0.2.safetensors, 1 of 2 files of the weights"),
+        (["m-1-of-2.safetensors", "m-2-of-2.safetensors"], "m-1-of-2.safetensors, 1 of 2 files of the weights"),
+        (["w.r0.safetensors", "v.r1.safetensors"], "w.r0.safetensors"),
+    ],
+    ids=["ranks", "ranks of a later attempt", "shards", "one rank"],
+)  # fmt: skip
+def test_one_of_several_files_is_named_as_such(tmp_path: Path, names: list[str], model: str) -> None:
+    for name in names:
+        save_file({"0.weight": torch.zeros(4, 4)}, tmp_path / name)
+    assert sizes_of_files(tmp_path / names[0]).model == model
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightFilesError):
         sizes_of_files(tmp_path)

@@ -155,5 +155,7 @@ def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequ
     if len(rows) > 1:
         lines += [format_table(rows, right=range(1, len(rows[0]))), ""]
     lines += [f"{each.mode.name}: {each.mode.about}" for each in estimates if each.memory is not None]
-    lines += [f"{each.mode.name}: not told: {each.why_not}" for each in estimates if each.memory is None]
+    for reason in dict.fromkeys(each.why_not for each in estimates if each.memory is None):
+        modes = ", ".join(each.mode.name for each in estimates if each.why_not == reason)
+        lines.append(f"{modes}: not told: {reason}")
     return "\n".join(lines)

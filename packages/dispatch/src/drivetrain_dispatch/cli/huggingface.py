@@ -1,5 +1,6 @@
 """Build models of Hugging Face's transformers from their folder, and the inputs of forwards, all without data."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -35,6 +36,8 @@ def read_config(folder: Path) -> tuple[Any, Any]:
             f"{folder} has no {_CONFIG}: name the folder of a Hugging Face model; one of the hub is downloaded "
             f"first, by huggingface_hub.hf_hub_download(NAME, {_CONFIG!r})"
         )
+    # torchao, which transformers imports, registers enums in a way that torch 2.15 warns of: no matter of the user's.
+    logging.getLogger("torch.utils").setLevel(logging.ERROR)
     try:
         transformers: Any = import_module("transformers")
         # Newer versions validate configurations with an error that is no ValueError.

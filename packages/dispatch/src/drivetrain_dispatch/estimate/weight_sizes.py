@@ -1,5 +1,6 @@
 """The parameters of a model by block and dtype, from the model or from the headers of its files."""
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from torch import nn
 
 from drivetrain_weights import open_weights
 
+# The number in the name of one of several files: a rank's of a checkpoint, or a shard's.
+_NUMBER = re.compile(r"(?<=\.r)\d+(?=(\.\d+)?\.safetensors$)|(?<=-)\d+(?=-of-\d+\.)")
 # Bits of a parameter by the name of its dtype; the packed ones without their scales, a percent or two more.
 _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
@@ -47,7 +50,9 @@ def sizes_of_files(path: Path) -> WeightSizes:
         parts = name.split(".")
         at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
         blocks[".".join(parts[: at + 1])] += prod(file.tensor_shape(name))
-    return _find_largest(path.name, sum(blocks.values()), blocks)
+    num_files = len(list(path.parent.glob(_NUMBER.sub("*", path.name))))
+    name = f"{path.name}, 1 of {num_files} files of the weights" if num_files > 1 else path.name
+    return _find_largest(name, sum(blocks.values()), blocks)
 
 
 def _find_largest(model: str, num_parameters: int, blocks: Mapping[str, int]) -> WeightSizes:
