@@ -1,6 +1,7 @@
 """What is exported after quantisation-aware training computes what the training computed, wherever it is loaded."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,28 @@ def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrecisionError, match=r"single linear layer: put it into an nn\.Sequential"):
         export_quantized(single, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_fails_leaves_the_earlier_one_alone_and_others_may_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o022)
+    try:
+        path = export_quantized(trained(QuantizedScheme()), tmp_path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+    content = path.read_bytes()
+
+    def fail(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        export_quantized(trained(QuantizedScheme()), tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == content
 
 
 def test_an_export_is_not_loaded_into_layers_that_compute_in_fp8(tmp_path: Path) -> None:

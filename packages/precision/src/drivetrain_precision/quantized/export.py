@@ -1,6 +1,7 @@
 """Write a model that was trained by `prepare_qat` as quantised inference loads it, and load it."""
 
 import json
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -66,8 +67,16 @@ def export_quantized(model: nn.Module, folder: Path | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_config(model, path.parent)
     unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
+        unfinished.chmod(mode)  # the library makes files that only their owner can read (safetensors 0.8)
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
