@@ -95,7 +95,7 @@ def test_of_two_variants_one_is_to_be_named(sharded: Path) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'),
-            r"names the file '../x': must be one beside it",
+            r"names the file '../x': must be a file in the same folder",
         ),
     ],
 )  # fmt: skip

@@ -68,7 +68,7 @@ def read_index(path: Path) -> WeightIndex:
         raise WeightFilesError(f'{path} is no index of weight files: its "metadata" is {metadata!r}')
     for file in files.values():
         if Path(file).name != file:
-            raise WeightFilesError(f"{path} names the file {file!r}: must be one beside it")
+            raise WeightFilesError(f"{path} names the file {file!r}: must be a file in the same folder")
     return WeightIndex(weight_map=cast("Mapping[str, str]", files), metadata=metadata)
 
 

@@ -171,7 +171,7 @@ def save_whole(context: Context, model: nn.Module, folder: Path, *, max_shard_si
 
 
 def _checked(model: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers, whose parameters are whole."""
+    """Return the module without wrappers; ValueError if its parameters are divided among ranks."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(f"{model!r} is not a model: pass an nn.Module")
     divided = [name for name, each in model.named_parameters() if is_dtensor(each) or hasattr(each, "ds_id")]

@@ -72,7 +72,7 @@ class ComparisonArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """The losses of a rank's step, counted from 1, under both; None for a run that has ended before."""
+    """A rank's losses at one step (from 1), under Accelerate and drivetrain; None where that run had ended."""
 
     rank: int
     step: int

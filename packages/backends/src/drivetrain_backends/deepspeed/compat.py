@@ -174,7 +174,7 @@ def release_models(models: Iterable[nn.Module]) -> None:
 
 
 def restore_linear() -> None:
-    """Undo that DeepSpeed 0.19 exchanges `torch.nn.functional.linear` for the whole process, and leaves it so.
+    """Put torch's `linear` back, which DeepSpeed 0.19 replaces for the whole process and never restores.
 
     Its own version multiplies by other operations, so that classes of tensors and observers of the process see other
     calls. An engine of stage 3 that still trains computes the same without it, and holds more memory.

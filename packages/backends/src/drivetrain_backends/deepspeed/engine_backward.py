@@ -51,7 +51,7 @@ class _TrainedModel:
                 self.placeholder_gradient = smallest, zeros
 
     def take_stand_in(self) -> None:
-        """Remove the zeros."""
+        """Remove the zeros of `put_stand_in`, unless other code has replaced them."""
         parameter, zeros = self.placeholder_gradient or (None, None)
         self.placeholder_gradient = None
         if parameter is not None and parameter.grad is zeros:

@@ -107,7 +107,7 @@ def guard(parameters: Mapping[Any, str] | Iterable[Any]) -> None:
 
 
 def unguard(parameters: Iterable[Any]) -> None:
-    """Give parameters whose engine has ended their own class back."""
+    """Give parameters their own class back, once their engine has ended."""
     for parameter in parameters:
         if type(parameter) in (GatheredParameter, EmptyParameter):
             parameter.__class__ = nn.Parameter

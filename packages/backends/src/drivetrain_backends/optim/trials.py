@@ -94,7 +94,8 @@ def check_alike(
             if not torch.allclose(found, own, rtol=0.0, atol=bound, equal_nan=True):
                 apart = float((found - own).abs().max())
                 raise UnlikeError(
-                    f"tried on a small tensor of shape {tuple(new.shape)}, off by {apart:.1e} of {distance:.1e}"
+                    f"a trial step on a tensor of shape {tuple(new.shape)} differs by {apart:.1e}; the update is "
+                    f"{distance:.1e}"
                 )
         before = now
     for new, distance in zip(before, moved, strict=True):

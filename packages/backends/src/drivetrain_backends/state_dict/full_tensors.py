@@ -133,7 +133,7 @@ def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | Non
             "" if value is None or value.shape == target.shape else f"{name} is of shape {tuple(value.shape)}"
         )
         if said := broadcast_object(context, odd):
-            raise ValueError(f"{said}, not {tuple(target.shape)}; those before it are loaded")
+            raise ValueError(f"{said}, not {tuple(target.shape)}; the tensors before it are already loaded")
         write_from_first(target, value, context)
 
 

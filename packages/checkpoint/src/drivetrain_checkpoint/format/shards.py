@@ -152,8 +152,8 @@ class ReadTarget:
 def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     """Allocate CPU memory for a tensor.
 
-    Its size is that of this rank's shard if `like` is sharded and of the tensor's shape, or a `Proportional`; else
-    that of the whole tensor.
+    Where `like` is a `Proportional`, or is sharded and has the tensor's shape, the memory is for this rank's shard;
+    else for the whole tensor.
     """
     shape = box.sizes
     if isinstance(like, Proportional):

@@ -92,7 +92,7 @@ class Attempt:
             what = f"{job.num_nodes} x {job.bundle}; the cluster has {ray.cluster_resources()}"
             if job.wait_seconds is not None and waited >= job.wait_seconds:
                 raise ClusterError(
-                    f"no place for {what}, after {waited:.0f} s; ask for less, or for longer with "
+                    f"after {waited:.0f} s still no place for {what}. Ask for less, or wait longer with "
                     "--option wait-seconds=N"
                 )
             if waited >= told + _TELL_SECONDS:

@@ -55,8 +55,8 @@ def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
     length = length_of(sampler)
     if length is not None and length > _MOST_DRAWN:
         raise ValueError(
-            f"{type(sampler).__name__} has a length of {length}, and at most {_MOST_DRAWN} items can be drawn whole, "
-            f"as {what} is: delete its __len__, and its batches are drawn as they are read"
+            f"{type(sampler).__name__} has a length of {length}, and {what} is drawn whole, which allows at most "
+            f"{_MOST_DRAWN} items: delete its __len__, and its batches are drawn as they are read"
         )
     limit = min(_MOST_BEYOND + 2 * (length or 0), _MOST_DRAWN)
     items, end = iter(sampler), object()

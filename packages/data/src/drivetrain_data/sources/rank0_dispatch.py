@@ -38,7 +38,7 @@ class _Read(NamedTuple):
 
 
 class Rank0Dispatch:
-    """A stage after a source that hands every rank of a group its batches of what the first rank reads.
+    """A stage behind a source: the group's first rank reads, and sends each rank its batches.
 
     Every method is called on all ranks of the group. It communicates on `device` if it cannot on the CPU. With
     `read_ahead`, the next message is under way before the loop gets the batches of the current one.

@@ -28,8 +28,8 @@ def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> F
             continue
         if tensor.dim() < 2 or tuple(scales.shape) != grid_of(tensor.shape):
             raise WeightFilesError(
-                f"{name!r} is fp8 of shape {tuple(tensor.shape)} and has scales of shape {tuple(scales.shape)}: must "
-                f"be one for a block of {BLOCK} x {BLOCK} elements; load it by the library that wrote it"
+                f"{name!r} is fp8 of shape {tuple(tensor.shape)} and has scales of shape {tuple(scales.shape)}: it "
+                f"needs one scale per block of {BLOCK} x {BLOCK} elements; load it by the library that wrote it"
             )
         found.values[name], found.scales[name] = tensor, scales
     lacking = [

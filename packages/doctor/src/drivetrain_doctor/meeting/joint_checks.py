@@ -296,7 +296,7 @@ def measure_links(
 
 
 def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[int]) -> GroupResult:
-    """Merge the results of all hosts, by rank and as plain data, each about the pairs that this host measured.
+    """Merge what each host measured of its own pairs, by rank and as plain data.
 
     `linked` lists the hosts in the order of their ranks in the group.
     """

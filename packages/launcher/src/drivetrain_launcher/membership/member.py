@@ -85,7 +85,7 @@ class Member:
 
     @property
     def was_frozen(self) -> bool:
-        """True if the ranks were ended because this node was frozen, until it is ready again."""
+        """True if the ranks were ended because this node froze; False again once it is ready."""
         return self._was_frozen
 
     @property

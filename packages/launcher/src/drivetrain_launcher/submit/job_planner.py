@@ -152,7 +152,7 @@ def _limits(arguments: SubmitArguments, resolved: ResolvedLaunch) -> tuple[int |
     if timeout > save_seconds:
         raise LaunchError(
             f"shutdown_timeout_seconds={timeout:g} from {source}: the cluster kills the job after --save-seconds "
-            f"{save_seconds}; say at least as many of these"
+            f"{save_seconds}; set --save-seconds to at least {timeout:g}"
         )
     return time_limit, timeout
 

@@ -22,8 +22,8 @@ _JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
 class Walk:
     """A walk through one function or module body, in the order of the source.
 
-    It fills `found` with the collectives reached after the ranks parted, by cause, and `paired` with the tests of the
-    rank that pair up.
+    It fills `found` with the collectives reached after the ranks parted, by cause, and `paired` with the `if`
+    statements on the rank that belong together in pairs.
     """
 
     signatures: Signatures
