@@ -49,7 +49,7 @@ def leaves_of(data: Nested) -> list[Any]:
 
 
 def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nested:
-    """Copy tensors, and objects with their own `to(device)`, to a device; return other leaves unchanged."""
+    """Copy tensors and objects with a `to(device)` method to a device; return other leaves unchanged."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -60,10 +60,10 @@ def to_device(batch: Nested, device: torch.device, *, non_blocking: bool) -> Nes
 
 
 def leading_size(batch: Nested) -> int | None:
-    """Guess the number of samples in a batch from the sizes of its parts; None without a size, or if two disagree.
+    """Guess the number of samples in a batch from the sizes of its parts; None if no part has a size or two disagree.
 
     The sizes are dimension 0 of every tensor and array, the number of sequences in a `PackedSequence`, and the length
-    of every list that holds none of these. Single numbers, strings and tensors of shape () have no size.
+    of every list without tensors, arrays and packed sequences. Numbers, strings and tensors of shape () have no size.
     """
     sizes = leading_sizes(batch)
     return sizes.pop() if len(sizes) == 1 else None

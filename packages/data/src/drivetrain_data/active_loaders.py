@@ -35,7 +35,7 @@ class LoaderTracker:
 
     Attributes:
         left: The plan of the last batch of the loop that ended last; None once any loader yields again.
-        on_finish: A function called with a loader whose loop asks for a batch after the epoch's last; None for none.
+        on_finish: A function to call with a loader when its loop has read the epoch's last batch; may be None.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LoaderTracker:
 
     @property
     def being_read(self) -> Sequence[Planned]:
-        """The loaders in running loops; the last of them has yielded last."""
+        """The loaders in running loops; the loader that yielded last is the last item."""
         return self._stack
 
     def push(self, loader: Planned) -> None:
@@ -69,7 +69,7 @@ class LoaderTracker:
         stack.append(loader)
 
     def finish(self, loader: Planned) -> None:
-        """Record that a loop has read its epoch to the end; `pop` follows."""
+        """Record that a loop has read its epoch to the end; the loop then calls `pop`."""
         if self.on_finish is not None:
             self.on_finish(loader)
 
@@ -85,7 +85,7 @@ class LoaderTracker:
             loader.mark_stepped()
 
     def plan(self, loader: Planned | None = None) -> BatchPlan | None:
-        """Return the plan of the current batch, of a loader or the one that yielded last; None outside any loop.
+        """Return the plan of a loader's current batch, by default the loader on top; None outside any loop.
 
         Raises:
             AmbiguousLoaderError: Two loaders are read in turns, and their batches would be trimmed differently.
@@ -104,7 +104,7 @@ class LoaderTracker:
         return top
 
     def read_in_turns(self) -> Sequence[Planned]:
-        """Return the loaders read in turns with the current one, which comes last; none outside a loop."""
+        """Return the loaders that are read in turns, the current loader last; empty outside a loop."""
         stack = self._stack
         if stack and id(stack[-1]) in self._alternating:
             return [loader for loader in stack if id(loader) in self._alternating]

@@ -1,10 +1,10 @@
-"""A proxy of a user's dataset, which neither the dataset's own code nor a `worker_init_fn` notices."""
+"""A proxy of a user's dataset; the dataset's own code and a `worker_init_fn` do not notice the proxy."""
 
 from typing import Any
 
 
 class DatasetProxy:
-    """A mixin of datasets that read another: all other attributes are those of that dataset."""
+    """A mixin for datasets that read another dataset: attributes not defined here come from the other dataset."""
 
     _drivetrain_dataset: Any
 

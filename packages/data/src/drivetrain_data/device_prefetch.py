@@ -16,7 +16,7 @@ from drivetrain_data.sources.batch_source import Reading
 
 
 class DeviceCopies:
-    """A prefetcher that copies batches to a device; `num_ahead` of them occupy its memory before the loop asks."""
+    """A prefetcher that copies batches to a device, up to `num_ahead` batches before the loop asks for them."""
 
     def __init__(self, device: torch.device, *, non_blocking: bool, num_ahead: int) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class DeviceCopies:
             yield self._receive(*ahead.popleft())
 
     def _receive(self, reading: Reading, done: Any) -> Reading:
-        """Make the loop's stream wait for the copy, and keep the memory until that stream has finished with it."""
+        """Make the loop's stream wait for the copy, and keep the copy's memory until the stream no longer uses it."""
         if done is not None:
             # The batch was allocated on the side stream; without record_stream the allocator could reuse its memory
             # while kernels on the loop's stream still read it.

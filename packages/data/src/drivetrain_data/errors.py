@@ -18,11 +18,11 @@ class AmbiguousLoaderError(RuntimeError):
 
 
 class DispatchError(RuntimeError):
-    """Another rank failed or exited: the reading rank, whose traceback the message shows, or a receiving rank."""
+    """Another rank failed or exited. If the reading rank failed, the message shows its traceback."""
 
 
 class ResumedLoaderError(RuntimeError):
-    """A call skips batches of an epoch that a loaded state already resumes in the middle."""
+    """A call skips batches of an epoch, but a loaded state already resumes this epoch in the middle."""
 
 
 class UnpreparedLoaderError(RuntimeError):
@@ -30,7 +30,7 @@ class UnpreparedLoaderError(RuntimeError):
 
 
 def stop_let_out(who: str) -> RuntimeError:
-    """Return the error for a StopIteration that `who` let out, which a loop would take for its own end."""
+    """Return the error to raise when `who` raises StopIteration, since a loop would take that for its own end."""
     return RuntimeError(
         f"{who} let a StopIteration out: the loop would take it for the end of the epoch, and everything after it "
         "would be lost. It comes from next() of something that has ended: give next() a default, or begin it again"

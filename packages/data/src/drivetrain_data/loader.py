@@ -1,4 +1,4 @@
-"""A sharded loader as a training loop sees it: one shard's batches on its device, each with its plan."""
+"""A sharded loader for a training loop: the batches of one shard on the rank's device, and the plan of each batch."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ WatchReads: TypeAlias = Callable[[Iterator[tuple[BatchPlan, Any, Any]]], Iterato
 
 @dataclass(slots=True, eq=False)
 class _Cursor:
-    """The position of one loop: created when an epoch and a position are chosen, then moved by the loop alone."""
+    """The position of one loop. Choosing an epoch and a position creates it; afterwards only the loop moves it."""
 
     epoch: int
     position: int  # received so far
@@ -48,7 +48,7 @@ class ShardedLoader(Generic[Batch]):
 
     Args:
         source: The source of the batches.
-        dispatch: The stage that hands every rank its batches, if the source reads for all; None if each rank reads.
+        dispatch: The stage that sends every rank its batches if one rank reads for all; None if each rank reads.
         copies: The prefetcher that copies batches to the device; None leaves batches where they are.
         activity: The stack of active loaders to update for every batch.
         on_batch: A callback to call for every batch.
@@ -61,11 +61,11 @@ class ShardedLoader(Generic[Batch]):
         current: The plan of the batch yielded last; None outside a loop.
         num_received: The number of batches yielded in all loops so far.
         is_measured: Whether the program has asked for the loader's length.
-        is_trained: Whether an optimizer has stepped in a loop over it.
+        is_trained: Whether an optimizer has stepped in a loop over this loader.
         source: The source that the loops read.
-        may_interleave: Whether loops may run in turns, each from where it stands; the loop that was advanced last has
-            the loader's position. If not, which is the default, a loop raises once another has begun.
-        watch: A generator function that hands on what is read, and so sees how long a loop waits; None for none.
+        may_interleave: Whether loops may run in turns, each from its own position; the loader's position is that of
+            the loop advanced last. By default False: a loop raises an error once another loop has begun.
+        watch: A generator function that passes on the readings and measures how long a loop waits; may be None.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The epoch being read, or read last; before the first loop, the next epoch."""
+        """The current epoch or, between loops, the last epoch; before the first loop, the next epoch."""
         return self._cursor.epoch
 
     @property
     def seed(self) -> int:
-        """The seed from which, with the epoch, the order is derived; loading a state sets the saved seed."""
+        """The seed of the order, which is derived from seed and epoch; loading a state sets the saved seed."""
         return self.source.seed
 
     @property
@@ -119,16 +119,16 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def position(self) -> int:
-        """The number of samples received of the current epoch; of batches if those are distributed whole."""
+        """The number of samples received in the current epoch; of batches if the user's are distributed whole."""
         return self._cursor.position
 
     def position_after(self, num_batches: int) -> int:
-        """Return the position after a number of batches of an epoch, as each shard counts them."""
+        """Return the position in an epoch after each shard has read `num_batches` batches."""
         return num_batches * self.source.stride
 
     @property
     def even(self) -> UnevenPolicy:
-        """The treatment of the tails of the loops at the moment."""
+        """The current treatment of the tails of epochs."""
         return self.source.sharding.even
 
     @property
@@ -138,16 +138,16 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def is_dispatched(self) -> bool:
-        """True if one rank reads the data and hands the others their batches."""
+        """True if one rank reads the data and sends the other ranks their batches."""
         return self._dispatch is not None
 
     @property
     def is_resumed(self) -> bool:
-        """True if the next loop goes on where a loaded state left it, and not with an epoch that nobody has read."""
+        """True if the next loop continues an epoch from a loaded state, instead of beginning a new epoch."""
         return (self.position > 0 or self._cursor.repeats > 0) and not self._cursor.is_begun
 
     def __len__(self) -> int:
-        """Return the number of steps in a full epoch, the same on all ranks; TypeError if that has no length."""
+        """Return the number of steps in a full epoch, the same on all ranks; TypeError if the number is unknown."""
         self.is_measured = True
         return self.source.num_steps(self.epoch, 0)
 
@@ -166,17 +166,17 @@ class ShardedLoader(Generic[Batch]):
         return self.skipping(0)
 
     def skipping(self, num_batches: int) -> Iterator[Batch]:
-        """Iterate over the next epoch without its first batches, as `check_skippable` allows. Called on all ranks."""
+        """Iterate over the next epoch without its first batches; see `check_skippable`. Called on all ranks."""
         self.check_skippable(num_batches)
         return self._loop(num_batches)
 
     def check_skippable(self, num_batches: int) -> None:
-        """Raise ResumedLoaderError if batches are skipped in an epoch that a loaded state resumes in the middle."""
+        """Raise ResumedLoaderError for `num_batches` above 0 if a loaded state resumes the epoch in the middle."""
         if num_batches and self.is_resumed:
             raise ResumedLoaderError(
                 f"a loaded state has brought this loader to position {self.position} of epoch {self.epoch}, where "
-                f"its next loop goes on: skip_first_batches({num_batches}) would leave out {num_batches} batches "
-                "more, unread. Delete the call and loop over the loader itself; to begin the epoch anew instead, "
+                f"its next loop continues: skip_first_batches({num_batches}) would leave {num_batches} more batches "
+                "unread. Delete the call and loop over the loader itself; to begin the epoch again instead, "
                 f"call loader.set_epoch({self.epoch + 1}) and loader.set_epoch({self.epoch}) first"
             )
 
@@ -194,9 +194,9 @@ class ShardedLoader(Generic[Batch]):
 
     @contextmanager
     def treating_tails(self, even: UnevenPolicy) -> Generator[None]:
-        """Treat the tails of the loops in the block otherwise. Called on all ranks, outside a loop.
+        """Treat the tails of epochs by `even` inside the block. Called on all ranks, outside a loop.
 
-        A loader that drops its tails goes on to. ValueError if the loader's batches cannot be treated so.
+        A loader with "drop" keeps dropping its tails. ValueError if the loader's batches do not allow `even`.
         """
         if self.current is not None:
             raise RuntimeError(
@@ -238,11 +238,11 @@ class ShardedLoader(Generic[Batch]):
         Save the state of rank 0: it is valid on all ranks. States of different ranks differ at most in the stream
         state in `extra`, which determines only how much of the stream a resume reads again.
 
-        Any number of ranks can load the state, with any batch size, unless `order_source` says that the batches are
-        the user's.
+        Any number of ranks can load the state, with any batch size, unless the user's batches are distributed whole
+        (see `order_source`).
 
         Args:
-            stepped: Whether to return the position of the last `mark_stepped` instead, so that a resume repeats
+            stepped: Whether to return the position at the last `mark_stepped` instead. A resume then repeats the
                 batches that no optimizer has stepped on.
         """
         cursor = self._cursor
@@ -279,7 +279,7 @@ class ShardedLoader(Generic[Batch]):
         self._cursor.repeats = state.get("repeats", 0)
 
     def _end_loop(self) -> None:
-        """End the running loop; its iterator raises if it is advanced again."""
+        """End the running loop; its iterator raises an error if the program advances it again."""
         self._running = None
         if self._activity is not None:
             self._activity.pop(self)
@@ -294,7 +294,7 @@ class ShardedLoader(Generic[Batch]):
         self._cursor = _Cursor(epoch, position, position, extra, num_moves=num_moves)
 
     def _go_back_to(self, cursor: _Cursor) -> None:
-        """Go on with a loop at its own position, after another loop began, where loops may interleave."""
+        """Continue a loop at its own position after another loop has begun; see `may_interleave`."""
         if not self.may_interleave or cursor.num_moves != self._cursor.num_moves:
             raise RuntimeError(
                 "another loop over this ShardedLoader has begun, or set_epoch or load_state_dict was called, "

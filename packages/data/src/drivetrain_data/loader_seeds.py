@@ -13,10 +13,10 @@ from drivetrain_data.state.sampler_parts import own_generators
 
 
 def own_seed(loader: Any) -> int | None:
-    """Draw a seed, 0 to 2**63 - 1, from the generators of a loader and its sampler, as torch's own loader would.
+    """Draw a seed, 0 to 2**63 - 1, from the generators of a loader and its sampler, as torch's loader does.
 
-    The first draw from a freshly seeded `torch.Generator` is its seed. A later draw, for a second loader that shares
-    the generator or after other draws, is the generator's next number. The seeds of torch's `DistributedSampler` and
+    The first draw from a freshly seeded `torch.Generator` is its seed. Later draws, such as those for a second loader
+    with the same generator, are the generator's next numbers. The seeds of torch's `DistributedSampler` and
     of `PermutationSampler` are used unchanged. Ranks with differently seeded generators draw different seeds: use the
     seed of one rank on all ranks.
 
@@ -48,10 +48,10 @@ def own_seed(loader: Any) -> int | None:
 
 
 def seed_at(seed: int, place: int) -> int:
-    """Derive the seed of one of several loaders that share a seed, by its place, from 0, in the order of preparing.
+    """Derive a loader's seed from a shared seed and its place, counted from 0, in the order of preparing.
 
-    The first loader gets the seed itself, later loaders get hashes of it, so that two loaders over one dataset, read
-    in turns, do not have the same order.
+    The first loader gets the seed itself, later loaders get hashes of the seed. Two loaders over one dataset thus
+    have different orders.
 
     Example:
         >>> seed_at(7, 1) == seed_at(7, 1) != seed_at(7, 2)

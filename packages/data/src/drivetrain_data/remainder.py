@@ -16,7 +16,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 def weigh(
     loss: torch.Tensor, count: torch.Tensor | float | None, batch: BatchPlan, shard: int
 ) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples, or none.
+    """Weigh a loss in an epoch's tail, where ranks hold different numbers of samples or no sample.
 
     A mean is weighted by this rank's share of the samples, so that the mean over ranks is the mean over samples. A
     sum is already weighted by its count. A replayed batch has weight 0 in both cases, even if its loss is NaN.
@@ -60,10 +60,10 @@ def trim(
         plan: The plan of the batch; None removes nothing.
         gathered: The nested tensors. A tensor of shape (num_shards,) with one number per rank loses the numbers of
             ranks without a real sample. Other leaves are kept.
-        rows: The number of rows of each tensor on each rank, if the caller knows it: the same structure, gathered
-            from `batch_sizes`. By default one row per sample held, or equally many rows on every rank.
-        readers: The rank whose rows to keep for each shard, where several ranks read one shard, as in tensor
-            parallelism; requires `rows`. By default every rank reads a shard of its own.
+        rows: The number of rows of each tensor on each rank: the gathered results of `batch_sizes`. By default every
+            rank has one row per sample, or all ranks have equally many rows.
+        readers: The rank whose rows to keep for each shard, if several ranks read one shard, as in tensor
+            parallelism; requires `rows`. By default every rank reads a different shard.
 
     Raises:
         TrimError: The rows cannot be attributed to ranks.
@@ -86,12 +86,12 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
     Args:
         plan: The plan of the batch; None removes nothing.
-        by_rank: The object of one rank for each shard, in shard order. If all objects are lists, they hold one
-            element per sample and are concatenated. In other objects, the lists and tensors inside hold one element
-            or row per sample.
+        by_rank: The objects, one for each shard, in shard order. If all objects are lists, they hold one element per
+            sample and are concatenated. In other objects, the lists and tensors inside hold one element or row per
+            sample.
 
     Raises:
-        TrimError: A rank's batch holds samples that are not real, and its object has no part that can be trimmed.
+        TrimError: A rank's batch holds padding or replays, and its object has no part that can be trimmed.
     """
     lists = all(isinstance(value, list) for value in by_rank)
     kept = list(by_rank)
@@ -103,14 +103,14 @@ def trim_objects(plan: BatchPlan | None, by_rank: Sequence[Any]) -> list[Any]:
 
 
 def arrays_in(data: Nested) -> list[npt.NDArray[Any]]:
-    """Return the NumPy arrays among nested data, each with a row per sample; none if a list holds arrays itself."""
+    """Return the NumPy arrays in nested data, each with a row per sample; empty if a list directly holds arrays."""
     found = [cast("npt.NDArray[Any]", leaf) for leaf in leaves_of(data) if isinstance(leaf, np.ndarray)]
     # A list of arrays, as of samples that differ in shape, holds one element per sample.
     return [] if _lists_arrays(data) else found
 
 
 def with_arrays(data: Nested, others: Nested, arrays: Sequence[npt.NDArray[Any]]) -> Nested:
-    """Return the structure of `data` with `arrays` for its arrays, and the leaves of `others` for all others."""
+    """Return the structure of `data` with its arrays replaced by `arrays` and other leaves by those of `others`."""
     rest, found = iter(leaves_of(others)), iter(arrays)
 
     def choose(leaf: Any) -> Any:
@@ -121,12 +121,12 @@ def with_arrays(data: Nested, others: Nested, arrays: Sequence[npt.NDArray[Any]]
 
 
 def without_arrays(data: Nested) -> Nested:
-    """Return the structure of `data` with None for its arrays."""
+    """Return the structure of `data` with its arrays replaced by None."""
     return map_leaves(data, lambda leaf: None if isinstance(leaf, np.ndarray) else leaf)
 
 
 def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[Any]]]) -> list[Any]:
-    """Join each array over shards, in shard order, without padding and replays; one of shape () is one row."""
+    """Join each array over shards, in shard order, without padding and replays; an array of shape () is one row."""
     joined: list[Any] = []
     tail = _tail_of(plan)
     for parts in zip(*by_shard, strict=True):
@@ -147,7 +147,7 @@ def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[
 
 
 def _lists_arrays(data: Nested) -> bool:
-    """Return whether a list anywhere in data holds an array itself."""
+    """Return whether a list anywhere in data directly holds an array."""
     if isinstance(data, list):
         children = cast("list[Any]", data)
         return any(isinstance(child, np.ndarray) or _lists_arrays(child) for child in children)
@@ -157,7 +157,7 @@ def _lists_arrays(data: Nested) -> bool:
 
 
 def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
-    """Raise TrimError if data may hold rows of samples that the last batch of the loop that was left repeated."""
+    """Raise TrimError if data may hold rows of repeated samples from the last batch of the loop that has ended."""
     tail = _tail_of(left)
     if tail is None or not holds_rows(data):
         return
@@ -170,7 +170,7 @@ def check_after_loop(left: BatchPlan | None, data: Nested) -> None:
 
 
 def holds_rows(data: Nested) -> bool:
-    """Return whether data may hold rows of samples: whether it has leaves besides numbers and tensors of shape ()."""
+    """Return whether data may hold rows of samples: True if a leaf is neither a number nor a tensor of shape ()."""
     return any(
         leaf.dim() if isinstance(leaf, torch.Tensor) else not isinstance(leaf, int | float | complex)
         for leaf in leaves_of(data)
@@ -178,14 +178,14 @@ def holds_rows(data: Nested) -> bool:
 
 
 class _Tail(NamedTuple):
-    """The samples of each shard in a step that may have some to trim; see `BatchPlan`."""
+    """The numbers of samples of each shard in a step that may need trimming; see `BatchPlan`."""
 
     real_counts: tuple[int, ...]
     sizes: tuple[int, ...] | None
 
 
 def _tail_of(plan: BatchPlan | None) -> _Tail | None:
-    """Return the samples of a step; None if it is known to have nothing to trim."""
+    """Return the numbers of samples in a step; None if the step is known to need no trimming."""
     if plan is None or plan.is_whole or plan.real_counts is None:
         return None
     return _Tail(plan.real_counts, plan.sizes)

@@ -8,13 +8,13 @@ ShardingStrategy = Literal["interleaved", "block", "node"]
 
 
 def _setting(default: Any, text: str, *, needs: str = "a prepared loader") -> Any:
-    """Return a field with its help, and with what has to be there for it to count."""
+    """Return a field with its help text and with the name of the object that it `needs` to take effect."""
     return field(default=default, metadata={"needs": needs, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """The `data` section: how loaders are sharded over ranks.
+    """The `data` section of the settings: how loaders are sharded over ranks.
 
     Example:
         >>> DataSettings(seed=7, even="pad").seed

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard of the data: one of `count` equal parts, with an index from 0.
+    """A shard of the data: part `index`, counted from 0, of `count` equal parts.
 
-    Ranks that must see the same batches, as in tensor parallelism, share an index.
+    Ranks that must see the same batches, as in tensor parallelism, have the same index.
 
     Example:
         >>> Shard(index=1, count=4)
@@ -18,7 +18,7 @@ class Shard:
     count: int
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless both are integers and `index` is below `count`."""
+        """Raise TypeError or ValueError unless `index` and `count` are integers and 0 <= `index` < `count`."""
         for name, value in (("index", self.index), ("count", self.count)):
             if type(value) is not int:
                 raise TypeError(f"{name}={value!r}: must be an integer, such as a rank or a number of ranks")

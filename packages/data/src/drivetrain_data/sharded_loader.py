@@ -53,15 +53,15 @@ def shard_loader(
         shard: The shard that this rank reads.
         device: The device to copy batches to; None leaves them on the CPU.
         even: The treatment of a tail: "uneven" repeats no sample, "pad" fills it with repeats, "drop" drops it.
-        strategy: "interleaved", "block" or "node" (a block for each), or a function of (position, shard) to an index.
+        strategy: "interleaved"; a "block" per shard or per "node"; or a function from (position, shard) to an index.
         num_nodes: The number of nodes, required for "node"; each node has equally many consecutive shards.
         split_batches: Whether the loader's batch size is the sum over shards; by default the size on each shard.
-        dispatch: Whether the group's first rank reads for all; None only if a loader cannot be sharded by index.
-        group: The ranks' process group; required to dispatch, and used to check that all have and draw the same.
+        dispatch: Whether the group's first rank reads for all; None: only if a loader cannot be sharded by index.
+        group: The ranks' process group; required to dispatch, and used to check that all ranks have the same data.
         seed: The seed of shuffled orders, the same on all ranks, such as one rank's `own_seed(loader)`.
         seed_source: The origin of the seed, for `ShardedLoader.seed_source`.
         compare_samples: Whether ranks compare samples: now, or a stream's in its first loop, unless `dispatch=True`.
-        draws_apart: Whether a map-style dataset read without workers draws as in one, and not as the program does.
+        draws_apart: Whether a map-style dataset without workers draws random numbers apart from the program.
         non_blocking: Whether to copy pinned memory to the device without waiting.
         copy_ahead: The number of batches to copy to the device before the loop asks for them.
         read_ahead: Whether to send the next batch while ranks compute on the current one, when dispatching.
@@ -69,7 +69,7 @@ def shard_loader(
         on_batch: A callback to call for every batch.
 
     Raises:
-        TypeError, ValueError: It is no loader, settings do not fit it, the device is absent, or ranks' data differ.
+        TypeError, ValueError: No loader, settings that do not fit it, no such device, or ranks with different data.
 
     Example:
         >>> loader = DataLoader(range(10), batch_size=2)
@@ -161,7 +161,7 @@ def _check(loader: Any, shard: Shard, even: UnevenPolicy, seed: int, copy_ahead:
     elif not is_loader(loader) or hasattr(loader, "__next__"):
         raise TypeError(
             f"{type(loader).__name__} is no loader; pass a torch DataLoader, or an iterable of batches that starts "
-            "anew with every loop and has a `dataset`, or state_dict and load_state_dict"
+            "again with every loop and has either a `dataset`, or state_dict and load_state_dict"
         )
 
 

@@ -1,4 +1,4 @@
-"""A view of a sharded loader whose loops leave out their first batches."""
+"""A view of a sharded loader that skips the first batches of each loop."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -8,7 +8,7 @@ from drivetrain_data.loader import Batch, ShardedLoader
 
 
 class SkippedBatches(Generic[Batch]):
-    """A view of a sharded loader whose loops skip their first batches; other attributes are those of the loader."""
+    """A view of a sharded loader that skips the first batches of each loop and forwards all other attributes."""
 
     def __init__(self, loader: ShardedLoader[Batch], num_batches: int) -> None:
         self.loader = loader
@@ -34,7 +34,7 @@ class SkippedBatches(Generic[Batch]):
 
 
 def skip_first_batches(loader: Iterable[Batch], num_batches: int = 0) -> SkippedBatches[Batch]:
-    """Skip the first batches of a sharded loader's epochs, without reading them where the order can be computed.
+    """Skip the first batches of a sharded loader's epochs. If the order can be computed, they are not read.
 
     Args:
         loader: The loader from `shard_loader`, or from an earlier call of this function.

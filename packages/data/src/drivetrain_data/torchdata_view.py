@@ -9,7 +9,7 @@ from drivetrain_data.state.torchdata_state import counted_from, num_yielded
 
 
 class TorchdataView:
-    """A view of a sharded loader that saves and loads the states of torchdata's loader, which the user's is."""
+    """A view of a sharded StatefulDataLoader that saves and loads states in torchdata's format."""
 
     def __init__(self, loader: ShardedLoader[Any]) -> None:
         states = loader.source.states
@@ -25,7 +25,8 @@ class TorchdataView:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a state of torchdata's StatefulDataLoader.
 
-        A StatefulDataLoader over this shard's batches takes it; the sharded loader's own is in it where that matters.
+        A StatefulDataLoader over this shard's batches can load the state. It contains the sharded loader's own state
+        if a resume needs it.
         """
         loader, source = self._loader, self._source
         own = loader.state_dict()

@@ -1,8 +1,7 @@
-"""Find the user's loop around a call from its source: the loader that it iterates over, and its line.
+"""Find the user's loop around a call in the source code: the loop's line and its loader.
 
-Python does not expose what a running `for` iterates over, but the source does: this module parses the loops around
-each caller's line and evaluates the names they iterate over. It concludes nothing where the source is missing, or
-where such a name is not a loader's.
+Python does not expose the iterable of a running `for`. This module therefore parses the loops around each caller's
+line and evaluates the names they iterate over. It concludes nothing if the source is missing or no name is a loader.
 """
 
 import ast
@@ -36,12 +35,12 @@ class UnpreparedLoops:
         self._trees: dict[str, ast.Module | None] = {}
 
     def check(self, data: Nested) -> None:
-        """Refuse rows that are gathered in such a loop, where each sample would count once per rank.
+        """Refuse rows gathered in a loop over an unsharded loader, because each sample would count once per rank.
 
-        A loop inside `join_uneven_inputs` is accepted, as one whose loader is unknown.
+        A loop inside `join_uneven_inputs` is accepted, and so is a loop over an unknown loader.
 
         Raises:
-            UnpreparedLoaderError: The innermost loop over a loader around the current call reads all of it.
+            UnpreparedLoaderError: The innermost loop around the current call reads all data on every rank.
         """
         if holds_rows(data) and (loop := self._innermost()) is not None:
             raise UnpreparedLoaderError(
@@ -52,7 +51,7 @@ class UnpreparedLoops:
             )
 
     def _innermost(self) -> str | None:
-        """Return the head and the place of the loop; None if its loader is prepared, divided already or unknown."""
+        """Return the head and the place of the innermost loop; None if its loader is prepared, divided or unknown."""
         frame = currentframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith("drivetrain"):
             frame = frame.f_back
@@ -81,7 +80,7 @@ class UnpreparedLoops:
         return found
 
     def _find_enclosing_blocks(self, filename: str, line: int) -> list[_Block]:
-        """Return the loops and `with` blocks around a line, up to its function, innermost first."""
+        """Return the loops and `with` blocks around a line within its function, innermost first."""
         key = (filename, line)
         if key not in self._blocks:
             if filename not in self._trees:
@@ -118,7 +117,7 @@ def _holds(node: Any, line: int) -> bool:
 
 
 def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yield the loaders that a loop iterates over; for a loader constructed in the loop's head, its class."""
+    """Yield the loaders that a loop iterates over, or the class of a loader constructed in the loop's head."""
     if isinstance(head, ast.Call):
         called = head.func.attr if isinstance(head.func, ast.Attribute) else getattr(head.func, "id", "")
         if called in _PASS_THROUGH:
@@ -136,7 +135,7 @@ def _loaders_of(head: ast.expr, frame: FrameType) -> Iterator[Any]:
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
-    """Return the value of a name, an attribute or an item without running any code; None if unknown."""
+    """Return the value of a name, an attribute or an item without running user code; None if unknown."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Random draws that depend only on a key and leave the program's global generators unchanged; users' generators."""
+"""Random draws that depend only on a key and leave the global generators unchanged; seeding users' generators."""
 
 import base64
 import random
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def is_generator(obj: object) -> bool:
-    """Return whether an object is a generator that a user may hand over."""
+    """Return whether an object is a random generator of a kind that users may pass."""
     # NumPy imports np.random, 5 ms, when it is first asked for.
     return isinstance(obj, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
 
@@ -30,8 +30,8 @@ class _States(NamedTuple):
 class KeyedDraws:
     """A keyed state of the global CPU generators of torch, NumPy and Python, in effect inside a block.
 
-    The next block continues where the last one stopped. Outside, the generators are as if nothing had been drawn. The
-    key is any non-negative integers, such as (seed, epoch).
+    The next block continues where the last block stopped. Outside blocks, the global generators are unchanged. The
+    key consists of non-negative integers, such as (seed, epoch).
     """
 
     def __init__(self, *key: int) -> None:
@@ -173,7 +173,7 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 
 def draw_seed(generator: Any) -> int:
-    """Draw a seed, 0 to 2**63 - 1, from a generator; the first draw from a freshly seeded torch one is its seed."""
+    """Draw a seed, 0 to 2**63 - 1, from a generator; a freshly seeded torch generator first gives its own seed."""
     if isinstance(generator, torch.Generator):
         seed = generator.initial_seed()
         fresh = torch.Generator(device=generator.device).manual_seed(seed)

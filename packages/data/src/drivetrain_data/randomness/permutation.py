@@ -52,7 +52,7 @@ class Permutation:
     def at(self, positions: Positions) -> Positions:
         """Return the indices at positions in [0, size), in the shape of `positions`.
 
-        Call it with blocks of some thousands of positions: one position costs nearly as much as 1,000.
+        Pass thousands of positions per call: a call with one position costs nearly as much as one with 1,000.
         """
         if self.size <= _TABLE_LIMIT:
             if self._table is None:

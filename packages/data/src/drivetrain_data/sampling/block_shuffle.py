@@ -1,4 +1,4 @@
-"""Orders that keep reads local: blocks of data that each shard reads for itself, and runs that are shuffled."""
+"""Orders that keep reads local: one block of the data for each shard, or shuffled runs of neighbouring samples."""
 
 import logging
 from collections.abc import Mapping
@@ -26,25 +26,25 @@ class IndexFunction(Protocol):
     """
 
     def __call__(self, position: int, shard: Shard, /) -> int:
-        """Return the index of the sample at a shard's own position, counted from 0."""
+        """Return the index of the sample at a position within a shard, counted from 0."""
         ...
 
 
 @runtime_checkable
 class InvertibleIndexFunction(IndexFunction, Protocol):
-    """An invertible function, which lets a different number of shards resume an epoch in the middle."""
+    """An index function with an inverse, so that a different number of shards can resume an epoch in the middle."""
 
     def inverse(self, index: int, num_shards: int, /) -> tuple[int, int]:
-        """Return the position and the shard's index at which a sample is read."""
+        """Return a sample's position within its shard, and the index of that shard."""
         ...
 
 
 class BlockOrder(ComputedOrder):
     """An order that cycles through blocks of the data, each in its own order, in sequence or shuffled in each epoch.
 
-    Position p is number p // num_blocks of block p % num_blocks, so that the samples read are a prefix of the order.
-    Blocks are contiguous and their sizes differ by at most one, unless a user's function assigns their samples. One
-    rank alone `warns` if a resume makes shards leave their blocks.
+    Position p is sample p // num_blocks of block p % num_blocks, so that the samples read are a prefix of the order.
+    Blocks are contiguous and their sizes differ by at most one, unless a user's function assigns the samples. If a
+    resume makes shards leave their blocks, the rank with `warns` logs a warning.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BlockOrder(ComputedOrder):
         self._checksums = {} if function is None else {num_blocks: check_function(function, size, num_blocks)}
 
     def num_blocks(self, epoch: int) -> int:
-        """Return the number of blocks of an epoch; a resumed epoch keeps the number it was begun with."""
+        """Return the number of blocks of an epoch; a resumed epoch keeps its original number."""
         return self._resumed[1] if self._resumed and self._resumed[0] == epoch else self._num_blocks
 
     def take(self, epoch: int, positions: Positions) -> list[int]:
@@ -113,8 +113,8 @@ class BlockOrder(ComputedOrder):
             if state.get("function", own) != own:
                 raise DataStateError(
                     "the loader's state was saved in an epoch that was read by another function than "
-                    f"{_name(self._function)}, or by one that gave other samples: some would be lost and others come "
-                    "twice; pass the same function as strategy=, or start the epoch anew"
+                    f"{_name(self._function)}, or by one that gave other samples: samples would be lost or repeated; "
+                    "pass the same function as strategy=, or start the epoch again"
                 )
         if num_blocks != self._num_blocks and self._warns:
             logger.warning(
@@ -153,7 +153,7 @@ def check_function(function: IndexFunction, size: int, num_shards: int) -> int:
     """Check that a function returns every sample once over all shards, and return a checksum of its values.
 
     Up to 2**20 samples, every position is checked; above, 2**16 positions, evenly spaced on each shard.
-    IndexRangeError and ValueError name a sample that the dataset lacks, or that comes twice.
+    IndexRangeError if the dataset lacks a sample; ValueError if a sample comes twice. The message names the sample.
     """
     given = np.empty(0, dtype=np.int64)
     places: list[Positions] = []
@@ -196,9 +196,9 @@ def _values(function: IndexFunction, positions: Positions, shard: Shard, size: i
 
 
 class BlockShuffledOrder(ComputedOrder):
-    """An order of shuffled runs of neighbouring samples, each shuffled within, which keeps random access local.
+    """A random order of runs of neighbouring samples, with each run shuffled too; it keeps random access local.
 
-    If the last run is shorter, it too gets a random place among the others.
+    A shorter last run gets a random place too.
     """
 
     def __init__(self, size: int, block_size: int, *, seed: int) -> None:

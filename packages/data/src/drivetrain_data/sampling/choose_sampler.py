@@ -1,4 +1,4 @@
-"""Choose the sampler of a shard's steps that takes the place of a loader's own samplers."""
+"""Choose the sampler of a shard's steps, which replaces a loader's own samplers."""
 
 import logging
 from contextlib import suppress
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def step_sampler_of(loader: DataLoader[Any], sharding: DataSharding) -> StepSampler:
-    """Return the sampler of a shard's steps over a loader of a map-style dataset; ValueError if they do not fit."""
+    """Return the sampler of a shard's steps for a loader of a map-style dataset; ValueError if they do not fit."""
     sampler: Any = loader.sampler
     size = loader.batch_size
     batches: Any = None if size is not None else loader.batch_sampler
@@ -67,7 +67,7 @@ def _order(sampler: Any, sharding: DataSharding, num_samples: int | None) -> Ind
 
 
 def _warn_if_empty(sampler: StepSampler, few: str) -> None:
-    """Warn on the first shard that epochs have no steps; torch's loader with `drop_last` is empty then too."""
+    """Warn on the first shard if epochs have no steps; torch's loader with `drop_last` is then empty too."""
     shard, even = sampler.sharding.shard, sampler.sharding.even
     if even != "drop":
         return

@@ -19,9 +19,9 @@ _PLAIN = (str, bytes, int, float, tuple)
 
 
 def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
-    """Return a sampler's items as an array of checked integers, or unchanged if they are other keys.
+    """Return a sampler's items as an array of checked integers, or unchanged if they are keys of other types.
 
-    An IndexRangeError names an index that a dataset of `size` samples (None if unknown) lacks, or what is no key.
+    IndexRangeError if a dataset of `size` samples (None if unknown) lacks an index, or an item is not a key.
     """
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
@@ -51,7 +51,7 @@ def outside_of(given: int, size: int, sampler: object) -> IndexRangeError:
 
 
 def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
-    """Yield all items of a sampler that is drawn whole; ValueError, with `what` is drawn, if it may never end."""
+    """Yield all items of a sampler; ValueError, naming `what` is drawn, if the sampler may never end."""
     length = length_of(sampler)
     if length is not None and length > _MOST_DRAWN:
         raise ValueError(
@@ -69,7 +69,7 @@ def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
 
 
 def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:
-    """Return a checksum of indices, weights or keys, continued from the checksum `before` of earlier ones."""
+    """Return a checksum of indices, weights or keys, continued from the checksum `before` of earlier items."""
     if isinstance(drawn, np.ndarray):
         return crc32(np.ascontiguousarray(drawn).data, before)
     return crc32(

@@ -24,7 +24,7 @@ _OF_TORCHDATA = "torchdata.stateful_dataloader.sampler.RandomSampler"
 
 
 def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> IndexOrder:
-    """Return the order that replaces a sampler with a length: a computed one if it is known, else what it draws."""
+    """Return the order that replaces a sampler with a length: computed for known samplers, else drawn from it."""
     order = _compute_order(sampler, sharding.seed)
     if order is None:
         check_undivided(sampler)
@@ -35,7 +35,7 @@ def order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> I
 
 
 def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None) -> BlockOrder:
-    """Return the order that replaces a sampler if shards keep to blocks, each read in sequence or shuffled."""
+    """Return the order that replaces a sampler if each shard reads its own block, in sequence or shuffled."""
     order = order_of(sampler, sharding, num_samples)
     if isinstance(order, SequentialOrder):
         shuffled = False
@@ -63,7 +63,7 @@ def block_order_of(sampler: Any, sharding: DataSharding, num_samples: int | None
 
 
 def _compute_order(sampler: Any, seed: int) -> ComputedOrder | None:
-    """Return the order of a known sampler; None for any other, and for a subset by keys."""
+    """Return the order of a known sampler; None for an unknown sampler and for a subset by keys."""
     kind: Any = type(sampler)
     if is_torchs_distributed(sampler):
         # The sampler selects one rank's part; the whole dataset behind it is sharded here instead.
@@ -93,7 +93,7 @@ def _compute_order(sampler: Any, seed: int) -> ComputedOrder | None:
 
 
 def is_torchs_distributed(sampler: Any) -> bool:
-    """Return whether a sampler behaves as torch's DistributedSampler, so that the undivided order is known."""
+    """Return whether a sampler behaves as torch's DistributedSampler. The undivided order is then known."""
     if not isinstance(sampler, DistributedSampler):
         return False
     kind = type(cast("Any", sampler))
@@ -106,7 +106,7 @@ def is_torchs_distributed(sampler: Any) -> bool:
 
 
 def check_undivided(reader: Any) -> None:
-    """Raise ValueError if a sampler, or one inside it, divides the data among ranks itself."""
+    """Raise ValueError if a sampler, or a sampler that it holds, divides the data among ranks itself."""
     for part in parts_of(reader):
         count = getattr(part, "num_replicas", None)
         if isinstance(count, int) and count > 1:

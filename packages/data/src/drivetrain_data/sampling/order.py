@@ -1,6 +1,6 @@
 """The order of an epoch: the sample at each position, the same on every rank.
 
-A computed order depends only on the epoch and on the values it was built from. It is independent of ranks, workers
+A computed order depends only on the epoch and its constructor's values. It is independent of ranks, workers
 and batch sizes, so any of these may change in the middle of an epoch.
 """
 
@@ -16,9 +16,9 @@ from drivetrain_data.sampling.indices import checksum_of
 
 
 class Order(ABC):
-    """A base class of orders: the samples, or the batches, of every epoch, derived from a seed and the epoch.
+    """A base class of orders, which derive the samples or batches of every epoch from a seed and the epoch.
 
-    The name, with a version, stands in saved positions. Loading a state sets the saved seed.
+    Saved positions contain the name, which includes a version. Loading a state sets the saved seed.
     """
 
     def __init__(self, name: str, *, seed: int) -> None:
@@ -46,15 +46,15 @@ class Order(ABC):
         return 1
 
     def extra_state(self, _epoch: int, _position: int, /) -> dict[str, Any]:
-        """Return what a state must hold besides the epoch and the position: nothing, for most orders."""
+        """Return the values that a state needs besides epoch and position; empty for most orders."""
         return {}
 
     def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:  # noqa: B027 most have none
-        """Load what `extra_state` returned in an epoch; DataStateError if it does not fit this order."""
+        """Load the values that `extra_state` returned in an epoch; DataStateError if they do not fit this order."""
 
 
 class ComputedOrder(Order):
-    """A base class of orders whose sample at a position is computed, also from the value `built_from`."""
+    """A base class of orders that compute the sample at a position; `built_from` is a size or a checksum."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class ComputedOrder(Order):
         """Return the indices of the samples at positions in [0, length)."""
 
     def first_outside(self, num_samples: int) -> int | None:
-        """Return an index of the order that a dataset of `num_samples` does not have; None if it has all of them."""
+        """Return an index of the order that a dataset of `num_samples` lacks; None if the dataset has all of them."""
         return self.size - 1 if self.size > num_samples else None
 
 
 class SequentialOrder(ComputedOrder):
-    """The dataset's own order; the seed is that of the workers alone."""
+    """The dataset's own order; only the workers use the seed."""
 
     def __init__(self, size: int, *, seed: int) -> None:
         super().__init__("sequential", size, seed=seed, phrase="the dataset's own order")
@@ -107,7 +107,7 @@ class SequentialOrder(ComputedOrder):
 
 
 class ShuffledOrder(ComputedOrder):
-    """An order of every sample once, keyed and random; beyond the dataset's size, another permutation follows."""
+    """A keyed random order of all samples. After the dataset's last position, another permutation follows."""
 
     def __init__(self, size: int, *, seed: int, num_positions: int | None = None) -> None:
         name = f"shuffled/{ORDER_VERSION}"
@@ -129,7 +129,7 @@ class ShuffledOrder(ComputedOrder):
 
 
 class SubsetOrder(ShuffledOrder):
-    """A shuffled subset of the samples, those at the given indices."""
+    """A shuffled order of the samples at the given indices."""
 
     def __init__(self, indices: Sequence[int] | Positions, *, seed: int) -> None:
         super().__init__(len(indices), seed=seed)
@@ -143,13 +143,13 @@ class SubsetOrder(ShuffledOrder):
         return self._indices[np.asarray(super().take(epoch, positions), dtype=np.int64)].tolist()
 
     def first_outside(self, num_samples: int) -> int | None:
-        """Return an index that a dataset does not have; a negative one is a mistake, or may come twice."""
+        """Return an index that a dataset lacks; negative indices count too, since they may name a sample twice."""
         outside = self._indices[(self._indices < 0) | (self._indices >= num_samples)]
         return int(outside[0]) if outside.size else None
 
 
 class ReplacementOrder(ComputedOrder):
-    """An order of samples drawn with replacement, each on its own, with a bias below size / 2**64."""
+    """An order of samples drawn independently with replacement, with a bias below size / 2**64."""
 
     def __init__(self, size: int, *, seed: int, num_positions: int) -> None:
         name = f"replacement/{ORDER_VERSION}"

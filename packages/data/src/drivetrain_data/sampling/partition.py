@@ -1,10 +1,9 @@
 """Compute which positions of an epoch's order each shard reads in each step, by pure index arithmetic.
 
 The order is cut into global batches of `num_shards * batch_size` positions, and each of these into one batch per
-shard, in shard order. The positions read so far are thus a prefix of the order, and the rest can be partitioned anew
-for any number of shards. Where shards keep to blocks of the data, the order cycles through the blocks, so that the
-prefix property still holds. Nothing here depends on the dataset: a laptop can partition 10**12 samples over 10,000
-ranks.
+shard, in shard order. The positions read so far are thus a prefix of the order, and any number of shards can
+partition the rest. If each shard reads its own block of the data, the order cycles through the blocks, which keeps
+the prefix property. Nothing here depends on the dataset: a laptop can partition 10**12 samples over 10,000 ranks.
 """
 
 from dataclasses import dataclass
@@ -17,20 +16,20 @@ from drivetrain_data.settings import UnevenPolicy
 
 
 def balanced(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the bounds of one of `parts` contiguous slices of `total`, whose sizes differ by at most one."""
+    """Return the bounds of slice `index` of `total`, cut into `parts` slices whose sizes differ by at most one."""
     size, larger = divmod(total, parts)
     start = index * size + min(index, larger)
     return start, start + size + (index < larger)
 
 
 def num_steps(num_positions: int, stride: int, even: UnevenPolicy) -> int:
-    """Return the number of steps of `stride` positions in `num_positions`, with one for the tail unless dropped."""
+    """Return the number of steps of `stride` positions in `num_positions`. A tail counts unless it is dropped."""
     full, tail = divmod(max(0, num_positions), stride)
     return full + (tail > 0 and even != "drop")
 
 
 def tail_counts(total: int, num_shards: int, batch_size: int, even: UnevenPolicy) -> tuple[int, ...]:
-    """Return how many real samples of a last global batch of `total` each shard gets."""
+    """Return the number of real samples of each shard in a last global batch of `total` samples."""
     if even == "pad":
         return tuple(min(max(total - shard * batch_size, 0), batch_size) for shard in range(num_shards))
     size, larger = divmod(total, num_shards)
@@ -72,8 +71,7 @@ class Partition:
         num_shards: The number of shards that read.
         batch_size: The number of samples in a batch on each shard.
         even: The treatment of the tail. "uneven" splits it into contiguous slices, balanced over the shards; a shard
-            without samples repeats the epoch's last one. "pad" fills it up from the epoch's beginning. "drop" drops
-            it.
+            without samples repeats the epoch's last sample. "pad" fills it from the epoch's start. "drop" drops it.
         num_blocks: The number of blocks. Position p belongs to block p % num_blocks, and equally many consecutive
             shards share a block: they read, repeat and pad only from it. The positions that all shards have read are
             still a prefix of the order.

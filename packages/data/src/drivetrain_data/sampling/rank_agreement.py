@@ -1,6 +1,6 @@
-"""Compare the data of ranks before it is divided: how it was given, drawn and read.
+"""Compare data across ranks before it is divided: the loader's settings, the sampler's draws and the samples.
 
-Samples that only one rank has would be read by none, and samples in another order twice or never.
+If ranks had different samples or orders, some samples would be read twice or never.
 """
 
 import logging
@@ -24,13 +24,13 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class FirstRead:
-    """The samples that a rank read of its data to compare them."""
+    """The samples that a rank read to compare them with those of other ranks."""
 
     signatures: Mapping[Place, Signature]
     problem: str = ""  # why there are no more, or none that can be compared
 
     def is_like(self, other: "FirstRead") -> bool:
-        """Return whether another rank may have read the same samples; what only one has read does not count."""
+        """Return whether another rank may have read the same samples; only places that both have read count."""
         places = self.signatures.keys() & other.signatures.keys()
         return all(alike(self.signatures[place], other.signatures[place]) for place in places)
 
@@ -39,7 +39,7 @@ class FirstRead:
 class RankAgreement:
     """The comparisons of the ranks that share a loader's data. Every method is called on all ranks of the group.
 
-    If the first rank reads `for_all`, what the others have may be missing, but not differ.
+    If the first rank reads `for_all`, the other ranks' data may be missing, but must not differ.
     """
 
     group: dist.ProcessGroup
@@ -47,7 +47,7 @@ class RankAgreement:
 
     @property
     def is_first(self) -> bool:
-        """True on the first rank, with which the others are compared."""
+        """True on the first rank; the other ranks are compared with it."""
         return dist.get_rank(self.group) == 0
 
     @property
@@ -56,7 +56,7 @@ class RankAgreement:
         return self.is_first or not self.for_all
 
     def check_drawn(self, name: str, checksum: int) -> None:
-        """Raise ValueError, on all ranks, if a sampler drew other indices, by their checksum, on another rank."""
+        """Raise ValueError on all ranks if the checksum of a sampler's indices differs between ranks."""
         if self.for_all:  # no other rank draws
             return
         drawn = self._gathered(checksum)
@@ -64,12 +64,12 @@ class RankAgreement:
         if others:
             raise ValueError(
                 f"{name} drew another order on rank {others[0]} of those that share the data than on rank 0, and "
-                "samples would be lost; let it draw from generators that it holds or the global ones, which are "
-                "seeded alike on every rank, or let one rank read for all, with dispatch=True"
+                "samples would be lost; let it draw from its own generators or the global ones, which get the same "
+                "seed on every rank, or let one rank read for all, with dispatch=True"
             )
 
     def check_given(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError, on all ranks, unless the values that describe the loader are the same on each."""
+        """Raise ValueError on all ranks unless the values that describe the loader are the same on all ranks."""
         by_rank = self._gathered(dict(facts))
         for rank, other in enumerate(by_rank):
             for name in {**by_rank[0], **other}:  # in the same order on every rank
@@ -81,7 +81,7 @@ class RankAgreement:
                     )
 
     def differing(self, name: str, read: FirstRead) -> int | None:
-        """Return a rank with other samples than the first rank, if any is known. The first rank warns of unknowns."""
+        """Return a rank known to have other samples than the first, or None. The first rank warns of unknowns."""
         by_rank = self._gathered(read)
         problem = next(((rank, each.problem) for rank, each in enumerate(by_rank) if each.problem), None)
         if problem is not None and self.is_first:
@@ -95,14 +95,14 @@ class RankAgreement:
         return next(differ, None)
 
     def check_samples(self, name: str, found: FirstRead) -> None:
-        """Raise ValueError, on all ranks, if the samples of a rank are known to differ from the first rank's."""
+        """Raise ValueError on all ranks if the samples of a rank are known to differ from the first rank's."""
         rank = self.differing(name, found)
         if rank is None:
             return
         read = "rank 0 reads for all, and " if self.for_all else ""
         raise ValueError(
             f"{read}{name} gives other samples on rank {rank} of those that share the data than on rank 0, at the "
-            f"same places: as if it divided the data itself, so that most of it would be read by no rank. {_WAY_OUT}"
+            f"same places. It seems to divide the data itself, and no rank would read most of the data. {_WAY_OUT}"
         )
 
     def _gathered(self, mine: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Describe a sample in a few plain values, by which ranks tell whether they have read the same one."""
+"""Describe a sample in a few plain values, so that ranks can tell whether they have read the same sample."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _RELATIVE, _OF_BYTES = 1e-4, 4
 
 
 class Numbers(NamedTuple):
-    """Some of an array's numbers, evenly spaced, and the largest difference between those that count as the same."""
+    """Evenly spaced numbers of an array, and the largest difference at which two numbers count as the same."""
 
     shape: tuple[int, ...]
     values: tuple[complex, ...]
@@ -28,19 +28,19 @@ class Numbers(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """An object, as `pickle` would take it apart: the name of its class, and signatures of what it is made of."""
+    """An object as `pickle` reduces it: the name of its class and the signatures of its parts."""
 
     kind: str
     parts: list[Signature]
 
 
 def signature_of(sample: Any) -> Signature:
-    """Return the signature of a sample of any kind; None of what cannot be described."""
+    """Return the signature of a sample of any kind; None for parts that cannot be described."""
     return _Walk().describe(sample)
 
 
 class _Walk:
-    """A walk through a sample, which ends: a sample may refer to itself, or to much of the program."""
+    """A walk through a sample with a limit, because a sample may refer to itself or to much of the program."""
 
     def __init__(self) -> None:
         self._above: list[Any] = []  # the objects that the walk is in
@@ -102,10 +102,10 @@ class _Walk:
 
 
 def settled(reads: Mapping[Place, Signature], again: Mapping[Place, Signature]) -> dict[Place, Signature]:
-    """Return signatures without the parts of objects that are not the samples' own.
+    """Return signatures without the parts of objects that do not belong to the samples.
 
-    Such a part differs in another read of the same sample, as a time does, or is the same in all samples: if it
-    differs between ranks, it may be a process's own, such as its number or its device.
+    Such a part differs in another read of the same sample, such as a time, or is the same in all samples. A part that
+    is the same in all samples may belong to the process, such as its number or its device.
     """
     places = [place for place in reads if place in again]
     pairs = [(reads[place], again[place]) for place in places]
@@ -113,7 +113,7 @@ def settled(reads: Mapping[Place, Signature], again: Mapping[Place, Signature]) 
 
 
 def _settled(pairs: list[tuple[Signature, Signature]], *, in_object: bool) -> list[Signature]:
-    """Return the first of each pair, one pair a sample, without what is not the samples' own."""
+    """Return the first signature of each sample's pair, without the parts that do not belong to the samples."""
     found = [one for one, _ in pairs]
     first: Any = found[0] if found else None
     every: list[Any] = [one for pair in pairs for one in pair]
@@ -134,7 +134,7 @@ def _settled(pairs: list[tuple[Signature, Signature]], *, in_object: bool) -> li
 
 
 def is_vague(signatures: Mapping[Place, Signature]) -> bool:
-    """Return whether samples look the same because something in them could not be described."""
+    """Return whether signatures may look the same only because a part could not be described."""
     found = list(signatures.values())
     return any(map(_lacks_parts, found)) and all(alike(found[0], one) for one in found)
 
@@ -173,7 +173,7 @@ def _of_array(array: Any) -> Signature:
 
 
 def spaced(size: int, count: int) -> list[int]:
-    """Return at most `count` of `size` indices, evenly spaced, with the first and the last."""
+    """Return at most `count` evenly spaced indices below `size`, with the first and the last."""
     if size <= count:
         return list(range(size))
     return [round(number * (size - 1) / (count - 1)) for number in range(count)]

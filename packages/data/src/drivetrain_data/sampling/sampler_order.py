@@ -1,8 +1,8 @@
-"""The order that a user's sampler draws: of samples, drawn whole at an epoch's start, or of batches, drawn as read.
+"""Orders that a user's sampler draws: samples, all at an epoch's start, or batches, while they are read.
 
 Each epoch begins from a known state, and every generator that the sampler may use is seeded from (seed, epoch), so
-that a resume draws the epoch again. A checksum of what was drawn shows ranks and resumes that a sampler draws from
-something else.
+that a resume draws the epoch again. A checksum of the drawn samples reveals a sampler that draws from another source,
+by comparing ranks, and a resume with its saved run.
 """
 
 from array import array
@@ -33,7 +33,7 @@ _BATCHES_AT_ONCE = 64  # so that generators are swapped seldom
 
 
 class Drawn(NamedTuple):
-    """The number and the checksum of the samples drawn in an epoch, for a resume to compare."""
+    """The number and the checksum of the samples drawn in an epoch, which a resume compares."""
 
     length: int
     checksum: int
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 class SamplerOrder(Order):
     """A base class of orders that a user's sampler draws.
 
-    A sampler with a `state_dict` gets its state back. A sampler without it whose attributes change when it is read is
+    A sampler with a `state_dict` gets its state back. A sampler without one that changes when it is read is
     read again from its first epoch on. For any other, the seeds of its generators are the full state. The
     agreement checks that all ranks drew the same; None without other ranks.
     """
@@ -90,7 +90,7 @@ class SamplerOrder(Order):
         self._prepared = None
 
     def _fixed_length(self) -> int | None:
-        """Return the sampler's length; None if it has none, or `set_epoch` may change it."""
+        """Return the sampler's length; None if it has no length, or `set_epoch` may change it."""
         return None if hasattr(self._sampler, "set_epoch") else length_of(self._sampler)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -119,13 +119,13 @@ class SamplerOrder(Order):
             self._begun = {epoch: {**state, "read": before} for epoch, state in self._begun.items()}
 
     def _state(self, epoch: int, drawn: Drawn | None = None) -> dict[str, Any]:
-        """Return the state to save in an epoch, with a summary of what was drawn, or before it."""
+        """Return the state to save in an epoch, with a summary of the drawn samples if the epoch has begun."""
         known = {**self._loaded, **self._begun}
         state = known[epoch] if epoch in known else self._current_state()
         return state if drawn is None else {**state, "drawn": drawn._asdict()}
 
     def _expected(self, epoch: int) -> Drawn | None:
-        """Return the summary that an epoch must match, if it was saved after a sample had been received."""
+        """Return the saved summary that an epoch's draw must match; None if no sample had been received."""
         saved = self._loaded.get(epoch, {}).get("drawn")
         return None if saved is None else Drawn(**saved)
 
@@ -135,9 +135,9 @@ class SamplerOrder(Order):
             name = type(self._sampler).__name__
             raise DataStateError(
                 f"{name} drew another order of epoch {epoch} than in the run that was saved, so that samples would "
-                "be lost and others come twice; build it as it was, over the same data. If it was, it depends on "
-                "something else than generators that it holds or the global ones: give it state_dict and "
-                "load_state_dict, or start the epoch anew"
+                "be lost or read twice; build the sampler as before, over the same data. If that does not help, its "
+                "order depends on more than its own and the global generators: give it state_dict and "
+                "load_state_dict, or start the epoch again"
             )
 
     def _check_agreement(self, checksum: int) -> None:
@@ -169,7 +169,7 @@ class SamplerOrder(Order):
             self._epochs_read.append([epoch, epoch + 1])
 
     def _read_again(self, runs: list[list[int]]) -> None:
-        """Read earlier epochs again, from the sampler's first state on."""
+        """Read earlier epochs again, beginning with the sampler's first state."""
         if self._first is not None:
             self._first.restore()
         self._epochs_read = []
@@ -183,7 +183,7 @@ class SamplerOrder(Order):
 
 
 class _Epoch(NamedTuple):
-    """An epoch that was drawn whole."""
+    """An epoch whose samples have all been drawn."""
 
     seed: int
     number: int
@@ -193,20 +193,20 @@ class _Epoch(NamedTuple):
 
 
 class DrawnOrder(SamplerOrder):
-    """An order of samples drawn by a sampler with a length. A whole epoch is drawn as it starts."""
+    """An order of samples drawn by a sampler with a length. The start of an epoch draws the whole epoch."""
 
     kind = "drawn"
 
     _drawn: _Epoch | None = None
 
     def length(self, epoch: int) -> int:
-        """Return the number of positions in an epoch: those drawn or, before the draw, the sampler's length."""
+        """Return the number of positions drawn for an epoch or, before the draw, the sampler's length."""
         if self._drawn is not None and self._drawn[:2] == (self.seed, epoch):
             return len(self._drawn.samples)
         return super().length(epoch)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the sampler was built from, as far as it is visible; the state holds what it drew."""
+        """Return the visible values that the sampler was built from; the state holds the drawn samples."""
         found: dict[str, Any] = {"num_positions": self._fixed_length()}
         if type(self._sampler) is WeightedRandomSampler:
             found["built_from"] = checksum_of(self._sampler.weights.numpy())
@@ -224,7 +224,7 @@ class DrawnOrder(SamplerOrder):
         return [samples[position] for position in positions.tolist()]
 
     def extra_state(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return the sampler's state before an epoch and, once it has begun, a checksum of what was drawn."""
+        """Return the sampler's state before an epoch and, in a begun epoch, a checksum of the drawn samples."""
         if position and self._drawn is not None and self._drawn.number == epoch:
             return self._drawn.state
         return self._state(epoch)
@@ -265,7 +265,7 @@ class DrawnBatches(SamplerOrder):
         return f"whole batches of {super().source}"
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must match those of a saved position, as far as they are visible."""
+        """Return the visible values that must match those of a saved position."""
         size = getattr(self._sampler, "batch_size", None)
         return {"batch_size": size, "num_batches": self._fixed_length()}
 
@@ -282,7 +282,7 @@ class DrawnBatches(SamplerOrder):
         self._checksums = (epoch, array("Q"))
 
     def read(self, epoch: int, position: int) -> Iterator[list[Any]]:
-        """Return the batches from a position on, after checking those before it against the saved run."""
+        """Return the batches from a position on, after checking the earlier batches against the saved run."""
         checksums = array("Q")
         batches = self._draw(epoch, checksums)
         deque(islice(batches, position), maxlen=0)
@@ -295,7 +295,7 @@ class DrawnBatches(SamplerOrder):
         return batches
 
     def _draw(self, epoch: int, checksums: "array[int]") -> Iterator[list[Any]]:
-        """Yield the user's batches of an epoch, and append the checksum of all up to each."""
+        """Yield the user's batches of an epoch, and append the checksum of all batches so far for each batch."""
         self._begin_epoch(epoch)
         draws = KeyedDraws(self.seed, epoch)
         checksum, is_first = 0, True

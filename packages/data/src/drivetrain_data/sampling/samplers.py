@@ -20,14 +20,14 @@ _BLOCK = 8192  # the number of positions computed at once
 
 
 class PermutationSampler(Sampler[int]):
-    """A sampler that shuffles any dataset in constant memory, computing each index when it is requested.
+    """A sampler that shuffles any dataset in constant memory; it computes an index when the index is requested.
 
     Args:
         num_samples: The length of the dataset.
-        seed: The seed from which, with the epoch, every order is derived.
+        seed: The seed of every order, which is derived from seed and epoch.
         epoch: The first epoch; `set_epoch` chooses another.
-        block_size: The size of the runs of neighbouring samples to keep together, each shuffled within, for storage
-            that is fastest to read in sequence; None shuffles all samples.
+        block_size: The size of the runs of neighbouring samples to keep together, for storage that is fastest to
+            read in sequence. Each run is shuffled too. None shuffles all samples.
 
     Raises:
         ValueError: A number is not an integer, or out of range.
@@ -67,8 +67,8 @@ class PermutationSampler(Sampler[int]):
 class StepSampler(ABC):
     """A base class of samplers that read for a shard and record a plan for each step.
 
-    Where the sharding reads for all, it yields the batches of all shards that have their own, in shard order. The
-    next iteration starts at `epoch` and `position`.
+    If this rank reads for all, the sampler yields the batches of all shards that have a batch, in shard order.
+    The next iteration starts at `epoch` and `position`.
     """
 
     def __init__(self, order: Order, sharding: DataSharding, *, stride: int, batch_size: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The division of a loader's data among shards: one value that samplers and sources are built from."""
+"""The division of a loader's data among shards, from which samplers and sources are built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from drivetrain_data.shard import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSharding:
-    """A division of a loader's data, as one shard reads it."""
+    """A division of a loader's data, from the view of one shard."""
 
     shard: Shard
     even: UnevenPolicy  # what becomes of an epoch's tail
@@ -46,13 +46,13 @@ class DataSharding:
         return self.for_all or self.shard.index == 0
 
     def readers(self, counts: Sequence[int]) -> Sequence[int]:
-        """Return the shards whose batches this rank reads in a step: its own, or all that have their own batch."""
+        """Return the shards whose batches this rank reads in a step: its own, or all that have a batch."""
         if not self.for_all:
             return (self.shard.index,)
         return range(len(counts) if self.even == "pad" else sum(count > 0 for count in counts))
 
     def size_on_each(self, batch_size: int) -> int:
-        """Return the batch size on each shard, for a loader with the given one, which they must divide."""
+        """Return the batch size on each shard. To split batches, the number of shards must divide `batch_size`."""
         if not self.split:
             return batch_size
         if batch_size % self.shard.count:
@@ -62,7 +62,7 @@ class DataSharding:
         return batch_size // self.shard.count
 
     def check_interleaved(self, reason: str) -> None:
-        """Raise ValueError, with the reason, for another strategy than "interleaved"."""
+        """Raise ValueError, with the reason, for any strategy but "interleaved"."""
         if self.strategy != "interleaved":
             raise ValueError(
                 f"strategy={self.strategy_name}: {reason}; leave it out for this loader, or say 'interleaved'"

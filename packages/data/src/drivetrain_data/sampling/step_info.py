@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """A plan of one step: the numbers of samples in its batches on all shards.
+    """A plan of one step: the number of samples on every shard.
 
     Attributes:
         real_counts: The number of real samples of each shard, in shard order, without padding and replays. None if
             unknown. For an external loader whose batch sizes are unknown, 1 for each shard that has a batch.
         sizes: The number of samples that each shard holds, repeats included. None if unknown.
-        even: Whether all shards hold equally many samples, as in a full step, and all of them count in training.
+        even: Whether all shards hold equally many samples and all samples count in training, as in a full step.
         is_last: Whether this is the last step of the epoch.
-        replayed: Whether this shard has no sample of its own and repeats one, with weight 0, to keep in step.
-        advance: The distance that the step moves the position in the epoch.
+        replayed: Whether this shard has no new sample and repeats a sample with weight 0, to keep in step.
+        advance: The number of positions by which the step advances in the epoch.
         guessed: Whether the sizes were guessed from the batches of an external loader.
     """
 
@@ -43,10 +43,10 @@ class BatchPlan:
         return not self.guessed and self.sizes is not None and len(set(self.sizes)) == 1
 
     def weight(self, shard: int) -> float:
-        """Return the weight of a shard's mean loss, with which the mean over shards is the mean over real samples.
+        """Return the weight of a shard's mean loss that makes the mean over shards the mean over real samples.
 
-        The weight is 1 if the step is even or its counts are unknown, and 0 for a shard that repeats a sample. If
-        that loss can be NaN, replace it instead, since 0 times NaN is NaN.
+        The weight is 1 if the step is even or its counts are unknown, and 0 for a shard that repeats a sample. If the
+        loss of a repeated sample can be NaN, replace the loss instead, since 0 times NaN is NaN.
         """
         counts = self.real_counts
         if counts is not None and shard not in range(len(counts)):
@@ -56,18 +56,18 @@ class BatchPlan:
         return counts[shard] * len(counts) / max(sum(counts), 1)
 
     def replays(self, shard: int) -> bool:
-        """Return whether a shard has no sample of its own and repeats one; for this shard see `replayed`."""
+        """Return whether a shard has no new sample and repeats a sample; for this shard see `replayed`."""
         return not self.even and self.real_counts is not None and self.real_counts[shard] == 0
 
     def kept(self, shard: int) -> slice:
-        """Return the slice of a shard's batch with its real samples; RuntimeError if their number is unknown."""
+        """Return the slice with the real samples of a shard's batch; RuntimeError if their number is unknown."""
         if self.real_counts is None:
             raise RuntimeError("the loader does not know how many samples each shard holds")
         return slice(0, self.real_counts[shard])
 
 
 def look_ahead(steps: Iterator[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each step, and whether it is the last; each is read before the one before it is yielded."""
+    """Yield each step and whether it is the last; the next step is read before a step is yielded."""
     end = object()
     following = next(steps, end)
     while following is not end:

@@ -1,4 +1,4 @@
-"""Batches that a user made, distributed whole to the shards, or each split among them."""
+"""A user's batches, distributed whole to the shards, or each batch split among the shards."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 
 def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) -> Iterator[list[Batch]]:
-    """Yield the batches of each step, `length` of them; the last step may have fewer, unless it is dropped."""
+    """Yield the `length` batches of each step; a last step with fewer batches may be dropped."""
     while step := list(islice(batches, length)):
         if len(step) == length or even != "drop":
             yield step
@@ -26,7 +26,7 @@ def cut_into_steps(batches: Iterator[Batch], length: int, even: UnevenPolicy) ->
 
 
 def distribute(step: list[Batch], first: Sequence[Batch], sharding: DataSharding) -> list[Batch]:
-    """Return the batch of each shard: those of a step, then repeats, from the first step if it is padded."""
+    """Return the batch of each shard: the step's batches, then repeats; "pad" repeats the first step's batches."""
     num_missing = sharding.shard.count - len(step)
     if sharding.even == "pad":
         return step + [first[number % len(first)] for number in range(num_missing)]
@@ -42,9 +42,9 @@ def plan_of_batches(
     is_last: bool,
     guessed: bool = False,
 ) -> BatchPlan:
-    """Return a shard's plan of a step of batches that a user made, which may differ in size.
+    """Return a shard's plan of a step of a user's batches, which may differ in size.
 
-    `counts` are the real samples of each shard, `sizes` the samples that it holds, None if unknown.
+    `counts` has the number of real samples of each shard; `sizes` the number of all its samples, None if unknown.
     """
     are_equal = sizes is None or len(set(sizes)) == 1
     plan = BatchPlan(
@@ -60,7 +60,7 @@ def plan_of_batches(
 
 
 class WholeBatchSampler(StepSampler):
-    """A sampler of a user's batches, distributed whole in turn, or each split among the shards."""
+    """A sampler of a user's batches, distributed whole in turn, or each batch split among the shards."""
 
     order: DrawnBatches
 

@@ -1,4 +1,4 @@
-"""The source of a sharded loader's batches: the interface between reading data and looping over it."""
+"""The source of a sharded loader's batches: the interface between reading data and the training loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from drivetrain_data.state.torchdata_state import TorchdataStates, torchdata_kin
 
 
 class StepOrigin(NamedTuple):
-    """The origin of a step, which travels with it and comes back to the source once the loop has it."""
+    """The origin of a step, which accompanies the step and returns to the source once the loop has the step."""
 
     worker: int  # 0 without workers
     snapshot: Any = None  # the state of the worker's dataset after the step, if one was taken
@@ -27,16 +27,16 @@ Reading: TypeAlias = tuple[BatchPlan, Any, StepOrigin | None]
 
 
 class BatchSource(ABC):
-    """A base class of sources of a shard's batches and their plans. Every rank has one and makes the same calls.
+    """A base class of sources of a shard's batches and plans. Every rank has a source and makes the same calls.
 
     Subclasses are constructed from a loader and a sharding.
 
-    1. `move_to` chooses an epoch and a position, on all ranks; `open` reads from there, on those that read.
-    2. `note_received` follows each step that has an origin, once the loop has received the step.
-    3. `identity` and `extra_state` go into a saved state; `load_extra_state` loads the latter before the next `open`.
+    1. `move_to` chooses an epoch and a position, on all ranks; `open` reads from there, on the reading ranks.
+    2. `note_received` is called once the loop has received a step that has an origin.
+    3. A saved state holds `identity` and `extra_state`; `load_extra_state` loads the latter before the next `open`.
 
-    A full step moves the position by `stride`. The batch size is that on each shard; None if the user's batches are
-    distributed whole.
+    A full step moves the position by `stride`. The batch size is the size on each shard; None if the user's batches
+    are distributed whole.
     """
 
     reads_forwards = True  # whether only a loop can read the data, from its beginning on
@@ -54,15 +54,15 @@ class BatchSource(ABC):
 
     @property
     def name(self) -> str:
-        """The name of what is read."""
+        """The name of the dataset or loader that is read."""
         return type(self._users_loader if self.dataset is None else self.dataset).__name__
 
     def again(self) -> Self:
-        """Return a source that reads the same anew."""
+        """Return a new source of the same batches, from the beginning."""
         return self._rebuild(self.sharding)
 
     def with_even(self, even: UnevenPolicy) -> Self:
-        """Return a source of the same batches that treats tails otherwise; a loader that drops them goes on to."""
+        """Return a source of the same batches with tails treated by `even`; a loader that drops tails still does."""
         if self.sharding.even in ("drop", even):
             return self
         return self._rebuild(replace(self.sharding, even=even))
@@ -88,7 +88,7 @@ class BatchSource(ABC):
         """The origin of the order, as a phrase for users."""
 
     def move_to(self, epoch: int, position: int, /) -> None:  # noqa: B027 most positions say all
-        """Move to the position that the loop starts from. Called on all ranks, also if one reads for all."""
+        """Move to the position that the loop starts from. Called on all ranks, even if one rank reads for all."""
 
     @abstractmethod
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
@@ -122,11 +122,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def extra_state(self, epoch: int, position: int, /) -> Mapping[str, Any]:
-        """Return what a state must hold besides the epoch and the position."""
+        """Return the values that a state needs besides epoch and position."""
 
     @abstractmethod
     def load_extra_state(self, epoch: int, state: Mapping[str, Any], /) -> None:
-        """Load the state that `extra_state` returned in an epoch; DataStateError leaves the source as it was."""
+        """Load the state that `extra_state` returned in an epoch; a DataStateError leaves the source unchanged."""
 
     def note_received(self, _plan: BatchPlan, origin: StepOrigin, /) -> None:
         """Record that the loop has received a step."""

@@ -1,4 +1,4 @@
-"""External loaders, which are not torch's: their batches are distributed whole, in turn."""
+"""External loaders, of other classes than torch's: their batches are distributed whole, in turn."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class ExternalSource(BatchSource):
-    """A source that reads any iterable of batches, `shard.count` batches per step, from its start in each loop.
+    """A source that reads any iterable of batches, `shard.count` batches per step, from the start in each loop.
 
-    The generators that it holds and, while it reads, the global ones are seeded from the seed and the epoch.
+    Seed and epoch seed the iterable's own generators and, during reads, the global generators.
     """
 
     def __init__(self, loader: Any, sharding: DataSharding) -> None:
@@ -53,7 +53,7 @@ class ExternalSource(BatchSource):
         return f"the batches of {self._name}, distributed in turn; it must yield the same on every rank that reads"
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Move to a position; snapshots of another epoch are of no use there."""
+        """Move to a position; in a new epoch, forget the snapshots of the old epoch."""
         self._received.move_to(epoch, position)
 
     def open(self, epoch: int, position: int) -> Iterator[Reading]:
@@ -73,18 +73,18 @@ class ExternalSource(BatchSource):
                 yield plan, held[self.sharding.shard.index], origin
 
     def initial_state(self) -> dict[str, Any]:
-        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        """Return the state that torchdata's loader has at the beginning of an epoch."""
         size, drops = self._loader.batch_size, self._loader.drop_last
         reader: Any = rebuild(self._loader, self.dataset, Generator(), batch_size=size, drop_last=drops)
         return reader.state_dict()
 
     def num_before(self, position: int) -> tuple[int, int | None]:
-        """Return how many batches, and samples, torchdata's loader has yielded before a position."""
+        """Return the numbers of batches and samples that torchdata's loader has yielded before a position."""
         size = self._loader.batch_size
         return position, None if size is None else position * size
 
     def position_of(self, state: Mapping[str, Any]) -> int:
-        """Return the position that a state of torchdata's loader has behind it."""
+        """Return the position at which torchdata's loader has a given state."""
         return num_yielded(state)
 
     def note_received(self, plan: BatchPlan, origin: StepOrigin) -> None:
@@ -105,7 +105,7 @@ class ExternalSource(BatchSource):
         return {**super().facts(), "num_batches": length_of(self._loader)}
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
-        """Return the loader's own state, if it has one; else the position suffices, if the loader repeats itself."""
+        """Return the loader's own state; empty for a loader without one, which must yield the same batches again."""
         (last,) = self._received.snapshots  # a snapshot is called a stand in state format 1
         return {"stand": last._asdict()} if position and last is not None else {}
 

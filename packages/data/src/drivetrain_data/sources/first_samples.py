@@ -1,7 +1,7 @@
-"""Compare over ranks the first samples that a loader reads, once.
+"""Compare the first samples that a loader reads across ranks, once.
 
-A map-style dataset is asked for a few samples when its loader is sharded. What can only be read forwards is compared
-as its first loop begins: where one rank reads for all, the others read the beginning of their own for this alone.
+Sharding a loader reads a few samples of a map-style dataset. Data that can only be read forwards is compared when its
+first loop begins: if one rank reads for all, the others read their data's beginning only to compare.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,19 +34,19 @@ _NUM_SAMPLES, _FEWEST, _MOST_SECONDS = 16, 3, 0.2
 
 
 def check_map_style(loader: DataLoader[Any], agreement: RankAgreement) -> None:
-    """Raise ValueError, on all ranks, if a map-style dataset gives other samples on one. Called on all ranks."""
+    """Raise ValueError on all ranks if samples of a map-style dataset differ between ranks. Called on all ranks."""
     agreement.check_samples(type(loader.dataset).__name__, _read_some(loader))
 
 
 class ComparingOpener:
-    """An opener of a loader's epochs, which has the ranks compare what they read first of a stream."""
+    """An opener of a loader's epochs that lets the ranks compare the first samples of a stream."""
 
     def __init__(self, source: BatchSource) -> None:
         compares = source.sharding.compares_streams and source.reads_forwards
         self._agreement = source.sharding.agreement if compares else None  # None once they have compared
 
     def opening(self, source: BatchSource, epoch: int, position: int) -> Callable[[], Iterator[Reading]]:
-        """Return a function that begins to read an epoch. Called on all ranks, if they have yet to compare."""
+        """Return a function that begins to read an epoch. Called on all ranks, unless they have compared already."""
         agreement = self._agreement
         if agreement is None or position:
             return partial(source.open, epoch, position)
@@ -55,7 +55,7 @@ class ComparingOpener:
 
 
 def _compare_with_ranks(source: BatchSource, epoch: int, agreement: RankAgreement) -> Iterator[Reading]:
-    """Return the steps of an epoch, where this rank reads; an error in the first is raised when it is asked for."""
+    """Return the steps of an epoch if this rank reads; the iterator raises an error of the first step."""
     steps: Iterator[Reading] = iter(())
     if agreement.reads:
         steps = _read_first(source.open(epoch, 0))
@@ -78,7 +78,7 @@ def _compare_with_ranks(source: BatchSource, epoch: int, agreement: RankAgreemen
 
 
 def _read_some(loader: DataLoader[Any]) -> FirstRead:
-    """Read some samples twice; none count if they cannot be read, or are others when they are read again."""
+    """Read some samples twice; the result is empty if reading fails or the second read gives other samples."""
     dataset: Any = loader.dataset
     size = length_of(dataset)
     if not size or moves_as_read(dataset):
@@ -115,7 +115,7 @@ def _sign_first(samples: list[Any]) -> Signature:
 
 
 def _peek(source: BatchSource, epoch: int) -> FirstRead:
-    """Read what this rank would read first, beside the loop."""
+    """Read this rank's first samples, apart from the loop."""
     try:
         fresh = source.again()
         fresh.move_to(epoch, 0)

@@ -1,4 +1,4 @@
-"""Iterable datasets: one fetch reads a step's samples, and the collate function splits them among the shards."""
+"""Iterable datasets: a fetch reads a step's samples, and the collate function splits the samples among the shards."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class IterableSource(BatchSource):
     """A source that reads an iterable dataset step by step, in the dataset's order, with workers taking turns.
 
-    What the dataset draws from the global generators depends only on the seed, the epoch and the worker; one worker
-    draws the same as none. Ranks that each read the whole dataset therefore read the same samples.
+    The dataset's draws from the global generators depend only on the seed, the epoch and the worker; one worker
+    draws the same as none. If every rank reads the whole dataset, all ranks therefore read the same samples.
     """
 
     def __init__(self, loader: DataLoader[Any], sharding: DataSharding) -> None:
@@ -74,7 +74,7 @@ class IterableSource(BatchSource):
         )
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Move to a position; what was saved of another epoch is of no use there."""
+        """Move to a position; in a new epoch, forget the saved state of the old epoch."""
         if not position or epoch != self._received.epoch:
             self._saved_draws = self._own_draws
         self._received.move_to(epoch, position)
@@ -115,7 +115,7 @@ class IterableSource(BatchSource):
         }
 
     def extra_state(self, _epoch: int, position: int) -> Mapping[str, Any]:
-        """Return the number of samples received from each worker and, if it has one, its dataset's state."""
+        """Return the number of samples received from each worker and, if available, its dataset's state."""
         found: dict[str, Any] = {}
         if not position:
             return found
@@ -177,7 +177,7 @@ class IterableSource(BatchSource):
         return iter(self._build())
 
     def _check_seeded(self) -> None:
-        """Refuse a stream that several ranks read, each in its own order, since it is shuffled without a seed."""
+        """Raise ValueError if several ranks read a stream shuffled without a seed, each in a different order."""
         if not shuffles_unseeded(self.dataset):
             return
         shard = self.sharding.shard

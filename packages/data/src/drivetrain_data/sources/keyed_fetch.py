@@ -1,7 +1,7 @@
-"""Fetch a map-style dataset's batches, each in its epoch and with draws that depend only on its place in the data.
+"""Fetch a map-style dataset's batches. Random draws during a fetch depend only on the batch's place in the data.
 
-The epoch and the seed of a batch travel with its indices: any worker may read the batch, depending on their number,
-and some may still read for a loop that was left. torchdata's StatefulDataLoader also finds its states here.
+A batch's epoch and seed are sent with its indices, because any worker may read the batch, and some workers may still
+read for an abandoned loop. torchdata's StatefulDataLoader also takes its states from the classes here.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from drivetrain_data.sampling.step_info import BatchPlan
 
 
 class Fetch(NamedTuple):
-    """A request to the reader of a batch, with the seed of what is drawn as it is read and collated."""
+    """A request to read a batch, with the seed of random draws while the batch is read and collated."""
 
     epoch: tuple[int, int]  # the seed of all epochs, and the number of this one
     seed: int
@@ -28,9 +28,9 @@ class Fetch(NamedTuple):
 
 
 class FetchSampler(Sampler[Any]):
-    """A sampler that adds to each batch of another sampler its epoch and, if it `seeds`, the seed of its draws.
+    """A sampler that adds the epoch and, with `seeds`, a seed to each batch of another sampler.
 
-    The seed depends on the seed of the data, the epoch, the shard that reads the batch and the position of its step.
+    The seed depends on the data's seed, the epoch, the shard that reads the batch and the position of the step.
     """
 
     def __init__(self, sampler: StepSampler, *, seeds: bool) -> None:
@@ -58,10 +58,10 @@ class FetchSampler(Sampler[Any]):
 
 
 class FetchedDataset(DatasetProxy, Dataset[Any]):
-    """A proxy of a dataset that reads what a `FetchSampler` asks for.
+    """A proxy of a dataset that reads the batches that a `FetchSampler` requests.
 
-    The `set_epoch` of listeners is called in every process that reads an epoch that they do not know yet. With
-    `seeds`, the global generators are seeded for each batch.
+    Before a process reads a new epoch, the proxy calls `set_epoch` of the listeners. With `seeds`, it seeds the
+    global generators for each batch.
     """
 
     _drivetrain_seeder: GlobalSeeder | None
@@ -90,7 +90,7 @@ class FetchedDataset(DatasetProxy, Dataset[Any]):
         return make, (self._drivetrain_dataset, self._drivetrain_listeners)
 
     def begin(self, epoch: tuple[int, int]) -> None:
-        """Announce an epoch, (seed, number), to the listeners in this process that do not know it yet."""
+        """Announce a new epoch, (seed, number), to the listeners in this process."""
         if self._drivetrain_epoch != epoch:
             vars(self)["_drivetrain_epoch"] = epoch
             for listener in self._drivetrain_listeners:
@@ -125,7 +125,7 @@ class CountedBatches(Sampler[Any]):
 
 
 class _Counted(Iterator[Fetch]):
-    """An iteration with a state, which tells torchdata not to read again from the beginning."""
+    """An iteration with a state, so that torchdata does not read again from the beginning."""
 
     def __init__(self, fetches: Iterator[Fetch], begun: int) -> None:
         self._fetches = fetches
@@ -140,11 +140,11 @@ class _Counted(Iterator[Fetch]):
         return {"samples_yielded": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Do nothing: the sampler begins where the state was taken."""
+        """Do nothing: the sampler already begins at the state's position."""
 
 
 class StatefulFetchedDataset(FetchedDataset):
-    """The same of a dataset with a state of its own, which torchdata's loader asks its class for."""
+    """A `FetchedDataset` of a dataset with a state; torchdata's loader looks for the state methods in the class."""
 
     def state_dict(self) -> Any:
         """Return the state of the dataset."""

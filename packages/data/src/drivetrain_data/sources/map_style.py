@@ -27,7 +27,7 @@ from drivetrain_data.state.torchdata_state import num_yielded, samples_yielded
 
 
 class MapStyleSource(BatchSource):
-    """A source that reads a map-style dataset in an order that a sampler of this package cuts into steps."""
+    """A source that reads a map-style dataset; a sampler of this package cuts the order into steps."""
 
     reads_forwards = False
 
@@ -102,7 +102,7 @@ class MapStyleSource(BatchSource):
             raise stop_let_out(f"the collate function of {type(self.dataset).__name__}'s loader")
 
     def initial_state(self) -> dict[str, Any]:
-        """Return the state of torchdata's loader at the beginning of an epoch, as a loader of its own gives it."""
+        """Return the state that torchdata's loader has at the beginning of an epoch."""
         none: dict[str, Any] = {"batch_sampler": CountedBatches(())}
         if isinstance(self._sampler, ItemSampler):
             none = {"sampler": CountedBatches(()), "batch_size": None}
@@ -110,7 +110,7 @@ class MapStyleSource(BatchSource):
         return reader.state_dict()
 
     def num_before(self, position: int) -> tuple[int, int | None]:
-        """Return how many batches, and samples, torchdata's loader has yielded before a position."""
+        """Return the numbers of batches and samples that torchdata's loader has yielded before a position."""
         num_steps = -(-position // self.stride)
         num_batches = num_steps * self.sharding.shard.count if self.sharding.for_all else num_steps
         if self.batch_size is None:
@@ -118,7 +118,7 @@ class MapStyleSource(BatchSource):
         return num_batches, position if self._reads_all else num_steps * self.batch_size
 
     def position_of(self, state: Mapping[str, Any]) -> int:
-        """Return the position that a state of torchdata's loader has behind it."""
+        """Return the position at which torchdata's loader has a given state."""
         if not self._reads_all:
             return num_yielded(state) * self.stride
         if self.batch_size is None:

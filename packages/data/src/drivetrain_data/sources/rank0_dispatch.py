@@ -27,7 +27,7 @@ _GROUP_NANOSECONDS = 3_000_000  # the longest time that a step waits for others 
 
 
 class _Read(NamedTuple):
-    """A step as it was read, and its batches as they are sent."""
+    """A step and its batches, separated for sending."""
 
     reading: Reading
     steps: list[SeparatedBatch]  # one for each batch
@@ -40,8 +40,8 @@ class _Read(NamedTuple):
 class Rank0Dispatch:
     """A stage behind a source: the group's first rank reads, and sends each rank its batches.
 
-    Every method is called on all ranks of the group. It communicates on `device` if it cannot on the CPU. With
-    `read_ahead`, the next message is under way before the loop gets the batches of the current one.
+    Every method is called on all ranks of the group. Messages go over the CPU if the group supports it, else over
+    `device`. With `read_ahead`, the next message is sent before the loop gets the current message's batches.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Rank0Dispatch:
         self._received: Layout | None = None
 
     def describe(self, order_source: str) -> str:
-        """Return the origin of the order that one rank reads, as a phrase for users."""
+        """Return the origin of the order and the transport of its batches, as a phrase for users."""
         order = order_source.split("; ")[0]
         return f"{order}; read by one rank, which hands out every rank's batches through {self._channel.name}"
 
     def dispatched(self, open_source: Callable[[], Iterator[Reading]]) -> Iterator[Reading]:
-        """Read for all shards on the first rank, which alone calls `open_source`, and receive on the others."""
+        """Read for all shards on the first rank; receive on the others. Only the first calls `open_source`."""
         self._loop += 1
         self._sent = []  # a receiver may have left a message unread, and so lack the layout sent in it
         steps = self._send(open_source) if self._is_reader else self._receive()

@@ -1,4 +1,4 @@
-"""Collate the samples of a step that is read for all shards into one batch for each shard."""
+"""Collate a step's samples, read for all shards, into one batch for each shard."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ _NUM_SIGNED, _NUM_SAMPLES = 2, 8
 
 
 class CollatedStep(NamedTuple):
-    """A step as it comes from an iterable dataset."""
+    """A step of an iterable dataset."""
 
     num_samples: int  # for all shards; 0 if a worker skips its turn
     origin: StepOrigin
@@ -28,9 +28,9 @@ class CollatedStep(NamedTuple):
 
 
 class ShardCollate:
-    """A collate function that splits a step's samples into one batch per shard, and collates the ones to read.
+    """A collate function that splits a step's samples into a batch per shard and collates this rank's batches.
 
-    The batch size is None for datasets that yield batches themselves. Padding repeats the tail's own samples.
+    The batch size is None for datasets that yield batches themselves. Padding repeats samples of the tail.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rebuild a user's DataLoader with another sampler or dataset, where it reads as torch's own does."""
+"""Rebuild a user's DataLoader with another sampler or dataset, if the loader reads as torch's own class does."""
 
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ def is_stock(loader: Any) -> bool:
 def rebuild(
     loader: DataLoader[Any], dataset: Any, generator: torch.Generator | None, kind: Any = None, **layout: Any
 ) -> DataLoader[Any]:
-    """Return a loader of a dataset, by default of the user's kind, with the user's options but for `layout`."""
+    """Return a loader of a dataset with the user's options, changed by `layout`; `kind` is its class."""
     options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
         options["pin_memory_device"] = loader.pin_memory_device

@@ -1,4 +1,4 @@
-"""Search the parts of a user's dataset: those with a `set_epoch`, and those that move as they are read."""
+"""Search a user's dataset for parts with a `set_epoch` and for iterators, which advance when they are read."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -25,7 +25,7 @@ _PLAIN = (TensorDataset, Subset, ConcatDataset, torch.Tensor, np.ndarray, list, 
 
 
 def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
-    """Return the outermost objects with a `set_epoch` in datasets and samplers, and such a collate function."""
+    """Return the outermost objects with a `set_epoch` in datasets and samplers; also such a collate function."""
     # What such an object holds is its own affair: it may pass on another number than the epoch.
     inside: list[Any] = []
     for root in roots:
@@ -38,7 +38,7 @@ def epoch_parts(*roots: Any, collate: Any = None) -> tuple[Any, ...]:
 
 
 def moves_as_read(dataset: Any) -> bool:
-    """Return whether a dataset holds iterators or generators, so that another read may change those after it."""
+    """Return whether a dataset holds iterators or generators, so that a read may change later reads."""
     return holds_iterators(dataset) or any(map(is_generator, _parts_in(dataset)))
 
 
@@ -48,7 +48,7 @@ def holds_iterators(dataset: Any) -> bool:
 
 
 def may_draw(dataset: Any, collate: Any) -> bool:
-    """Return whether code that may draw random numbers runs as a dataset is read and its samples are collated."""
+    """Return whether reading a dataset or collating its samples runs code that may draw random numbers."""
     parts = reachable(dataset, _wrapped)
     return collate not in (default_collate, default_convert) or any(
         type(part) not in _PLAIN for part in parts
@@ -67,7 +67,7 @@ def _has_set_epoch(part: Any) -> bool:
 
 
 def _held_by_data(part: Any, root: Any) -> list[Any]:
-    """Return what a dataset, a sampler or a container holds, and the root whatever its class; nothing of others."""
+    """Return the objects that the root, a dataset, a sampler or a container holds; empty for other parts."""
     if isinstance(part, Subset | ConcatDataset):  # of anything that can be indexed
         return _wrapped(part)
     kind = type(part)

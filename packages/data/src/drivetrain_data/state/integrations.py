@@ -1,4 +1,4 @@
-"""Find streams of other libraries that divide the data themselves, or have an incomplete state.
+"""Find other libraries' streams that divide the data themselves or have an incomplete state.
 
 Streams are recognised by the names of their parts, so none of these libraries need be installed.
 """
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def check_undivided_stream(stream: Any, *, alone: bool) -> None:
     """Raise ValueError if a stream divides the data among ranks: sharding it again would lose most samples.
 
-    If the stream is not sharded here (`alone`), a part from Hugging Face's `split_dataset_by_node` is read in full,
-    with a warning.
+    If only one shard reads the stream (`alone`), a part from Hugging Face's `split_dataset_by_node` is read in full,
+    and a warning is logged.
     """
     for part in _parts(stream):
         kind = type(part)
@@ -49,7 +49,7 @@ def check_undivided_stream(stream: Any, *, alone: bool) -> None:
 
 
 def left_out_of_state(stream: Any, num_workers: int) -> str | None:
-    """Describe what the state of a stream, as workers read it, lacks; None if nothing is known to be missing."""
+    """Describe what a stream's state lacks with `num_workers` workers; None if nothing is known to be missing."""
     state_dict = getattr(stream, "state_dict", None)
     if state_dict is None:
         return None
@@ -57,8 +57,8 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
     asked = [name for name in asked if name not in ("args", "kwargs")]
     if asked:
         raise TypeError(
-            f"{type(stream).__name__}.state_dict asks for {', '.join(asked)}, and a stream is asked where it stands "
-            "without arguments; wrap it in an IterableDataset whose state_dict() fills them in, or that has none"
+            f"{type(stream).__name__}.state_dict asks for {', '.join(asked)}, but is called without arguments; wrap "
+            "the stream in an IterableDataset whose state_dict() passes the arguments, or that has no state_dict()"
         )
     sizes = [
         part.buffer_size
@@ -76,7 +76,7 @@ def left_out_of_state(stream: Any, num_workers: int) -> str | None:
 
 
 def own_draws(stream: Any) -> str | None:
-    """Return a hash of the generators and buffer sizes by which a Hugging Face stream shuffles, or None."""
+    """Return a hash of the generators and buffer sizes with which a Hugging Face stream shuffles, or None."""
     states = [
         f"{getattr(part, 'buffer_size', None)} {generator.bit_generator.state}"
         for part, generator in _shuffles(stream)
@@ -85,7 +85,7 @@ def own_draws(stream: Any) -> str | None:
 
 
 def shuffles_unseeded(stream: Any) -> bool:
-    """Return whether a Hugging Face stream shuffles without a seed, by system entropy that differs per process."""
+    """Return whether a Hugging Face stream shuffles without a seed and so differently in every process."""
     return any(
         cast("Any", generator.bit_generator).seed_seq.entropy >= 2**64 for _, generator in _shuffles(stream)
     )

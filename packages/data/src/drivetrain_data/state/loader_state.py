@@ -8,7 +8,7 @@ A state is a dict of plain values:
     identity: The values that must match when the state is loaded.
     fingerprint: The dataset's own fingerprint of its content; None if it has none.
     extra: The further state that the source needs.
-    repeats: How far beyond the position samples had been received without a step; left out if they had not.
+    repeats: The number of samples received beyond the position without a step; absent if there were none.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ STATE_FORMAT = 1
 
 
 def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raise DataStateError, with the difference, unless a saved state fits the loader that loads it."""
+    """Raise DataStateError, with the difference, unless a saved state fits this loader."""
     _check_values(state)
     for name, own in identity.items():
         saved = state["identity"].get(name)
@@ -36,7 +36,7 @@ def check_state(state: Mapping[str, Any], *, identity: Mapping[str, Any], finger
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
-    """Check that a state has the format and the values of a saved one."""
+    """Check that a state has the format and the values of a saved state."""
     if not hasattr(state, "keys") or not _is_count(state.get("format")):
         given = f"a {type(state).__name__}" if not hasattr(state, "keys") else "one without 'format'"
         raise DataStateError(

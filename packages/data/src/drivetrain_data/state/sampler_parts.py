@@ -1,4 +1,4 @@
-"""Walk the objects that a user's sampler holds at any depth: to seed its generators, to compare it, to restore it."""
+"""Walk the objects that a user's sampler holds at any depth, to seed, compare and restore them."""
 
 import io
 import pickle
@@ -68,7 +68,7 @@ def held_by(part: Any) -> list[Any]:
 
 
 def is_apart(part: Any) -> bool:
-    """Return whether a part is not the sampler's own: a generator, or data or code that the sampler refers to."""
+    """Return whether a part does not belong to the sampler's state: a generator, or data or code that it uses."""
     if isinstance(part, (*_VALUES, *CONTAINERS, dict)):
         return False
     if is_generator(part) or isinstance(part, _REFERRED_TO):
@@ -86,7 +86,7 @@ def own_generators(sampler: object) -> Iterator[Any]:
 
 
 def seed_own_generators(sampler: object, *key: int) -> None:
-    """Seed every generator that a sampler holds at any depth, except the global ones, from the key and its number."""
+    """Seed every generator that a sampler holds, except the global ones, from the key and the generator's number."""
     for number, generator in enumerate(own_generators(sampler)):
         seed_generator(generator, hash_key(*key, number) if number else hash_key(*key))
 
@@ -103,7 +103,7 @@ def prepare_sampler(sampler: object, seed: int, epoch: int) -> None:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the length of a sampler or dataset, or None; a batch sampler has one only if its inner sampler has."""
+    """Return the length of a sampler or dataset, or None. A batch sampler needs an inner sampler with a length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError, OverflowError):  # the last of a length that no sequence can have
@@ -119,8 +119,8 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 class SamplerCopy:
     """A copy of a sampler's current attributes, without generators, datasets, models and functions.
 
-    Long containers are copied only if they hold numbers or strings; others are taken to hold data. The serialized
-    `content` is equal for two copies of a sampler that did not change in between.
+    Long containers are copied only if they hold numbers or strings; others are assumed to hold data. Two copies of an
+    unchanged sampler have equal serialized `content`.
     """
 
     def __init__(self, sampler: object) -> None:
@@ -139,7 +139,7 @@ class SamplerCopy:
 
 
 def copy_of(sampler: object) -> SamplerCopy | None:
-    """Return a copy of a sampler's attributes; None if it has none, or they cannot be copied."""
+    """Return a copy of a sampler's attributes; None if it has no attributes or they cannot be copied."""
     if not hasattr(sampler, "__dict__"):
         return None
     try:
@@ -149,7 +149,7 @@ def copy_of(sampler: object) -> SamplerCopy | None:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler of a sampler's attributes that keeps the parts that are not copied."""
+    """A pickler of a sampler's attributes that sets aside the parts not to copy."""
 
     def __init__(self, buffer: io.BytesIO, sampler: object) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Take the state of an iterable dataset or loader from time to time as it is read, and resume from such a state."""
+"""Take snapshots of an iterable dataset or loader from time to time while it is read, and resume from them."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ PLACEHOLDER = object()  # stands for the samples of a worker that skips its turn
 
 
 class PositionedSnapshot(NamedTuple):
-    """A snapshot of a reader, and the number of samples, or batches, received from it up to then."""
+    """A snapshot of a reader, and the number of samples or batches received from the reader up to the snapshot."""
 
     received: int
     snapshot: Mapping[str, Any]
@@ -47,7 +47,7 @@ class ReadPosition:
         return cls(epoch, [0] * num_workers, [None] * num_workers)
 
     def copy(self) -> "ReadPosition":
-        """Return a position that stays as it is while this one moves."""
+        """Return an independent copy of the position."""
         return ReadPosition(self.epoch, list(self.received), list(self.snapshots), self.next_worker)
 
     def move_to(self, epoch: int, position: int) -> None:
@@ -62,7 +62,7 @@ class ReadPosition:
             self.snapshots = [it if it and it.received <= position else None for it in self.snapshots]
 
     def receive(self, advance: int, worker: int, snapshot: Mapping[str, Any] | None) -> None:
-        """Move past what was received from a worker, and keep the snapshot of its reader if there is one."""
+        """Move past the samples received from a worker. If its reader gave a snapshot, keep the snapshot."""
         self.received[worker] += advance
         self.next_worker = (worker + 1) % len(self.received)
         if snapshot is not None:
@@ -71,9 +71,9 @@ class ReadPosition:
     def warn_if_read_again(
         self, position: int, unit: str, *, of: str, reader: str, left_out: str | None
     ) -> None:
-        """Warn that a resume reads again, and drops, what lies between the last snapshots and a position.
+        """Warn that a resume reads and drops the samples between the last snapshots and a position.
 
-        The message counts positions by `unit`, and says which part the reader's own state lacks, if any.
+        The message counts positions by `unit` and names the part that the reader's own state lacks, `left_out`.
         """
         known = sum(it.received for it in self.snapshots if it is not None)
         if known < position:
@@ -89,10 +89,10 @@ class ReadPosition:
 
 
 class Snapshotter:
-    """A taker of snapshots, from time to time, of a dataset or loader and the global generators that it may use.
+    """A taker of periodic snapshots of a dataset or loader and of the global generators that it may use.
 
-    A worker uses the dataset in its own `EpochStream` in place of `reader`. A reader that is not `trusted` has no
-    complete state, and so no snapshots.
+    In a worker, the dataset of the worker's `EpochStream` replaces `reader`. A reader that is not `trusted` has an
+    incomplete state, and so no snapshots.
     """
 
     def __init__(self, reader: Any, *, trusted: bool = True) -> None:
@@ -101,7 +101,7 @@ class Snapshotter:
         self._next_time = 0.0
 
     def take(self) -> Mapping[str, Any] | None:
-        """Return a snapshot after the last sample read; None if it is too early for another, or there is no state."""
+        """Return a snapshot after the last sample read; None too soon after the last snapshot or without a state."""
         if not self._is_stateful or time.monotonic() < self._next_time:
             return None
         info: Any = get_worker_info()
@@ -115,10 +115,10 @@ class Snapshotter:
 
 
 class EpochReader:
-    """A reader that starts a dataset's epochs, in this process or a worker: sets the epoch, the seeds and the start.
+    """A starter of a dataset's epochs, here or in a worker: it sets epoch, seeds and start position.
 
-    Persistent workers can start only at the beginning of an epoch. A `trusted` dataset has a complete state. The
-    `set_epoch` of listeners is called in every process that reads an epoch.
+    Persistent workers can start only at the beginning of an epoch. A `trusted` dataset has a complete state. Every
+    process that reads an epoch calls the `set_epoch` of listeners.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EpochReader:
         self._has_moved = False  # whether an iteration was left, or started, in the middle of the dataset
 
     def begin(self, seed: int, epoch: int, start: ReadPosition | None = None) -> None:
-        """Set what the next loop reads. Called before its workers start, or continue with another epoch."""
+        """Set the epoch and start of the next loop. Called before workers start or continue with a new epoch."""
         self._seed_and_epoch[0], self._seed_and_epoch[1] = seed, epoch
         self._start = start or ReadPosition.beginning(epoch, self._num_workers)
         self._set_epoch(epoch)
@@ -182,7 +182,7 @@ class EpochReader:
             load_plain_states(last.snapshot["generators"])
 
     def _set_epoch(self, epoch: int) -> None:
-        """Call the `set_epoch` of listeners before workers start, and in each worker that does not know it yet."""
+        """Call the `set_epoch` of listeners, before workers start and in each worker that has not called it yet."""
         # Workers of Hugging Face datasets share the epoch set here; setting it again in a worker would change it and
         # make them read another epoch.
         for part in self._listeners:

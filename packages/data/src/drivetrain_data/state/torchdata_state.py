@@ -1,7 +1,7 @@
-"""States of torchdata's StatefulDataLoader: a source that reads one hands them on with its batches.
+"""States of torchdata's StatefulDataLoader, which a source that reads such a loader passes on with its batches.
 
-Without workers, a state counts the batches of the epoch. With workers, it has a snapshot of the workers behind one of
-its batches, and counts the batches that followed.
+Without workers, a state counts the batches of the epoch. With workers, a state holds a snapshot of the workers after
+some batch, and counts the batches since the snapshot.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from drivetrain_data.errors import DataStateError
 
 
 def torchdata_kind(loader: Any) -> Any:
-    """Return torchdata's class of a loader that is a StatefulDataLoader; None of other loaders."""
+    """Return torchdata's StatefulDataLoader class if a loader is an instance of it, else None."""
     kinds = (kind for kind in type(loader).__mro__ if kind.__name__ == "StatefulDataLoader")
     return next((kind for kind in kinds if kind.__module__.startswith("torchdata.stateful_dataloader")), None)
 
 
 class TorchdataStates:
-    """The states of a StatefulDataLoader as a loop over it goes on."""
+    """The states of a StatefulDataLoader during a loop over it."""
 
     def __init__(self, num_workers: int) -> None:
         self.received: dict[str, Any] | None = None  # behind the last batch that the loop has received
@@ -39,11 +39,11 @@ class TorchdataStates:
         self._num_before = 0
 
     def reset(self) -> None:
-        """Forget the states: the position was moved."""
+        """Forget the states, because the position was moved."""
         self.received = self.loaded = None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Have the next loop begin from a state; torchdata would read the batches behind its snapshot again."""
+        """Make the next loop begin from a state. torchdata itself would read the batches since the snapshot again."""
         behind = state.get(STEPS_SINCE, 0)
         if behind and any(
             each["dataset_state"] is not None for each in state[SNAPSHOT][WORKER_SNAPSHOTS].values()
@@ -56,7 +56,7 @@ class TorchdataStates:
         self.loaded = {**counted_from(state, behind), STEPS_SINCE: 0} if behind else dict(state)
 
     def begin(self, loader: Any, num_before: int) -> None:
-        """Have the next iteration over the loader begin from the loaded state, or count from a number of batches."""
+        """Make the next iteration over the loader begin from the loaded state, or count from `num_before` batches."""
         loaded = self.loaded
         self.reset()
         self._num_before = num_before if loaded is None else 0
@@ -64,14 +64,14 @@ class TorchdataStates:
             loader.load_state_dict(loaded)
 
     def take(self, loader: Any) -> dict[str, Any]:
-        """Return the state behind the batch that was read last."""
+        """Return the state after the batch that was read last."""
         state: dict[str, Any] = loader.state_dict()
         if not self._num_workers:  # else it came from the workers as a copy
             state = deepcopy(state)
         return counted_from(state, self._num_before) if self._num_before else state
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise DataStateError for no state of torchdata's, or one of a loader with another number of workers."""
+        """Raise DataStateError if a state is not torchdata's or was saved with another number of workers."""
         if FINISHED not in state or not {SNAPSHOT, NUM_YIELDED} & set(state):
             raise DataStateError(
                 f"this is no state of torchdata's StatefulDataLoader: it has {sorted(map(str, state))}; pass what "
@@ -86,14 +86,14 @@ class TorchdataStates:
 
 
 def num_yielded(state: Mapping[str, Any]) -> int:
-    """Return the number of batches of the epoch that a state has behind it."""
+    """Return the number of batches of the epoch that were yielded before a state."""
     if SNAPSHOT in state:
         return state[SNAPSHOT][SNAPSHOT_STEP] + state[STEPS_SINCE]
     return state[NUM_YIELDED]
 
 
 def samples_yielded(state: Mapping[str, Any]) -> int | None:
-    """Return the number of samples that a state has behind it, if it says so."""
+    """Return the number of samples yielded before a state; None if the state does not hold this number."""
     main: Any = state[SNAPSHOT][MAIN_SNAPSHOT] if SNAPSHOT in state else state
     if state.get(STEPS_SINCE) or main[SAMPLER_STATE] is None:
         return None
@@ -103,7 +103,7 @@ def samples_yielded(state: Mapping[str, Any]) -> int | None:
 def counted_from(
     state: Mapping[str, Any], num_batches: int, num_samples: int | None = None
 ) -> dict[str, Any]:
-    """Return a state that counts batches before it too, and the samples behind it if it counts samples."""
+    """Return a state with earlier batches added to its count; if it counts samples, with earlier samples too."""
     counted = dict(state)
     if SNAPSHOT in state:
         snapshot = counted[SNAPSHOT] = dict(state[SNAPSHOT])

@@ -1,4 +1,4 @@
-"""A message for one rank as contiguous bytes: header, tensors, other objects, and the layout if it is new."""
+"""A message for one rank as contiguous bytes: header, tensors, other objects and, if it has changed, the layout."""
 
 import ctypes
 import pickle
@@ -41,13 +41,13 @@ class ObjectPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The part of a step that stays the same while its shapes and structure do, with a note such as its plan."""
+    """The part of a step that depends only on its structure and shapes, with a note such as its plan."""
 
     note: Any
     places: Nested
 
     def same(self, other: "Layout") -> bool:
-        """Return whether either layout decodes the other's messages: types and the order of keys must match too."""
+        """Return whether either layout decodes the other's messages; even types and the order of keys must match."""
         return self.note == other.note and _same_places(self.places, other.places)
 
 
@@ -86,7 +86,7 @@ def take_apart(note: Any, batch: Nested) -> SeparatedBatch:
 class Outgoing:
     """A message of steps that share a layout, ready to be written; `used` is its size in bytes.
 
-    It has a tag for each step, the number of the sender's loop, and the layout if the receiver does not have it yet.
+    A message holds a tag for each step, the number of the sender's loop and, if the receiver lacks it, the layout.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Outgoing:
         self.used = self._begin + len(steps) * steps[0].num_bytes + len(self._objects) + len(self._layout)
 
     def write(self, into: Bytes, *, longest: int) -> None:
-        """Write the message into a buffer; `longest` is the size of the longest one sent at the same time."""
+        """Write the message into a buffer; `longest` is the size of the longest message sent at the same time."""
         steps, objects, layout = self._steps, self._objects, self._layout
         header = (len(steps), steps[0].num_bytes, len(objects), len(layout), longest, self._loop)
         into[: 8 * _NUM_FIELDS].view(np.int64)[:] = header
@@ -120,12 +120,12 @@ class Outgoing:
 
 
 def longest_bytes(header: Bytes) -> int:
-    """Return the size in bytes of the longest message sent to any rank at the same time, from a header."""
+    """Read the size in bytes of the longest message sent to any rank at the same time from a header."""
     return _header(header)[4]
 
 
 class Incoming:
-    """A received message; its tensors share its memory. The layout is None if the previous message's applies."""
+    """A received message, whose memory its tensors share. The layout is None if the previous layout still applies."""
 
     def __init__(self, packed: Bytes) -> None:
         num_steps, self._step_bytes, num_objects, num_layout, _, self.loop = _header(packed)

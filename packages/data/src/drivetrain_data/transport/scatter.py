@@ -1,4 +1,4 @@
-"""A channel that sends messages by a scatter of the group, which reaches ranks on other machines too."""
+"""A channel that sends messages by a scatter of the group, also to ranks on other machines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class ScatterChannel:
         self._expected: tuple[Any, torch.Tensor] | None = None
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Start sending messages, the second scatter, if needed, only if `complete`. Called on the first rank."""
+        """Start sending messages; a needed second scatter starts only with `complete`. Called on the first rank."""
         self._send_rest()
         before, self._under_way = self._under_way, []
         longest = max(message.used for message in messages)
@@ -106,7 +106,7 @@ class ScatterChannel:
 
 
 def transport_device(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
-    """Return the CPU if the group supports it, since batches are read there; else the ranks' accelerator."""
+    """Return the CPU, where batches are read, if the group supports it; else the ranks' accelerator."""
     backends = dist.get_backend_config(group)
     if "cpu" in backends or device is None:
         return torch.device("cpu")

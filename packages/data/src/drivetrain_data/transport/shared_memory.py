@@ -29,7 +29,7 @@ _SMALLEST_SLOT = 2**16
 
 
 class SharedMemoryChannel:
-    """A channel of two slots and a socket for each receiver, which knows the sender alone. Create it with `meet`."""
+    """A channel of two slots and a socket for each receiver. Create it with `meet`."""
 
     name = "shared memory"
 
@@ -39,13 +39,13 @@ class SharedMemoryChannel:
         weakref.finalize(self, _close, list(connections.values()))
 
     def send(self, messages: Sequence[Outgoing], *, complete: bool) -> None:
-        """Write each message to a slot of its rank, waiting for a slot whose message has not been copied yet."""
+        """Write each message to a slot of its rank, after the receiver has copied the slot's last message."""
         del complete  # sending is always complete
         for rank, line in self._lines.items():
             line.send(messages[rank - 1])
 
     def expect(self) -> None:
-        """Record that `receive` follows; the sender does not wait for it."""
+        """Record that a call of `receive` follows; the sender does not wait for this call."""
         self._is_expected = True
 
     def receive(self) -> Bytes:
@@ -54,7 +54,7 @@ class SharedMemoryChannel:
         return self._lines[0].receive()
 
     def settle(self) -> None:
-        """Receive and drop an announced message that was not received yet."""
+        """Receive and drop a message that was expected and not yet received."""
         if self._is_expected:
             self.receive()
 
@@ -116,7 +116,7 @@ class _Line:
 
 
 def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
-    """Connect a group's first rank to the others, or return None if it cannot. Called on all ranks of the group."""
+    """Connect a group's first rank to the others; None if impossible. Called on all ranks of the group."""
     num_ranks = dist.get_world_size(group)
     is_sender = dist.get_rank(group) == 0
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
@@ -139,7 +139,7 @@ def meet(group: dist.ProcessGroup) -> SharedMemoryChannel | None:
 
 
 def _listen(path: Path, backlog: int) -> socket.socket | None:
-    """Return a socket that only this user's processes on this machine can reach; None if that is not possible."""
+    """Return a socket that only this user's processes on this machine can reach; None if impossible."""
     if not hasattr(os, "memfd_create"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -153,7 +153,7 @@ def _listen(path: Path, backlog: int) -> socket.socket | None:
 
 
 def _connect(place: str | None, rank: int) -> dict[int, socket.socket]:
-    """Connect to the first rank and send it this rank; return an empty dict if it is on another machine."""
+    """Connect to the first rank and send it this rank's number; return {} if it is on another machine."""
     if place is None:
         return {}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
