@@ -1,9 +1,9 @@
 """The private names of torch's elastic agent that this package uses, in one place.
 
 torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a comment says otherwise;
-tests/launcher/test_compat.py holds each one to what is relied on, and docs/platforms.md lists them.
+tests/launcher/test_compat.py checks each name's behaviour, and docs/platforms.md lists the names.
 
-Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
+This module is imported only to start processes under the agent, since it imports what torchrun imports of torch.
 """
 
 import logging
@@ -31,7 +31,7 @@ HAS_SHUTDOWN_TIMEOUT = (
 
 
 class StartRank(Protocol):
-    """A function that starts a rank in torch's place."""
+    """A function that starts a rank instead of torch."""
 
     def __call__(
         self,
@@ -44,9 +44,9 @@ class StartRank(Protocol):
 
         Args:
             local_rank: The local rank.
-            environment: The environment variables of the rank, all of them.
+            environment: All environment variables of the rank.
             outputs: The files for stdout and stderr; None for those of the launcher.
-            start_fresh: The function that starts it as torch does.
+            start_fresh: The function that starts the rank as torch does.
 
         Returns:
             The process, with `pid`, `returncode`, `poll` and `wait` as those of `Popen`.
@@ -56,7 +56,7 @@ class StartRank(Protocol):
 
 @contextmanager
 def ranks_started_by(start: StartRank) -> Generator[None]:
-    """Have torch's agent start ranks by a function within the block: it has no setting for that."""
+    """Have torch's agent start ranks by `start` within the block, as the agent has no setting for that."""
     torchs = api.get_subprocess_handler
 
     def handler(*, local_rank_id: int, **kwargs: Any) -> SubprocessHandler:
@@ -93,14 +93,14 @@ def host_ranks_store_by(handler: DynamicRendezvousHandler, host: Callable[[str],
 
 
 def exit_codes(agent: LocalElasticAgent) -> list[int | None]:
-    """Return the exit codes of the ranks that the agent started last; None for one that runs."""
+    """Return the exit codes of the ranks that the agent started last; None for a rank that still runs."""
     context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
     handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
     return [handler.proc.returncode for handler in handlers.values()]
 
 
 def poll_exit_codes(agent: LocalElasticAgent) -> dict[int, int]:
-    """Poll the ranks of the agent's last start, and return the exit codes of those that ended, by local rank."""
+    """Poll the ranks that the agent started last; return the exit codes of the ended ranks, by local rank."""
     context = agent._pcontext  # pyright: ignore[reportPrivateUsage]
     handlers: Mapping[int, SubprocessHandler] = getattr(context, "subprocess_handlers", {})
     codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
@@ -113,7 +113,7 @@ def remaining_restarts(agent: LocalElasticAgent) -> int:
 
 
 def forgo_restarts(agent: LocalElasticAgent) -> None:
-    """Have the agent restart the ranks no more."""
+    """Keep the agent from restarting the ranks again."""
     agent._remaining_restarts = 0  # pyright: ignore[reportPrivateUsage]
 
 

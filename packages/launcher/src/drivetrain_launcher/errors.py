@@ -14,8 +14,8 @@ class RankFailedError(RuntimeError):
 
     Attributes:
         rank: The rank that failed first.
-        error: The exception of that rank, without its traceback; None if there is none, or if its class is not known
-            in this process.
+        error: The exception of that rank, without its traceback; None if the rank raised none, or if this process
+            does not know its class.
     """
 
     def __init__(self, message: str, *, rank: int, error: BaseException | None = None) -> None:
@@ -24,5 +24,5 @@ class RankFailedError(RuntimeError):
         self.error = error
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows instead of a traceback: those of the rank, not of its launcher."""
+        """Return the lines that IPython shows as the traceback: the rank's traceback, not the launcher's."""
         return str(self).splitlines()

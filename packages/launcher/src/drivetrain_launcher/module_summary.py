@@ -1,4 +1,4 @@
-"""Read what a module says of itself without running it: its imports may take seconds."""
+"""Read a module's summary from its source, without running the module: its imports may take seconds."""
 
 from typing import TYPE_CHECKING
 

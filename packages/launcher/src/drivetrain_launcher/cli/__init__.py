@@ -1,1 +1,1 @@
-"""Parse the command line, with drivetrain's own flags and those of Accelerate and torchrun."""
+"""Parse the command line: drivetrain's own flags, and the flags of Accelerate and torchrun."""

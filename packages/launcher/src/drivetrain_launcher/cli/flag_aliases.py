@@ -1,7 +1,7 @@
 """The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
-Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values need
-translation too, such as Accelerate's for FSDP, DeepSpeed and fp8, come by `foreign_flags.py`.
+Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values
+need translation too, such as Accelerate's for FSDP, DeepSpeed and fp8, are the matter of `foreign_flags.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -71,9 +71,9 @@ _REFUSED: Mapping[str, str] = {
 
 
 def ours(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Translate a flag, as written up to an `=`, to one of the `known` flags, with the value that it implies, if any.
+    """Translate a flag (the text before any `=`) to one of the `known` flags, followed by any implied value.
 
-    Nothing is returned for a flag that requests the default behaviour.
+    The tuple is empty for a flag that requests the default behaviour.
     """
     hyphened = name.replace("_", "-")
     if hyphened in known:

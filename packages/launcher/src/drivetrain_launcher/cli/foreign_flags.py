@@ -10,7 +10,7 @@ from drivetrain_messages import say
 
 
 class FlagMeanings(Protocol):
-    """The meanings of several flags, each by the flag as written."""
+    """The meanings of several flags, by the flag as the user wrote it."""
 
     @property
     def settings(self) -> Mapping[tuple[str, str], tuple[str, Any]]:
@@ -19,32 +19,32 @@ class FlagMeanings(Protocol):
 
     @property
     def notices(self) -> Mapping[str, str]:
-        """The notices of flags that drivetrain meets in another way."""
+        """The notices on flags that drivetrain realises in another way."""
         ...
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """The reasons for which flags cannot be honoured, and the ways out."""
+        """The reasons why flags cannot be honoured, each with a remedy."""
         ...
 
 
 class ForeignFlags(Protocol):
-    """The translation of another program's flags, such as a module with these functions.
+    """A translation of another program's flags: an object or a module with these functions.
 
-    A package registers one as an entry point of the group `drivetrain.foreign_flags`.
+    A package registers its translation as an entry point of the group `drivetrain.foreign_flags`.
     """
 
     def takes(self, flag: str, known: Collection[str]) -> bool:
-        """Return whether a flag, as written up to an `=`, is one of these; `known` are drivetrain's own flags."""
+        """Return whether this translation takes a flag (the text before any `=`); `known` are drivetrain's flags."""
         ...
 
     def read(self, given: Mapping[str, str]) -> FlagMeanings:
-        """Return the meaning of flags, given with their values."""
+        """Return the meanings of flags; `given` maps each flag to its value."""
         ...
 
 
 def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
-    """Return the translation that takes a flag; None if there is none, as for a flag with one meaning alone."""
+    """Return the translation that takes a flag; None if no translation does, as for a flag with one meaning."""
     loaded = (cast("ForeignFlags", point.load()) for point in entry_points("drivetrain.foreign_flags"))
     return next((each for each in loaded if each.takes(flag, known)), None)
 
@@ -52,8 +52,8 @@ def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
 def add_meanings(written: Mapping[ForeignFlags, Mapping[str, str]], given: GivenFlags) -> None:
     """Add the settings of foreign flags to `given`, and report those that drivetrain realises differently.
 
-    `written` has the flags as written with their values. A UsageError lists all that are unsupported or contradict
-    others.
+    `written` maps each flag to its value. A UsageError lists all flags that are unsupported or contradict other
+    flags.
     """
     refused: list[str] = []
     for translation, values in written.items():

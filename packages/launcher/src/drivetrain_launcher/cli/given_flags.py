@@ -1,4 +1,4 @@
-"""The flags of one command line: their values, and as what each was written, so that contradictions name both."""
+"""The flags of one command line: values, and spellings as the user wrote them, by which errors name the flags."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from drivetrain_launcher.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenFlags:
-    """The flags so far, by section and field: their values, and each flag as it was written, with its value.
+    """The flags read so far, by section and field: the values, and the text that the user wrote.
 
     `repeated` are the names of the command's own fields whose flags may be given several times.
     """
@@ -24,9 +24,9 @@ class GivenFlags:
         return {key: text.partition(" ")[0] for key, text in self.written.items()}
 
     def add(self, flag: Flag, value: str | bool, *, written: str, is_implied: bool = False) -> None:
-        """Add a flag's value, which the flag as written, in any spelling, may imply.
+        """Add a flag's value; `written` is the flag in the user's spelling, which may imply the value.
 
-        A UsageError says that another value was given before.
+        If the flag already has another value, raise UsageError.
         """
         if not flag.section and flag.field in self.repeated:
             of_command = self.said.setdefault(flag.section, {})
@@ -47,7 +47,7 @@ class GivenFlags:
         self.written.setdefault((section, name), written)
 
     def contradiction(self, section: str, name: str, value: Any) -> str | None:
-        """Return what was written for another value of a field; None if there is no other value."""
+        """Return the text by which the user gave a field another value; None if the user gave no other."""
         fields = self.said.get(section, {})
         if name not in fields or str(fields[name]) == str(value):
             return None

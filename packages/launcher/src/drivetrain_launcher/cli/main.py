@@ -77,7 +77,7 @@ def _first_words(found: Mapping[str, EntryPoint]) -> list[str]:
 
 
 def _members(found: Mapping[str, EntryPoint], group: str) -> dict[str, EntryPoint]:
-    """Return the commands of a group, by their names without the group's."""
+    """Return the commands of a group, by name without the group's prefix."""
     prefix = f"{group}."
     return {full.removeprefix(prefix): point for full, point in found.items() if full.startswith(prefix)}
 

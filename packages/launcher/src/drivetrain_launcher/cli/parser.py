@@ -1,7 +1,7 @@
 """Build a parser from a command's dataclass, and parse a command line into the dataclass.
 
-A command's arguments are a frozen dataclass. Each field becomes a flag, like the fields of a section, whose names
-`drivetrain_config.settings.schema.flag_name` makes, except that:
+A command's arguments are a frozen dataclass. Each field becomes a flag, named by
+`drivetrain_config.settings.schema.flag_name` like the fields of a section, with these exceptions:
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`; with metadata
   `{"finds_file": True}`, a settings file is found without `--config` too;
@@ -53,7 +53,7 @@ class CommandParser:
         positionals: The names of the fields that are positional arguments, in order.
         rest: The name of the field for the rest of the command line, if any.
         layers: The name of the field for the settings of all sections, if any.
-        finds_file: Whether a settings file is used that `--config` does not name.
+        finds_file: Whether the command looks for a settings file if `--config` is not given.
         repeated: The names of the fields whose flags may be given several times.
     """
 
@@ -70,7 +70,7 @@ class CommandParser:
     repeated: frozenset[str]
 
     def parse(self, tokens: Sequence[str]) -> Any:
-        """Parse a command line into the command's dataclass; SystemExit after `--help` has been printed."""
+        """Parse a command line into the command's dataclass; for `--help`, print the help and raise SystemExit."""
         given, words, rest = self._scan(tokens)
         own: dict[str, Any] = {**given.said.pop(_OWN, {}), **dict(zip(self.positionals, words, strict=False))}
         for name in self._find_needed():
@@ -144,7 +144,7 @@ class CommandParser:
     def _take(
         self, token: str, waiting: list[str], given: GivenFlags, foreign: dict[ForeignFlags, dict[str, str]]
     ) -> None:
-        """Add a flag, with its value from the waiting tokens, to those given, or to another program's."""
+        """Add a flag, with its value from the waiting tokens, to `given` or to another program's flags."""
         written, equals, text = token.partition("=")
         own = self.flags.get(written.replace("_", "-"))
         if self.layers is not None and (own is None or own.section != _OWN):
@@ -221,7 +221,7 @@ def _next(written: str, waiting: list[str], flag: Flag | None = None) -> str:
 
 
 def build_parser(command: str, arguments: type[Any], summary: str) -> CommandParser:
-    """Build the parser of a command from the dataclass of its arguments, with its purpose in a sentence."""
+    """Build the parser of a command from the dataclass of its arguments; `summary` is its purpose."""
     types = get_type_hints(arguments)
     described = fields(arguments)
     positionals = tuple(field.name for field in described if field.metadata.get("positional"))

@@ -64,7 +64,7 @@ def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
 
 
 def check_script(path: Path, *, where: str = "", remedy: str = "") -> None:
-    """Reject a script that is not there; the message gives the nearest name in its folder."""
+    """Reject a missing script; the message gives the nearest name in its folder."""
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = suggest(path.name, beside, show=path.with_name)
@@ -78,7 +78,7 @@ def check_script(path: Path, *, where: str = "", remedy: str = "") -> None:
 def check_module(name: str, folder: Path) -> None:
     """Reject a module whose package is neither installed nor in the folder from which modules are run.
 
-    Modules within a package are not looked for, since that imports it.
+    Modules within a package are not searched for, since a search would import the package.
     """
     if name.endswith(".py") and (folder / name).is_file():
         raise LaunchError(f"-m {name}: this is a script, not a module; leave out -m")
@@ -101,7 +101,7 @@ def _is_there(package: str, folder: Path) -> bool:
 def report_misplaced(
     target: LaunchTarget, known: Collection[str], source: str | None, *, command: str
 ) -> None:
-    """Say which flags of `drivetrain COMMAND` stand among the script's arguments, where the script gets them."""
+    """Report flags of `drivetrain COMMAND` that stand among the script's arguments, and so go to the script."""
     if misplaced := misplaced_flags(target.arguments, known, source or ""):
         stand, them = ("stand", "them") if len(misplaced) > 1 else ("stands", "it")
         say(
@@ -111,7 +111,7 @@ def report_misplaced(
 
 
 def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: str) -> list[str]:
-    """Return those of the `known` flags that stand among the script's arguments, as written, without duplicates.
+    """Return the `known` flags that stand among the script's arguments, as written, without duplicates.
 
     A flag, argument or field that the source of the script defines is the script's own.
     """
@@ -134,7 +134,7 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
 def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
     """Reject a plug-in that no installed package provides, and a file of JSON that is missing or holds no object.
 
-    The script, whose source is None if it is not available, may register plug-ins of its own.
+    The script may register plug-ins of its own. `source` is its source code, None if not available.
     """
     for setting in given:
         check_plugins(setting.spec, setting.value, setting.source, script=source)

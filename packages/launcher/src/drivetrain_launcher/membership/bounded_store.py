@@ -1,4 +1,4 @@
-"""A connection to the store whose calls end in time: torch's own wait forever for a host that is frozen."""
+"""A connection to the store with a time limit on each call: torch's own calls wait forever for a frozen host."""
 
 import time
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class StoreSilentError(RuntimeError):
 
 
 class StoreGoneError(RuntimeError):
-    """The store has closed its connection, or refuses one."""
+    """The store has closed the connection, or refuses a new connection."""
 
 
 class BoundedStore:
-    """A connection whose calls run on a thread of their own, which a caller leaves behind when time is up.
+    """A connection whose calls run on a separate thread, so that a caller can give up when its time is over.
 
-    Calls of several threads take turns. After a call that got no answer, later ones fail at once: the connection is
-    never used again, since an answer that comes late would be taken for that of another call.
+    Calls of several threads take turns. After a call without an answer, later calls fail at once. The connection is
+    never used again: a late answer would be taken for the answer to another call.
 
     Args:
         connect: A function that connects; called on the thread.

@@ -1,4 +1,4 @@
-"""Decide what becomes of a run when its nodes change: pure, from what the leader knows to the next state."""
+"""Decide the next state of a run when its nodes change, from the facts that the leader knows. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ class Limits:
     """The limits of a run.
 
     Attributes:
-        min_nodes: The fewest nodes that it goes on with.
-        max_nodes: The most nodes; others wait until one of these is gone.
+        min_nodes: The fewest nodes with which the run goes on.
+        max_nodes: The most nodes; further nodes wait until a member is gone.
         silence_seconds: The time without a sign of life after which a node is lost.
-        gather_seconds: The time since the last arrival after which the first round begins with fewer than max_nodes.
-        wait_seconds: The time that a run waits for its fewest nodes before it ends.
+        gather_seconds: The time without an arrival after which the first round begins with fewer than max_nodes.
+        wait_seconds: The time that a run waits for min_nodes nodes before it ends.
     """
 
     min_nodes: int
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A node as the leader knows it: its last status, and the time since that came."""
+    """A node as the leader knows it: its last status, and the time since that status came."""
 
     node: MemberNode
     status: NodeStatus
@@ -42,14 +42,14 @@ def decide(
     gathering_seconds: float,
     quiet_seconds: float,
 ) -> ElasticState:
-    """Return the next state of a run; the same one if nothing changes.
+    """Return the next state of a run; the same state if nothing changes.
 
     Args:
         state: The state so far.
         peers: All nodes that ever came, in the order of their arrival; the first is the leader.
         limits: The limits of the run.
         gathering_seconds: The time since the last round ended, or since the run began.
-        quiet_seconds: The time since a node came last.
+        quiet_seconds: The time since the last node came.
     """
     if state.closed:
         return state
@@ -104,7 +104,7 @@ def _watch(state: ElasticState, peers: Sequence[Peer], limits: Limits) -> Elasti
 def _gather(
     state: ElasticState, peers: Sequence[Peer], limits: Limits, gathering_seconds: float, quiet_seconds: float
 ) -> ElasticState:
-    """Return a new round if all nodes that live are ready and suffice; else the state as it is."""
+    """Return a new round if enough nodes are alive and all of them are ready; else the unchanged state."""
     alive = [peer for peer in peers if is_alive(peer, limits)]
     ready = [peer for peer in alive if peer.status.ready > state.round]
     is_settled = state.round > 0 or quiet_seconds >= limits.gather_seconds

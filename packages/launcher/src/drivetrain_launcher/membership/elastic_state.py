@@ -1,7 +1,7 @@
-"""The messages of an elastic run: the leader tells the state of the run, each node its own status.
+"""The messages of an elastic run: the leader writes the state of the run, each node its own status.
 
-Both are small JSON texts in the store, one key for the run and one for each node. A node writes only its own status,
-and the leader, which hosts the store, alone writes the state of the run: so no two ever write the same key.
+Both are small JSON texts in the store, one key for the run and one for each node. A node writes only its own status.
+Only the leader, which hosts the store, writes the state of the run. So no two nodes ever write the same key.
 """
 
 import json
@@ -28,7 +28,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberNode(_Message):
-    """A node of an elastic run, by its number of arrival: one launcher; one that starts again is another node."""
+    """A node of an elastic run, numbered by arrival: one launcher. A launcher that starts again is a new node."""
 
     number: int
     host: str
@@ -41,11 +41,11 @@ class NodeStatus(_Message):
 
     Attributes:
         count: The number of signs of life so far; the leader watches it change, so that clocks need not agree.
-        ready: The round that it is ready to take part in; 0 before it is ready for any.
-        finished: The round in which all its ranks ended well; 0 for none.
+        ready: The round that the node is ready to join; 0 before the node is ready for any round.
+        finished: The round in which all ranks of the node ended well; 0 for none.
         left: The way in which the node left; empty while it takes part.
         exit_code: The exit code with which its ranks failed.
-        has_seen_end: Whether it knows that the run is over.
+        has_seen_end: Whether the node knows that the run is over.
     """
 
     count: int = 0
@@ -61,12 +61,12 @@ class ElasticState(_Message):
     """The state of a run, as its leader decides it.
 
     Attributes:
-        round: The number of the newest round, from 1; 0 before the first. The ranks start anew in each.
+        round: The number of the newest round, from 1; 0 before the first. Each round starts all ranks again.
         members: The nodes of that round, in the order of their ranks; the leader is the first.
         ranks_port: The port of the store that the ranks of that round use.
         is_over: Whether that round is over, so that every member stops its ranks and gets ready for the next.
-        change: The reason why it is over.
-        reason: The same for people, as a sentence.
+        change: The reason why the round is over.
+        reason: The same reason as a sentence for people.
         closed: The reason why the run is over, as a sentence; empty while it goes on.
         exit_code: The exit code of a run that is over, for the nodes whose ranks have not ended well.
     """
@@ -91,7 +91,7 @@ class ElasticState(_Message):
         return sum(node.processes for node in self.members)
 
     def rank_of(self, number: int) -> int | None:
-        """Return the place of a node in the newest round; None if it takes no part in it."""
+        """Return the rank of a node in the newest round; None if the node takes no part."""
         return next((rank for rank, node in enumerate(self.members) if node.number == number), None)
 
     def name_of(self, node: MemberNode) -> str:

@@ -36,7 +36,7 @@ class ElasticMeeting:
 class ElasticNodes(RendezvousHandler):
     """A rendezvous handler for nodes that come and go; the launcher on the store's host leads.
 
-    It calls `end_ranks`, which is replaced at each start of the ranks, when this node was frozen.
+    After this node was frozen, the handler calls `end_ranks`. Each start of the ranks replaces that function.
     """
 
     def __init__(self, meeting: ElasticMeeting) -> None:
@@ -66,7 +66,7 @@ class ElasticNodes(RendezvousHandler):
 
     @property
     def can_save(self) -> bool:
-        """True unless ranks of other nodes are gone or broken, with which a save would never end."""
+        """True unless ranks of other nodes are gone or broken, since a save would then never end."""
         state = self.state
         if self.is_dropped or (self._member is not None and self._member.is_lost):
             return False
@@ -77,7 +77,7 @@ class ElasticNodes(RendezvousHandler):
         return "c10d"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round that this node takes part in; RunOverError if the run is over."""
+        """Wait for the next round of this node; raise RunOverError if the run is over."""
         if self._member is None:
             self._member = self._join()
         member = self._member
@@ -96,7 +96,7 @@ class ElasticNodes(RendezvousHandler):
         return RendezvousInfo(RoundStore(member, state.round), rank, len(state.members), place)
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the ranks are to start anew because the nodes have changed, else 0."""
+        """Return 1 if the ranks must restart because the nodes have changed, else 0."""
         state = self.state
         return int(self._round > 0 and (self.is_dropped or state.is_over))
 
@@ -116,7 +116,7 @@ class ElasticNodes(RendezvousHandler):
             self._member.finished(self._round)
 
     def leave(self, how: Leave, *, exit_code: int = 0) -> None:
-        """Say that this node leaves; later calls do not change how."""
+        """Report that this node leaves, and how; later calls change nothing."""
         if self._member is not None:
             self._member.leave(how, exit_code)
 
@@ -141,7 +141,7 @@ class ElasticNodes(RendezvousHandler):
         return True
 
     def _join(self) -> Member:
-        """Connect to the store, or host it, and say who this node is."""
+        """Connect to the store, or host it, and register this node."""
         meeting, seconds = self._meeting, self._meeting.limits.wait_seconds
         is_here = False
         with suppress(OSError, UnicodeError):  # a name without an address, which the connection reports

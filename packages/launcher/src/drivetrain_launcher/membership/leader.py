@@ -33,7 +33,7 @@ class Leader:
     """A thread that reads the status of all nodes, and writes the state of the run.
 
     A node is lost when its status has not changed for `limits.silence_seconds` of this machine's clock: clocks of
-    different machines are never compared. The ranks find their store at `address`, of this host.
+    different machines are never compared. `address` is this host's, where the ranks find their store.
     """
 
     def __init__(self, connect: Callable[[], TCPStore], *, address: str, limits: Limits) -> None:
@@ -52,7 +52,7 @@ class Leader:
         self._thread.start()
 
     def wait_until_told(self) -> None:
-        """Wait until the run is over and every node that lives knows so."""
+        """Wait until the run is over and every node that is alive knows of the end."""
         self._thread.join()
 
     def _lead(self) -> None:

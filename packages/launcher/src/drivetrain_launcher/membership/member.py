@@ -38,7 +38,7 @@ class RunOverError(RuntimeError):
 
 
 class RoundOverError(RuntimeError):
-    """The round ended while this node waited for the others in it; it gets ready for the next."""
+    """The round ended while this node waited in it for other nodes; the node gets ready for the next round."""
 
 
 class Member:
@@ -47,10 +47,10 @@ class Member:
     Args:
         store: The connection to the store.
         node: The node, whose number came from the store.
-        silence_seconds: The time without an answer after which the store's host is given up.
+        silence_seconds: The time without an answer after which the node gives up on the store's host.
         place: The address of the store, for messages.
-        fence: A function that ends the ranks at once; called on the thread, after the node was frozen for so long
-            that the others may have gone on without it.
+        fence: A function that ends the ranks at once. The thread calls the function after the node was frozen for so
+            long that the other nodes may have gone on without it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Member:
         self._tell(finished=number)
 
     def leave(self, how: Leave, exit_code: int) -> None:
-        """Say that this node leaves; later calls do not change how."""
+        """Report that this node leaves, and how; later calls change nothing."""
         if not self._status.left:
             self._tell(left=how, exit_code=exit_code)
 
@@ -134,7 +134,7 @@ class Member:
             self._changed.wait(seconds)
 
     def close(self, *, seconds: float) -> None:
-        """Say a last time what this node's status is, then end the thread."""
+        """Send this node's status a last time, then end the thread."""
         self._ended = True
         self._now.set()
         self._thread.join(seconds)

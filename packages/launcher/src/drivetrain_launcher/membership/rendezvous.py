@@ -77,7 +77,7 @@ class AgreeingNodes(DynamicRendezvousHandler):
 
     @classmethod
     def at(cls, meeting: Meeting) -> "AgreeingNodes":
-        """Return the handler of a meeting, whose store one of the launchers on its host serves."""
+        """Return the handler of a meeting; a launcher on the meeting's host serves the store."""
         address, port, run_id = meeting.address, meeting.port, meeting.run_id
         store = None
         if any(own_addresses(address)):
@@ -100,7 +100,7 @@ class AgreeingNodes(DynamicRendezvousHandler):
         return handler
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes; a LaunchError at the first start names those that came if some are missing."""
+        """Wait for all nodes. If nodes are missing at the first start, a LaunchError names the others."""
         is_first, self._has_entered = not self._has_entered, True
         if is_first:
             enter_by_number(self._names)

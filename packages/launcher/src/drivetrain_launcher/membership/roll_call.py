@@ -1,4 +1,4 @@
-"""Nodes that meet and are counted: when some are missing, every node that came says how many did, and which."""
+"""The meeting of a known number of nodes. If some are missing, each node that came reports which nodes came."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ _MOST_NAMED = 8
 class Meeting:
     """A meeting of nodes at a port of node 0, which wait some seconds for each other.
 
-    `hosts` has the name of each node's host by its rank, for error messages; it is empty if they are unknown.
+    `hosts` has each node's host name by rank, for error messages; it is empty if the names are unknown.
     """
 
     address: str
@@ -100,7 +100,7 @@ class StaticNodes(GivenNodes):
         self._store: Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes; a LaunchError if some are missing, two have the same rank, or node 0 cannot answer."""
+        """Wait for all nodes; raise LaunchError if a node is missing, ranks repeat, or node 0 cannot answer."""
         meeting = self._meeting
         address, port, timeout = meeting.address, meeting.port, timedelta(seconds=meeting.timeout_seconds)
         if self._store is None:

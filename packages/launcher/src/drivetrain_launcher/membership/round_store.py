@@ -41,7 +41,7 @@ class RoundStore(Store):
         return self._call(lambda store: store.add(self._key(key), amount))
 
     def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the value of a key, once there is one."""
+        """Wait until a key has a value, and return the value."""
         return self.multi_get([key])[0]
 
     def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -54,7 +54,7 @@ class RoundStore(Store):
             self.set(key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the values of several keys, once all have one."""
+        """Wait until several keys have values, and return the values."""
         self.wait(keys)
         return self._call(lambda store: store.multi_get([self._key(key) for key in keys]))
 
@@ -62,7 +62,7 @@ class RoundStore(Store):
         """Wait until all keys have a value.
 
         Raises:
-            RoundOverError: The round ended before; RunOverError: the run did.
+            RoundOverError, RunOverError: The round or the run ended first.
             DistStoreError: The time is up.
         """
         limit = self.timeout if timeout is None else timeout

@@ -59,7 +59,7 @@ def run(arguments: ConfigArguments) -> int:
 
 
 def ask_for_launch(arguments: ConfigArguments, *, command: str) -> int:
-    """Do the same, and show at the end how a command, such as "drivetrain launch", launches with the file."""
+    """Ask and write a settings file, then show how a command, such as "drivetrain launch", uses the file."""
     try:
         return _run(arguments, command)
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def _run(arguments: ConfigArguments, command: str) -> int:
 
 
 def _read_given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenAnswer]:
-    """Return the settings that flags give, and report variables that will win over the file."""
+    """Return the settings that flags give, and report environment variables that override the file."""
     found: dict[Key, GivenAnswer] = {}
     for (section, name), entries in layers.entries.items():
         spec = next(each for each in specs(kinds[section], section) if each.name == name)
@@ -120,7 +120,7 @@ def _read_given(layers: Layers, kinds: dict[str, type[Any]]) -> dict[Key, GivenA
 
 
 def _settings_of(path: Path, why: str) -> dict[Key, GivenAnswer]:
-    """Return the settings of a file, and report those that drivetrain realises differently."""
+    """Return the settings of a file, and report each setting that drivetrain realises differently."""
     contents = read_file(path)
     for line in contents.notices:
         say(line)

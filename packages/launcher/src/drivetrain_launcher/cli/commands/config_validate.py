@@ -29,7 +29,7 @@ class ConfigValidateArguments:
 
 
 def run(arguments: ConfigValidateArguments) -> int:
-    """Check a settings file, and list every problem with its line; the exit code is 1 if there is any."""
+    """Check a settings file, and list every problem with its line; the exit code is 1 if the file has a problem."""
     path = file_or_found(arguments.file)
     review = review_file(path)
     for line in review.notices:
@@ -45,7 +45,7 @@ def run(arguments: ConfigValidateArguments) -> int:
 
 
 def file_or_found(named: Path | None) -> Path:
-    """Return the named file, or else the file that a launch finds; a LaunchError lists the places."""
+    """Return the named file, or the file that a launch finds; without a file, a LaunchError lists the places."""
     if named is not None:
         return named
     environment = environ.child_environment()
@@ -59,7 +59,7 @@ def file_or_found(named: Path | None) -> Path:
 
 
 def unused_sections(path: Path) -> list[str]:
-    """Return a line for each section of a backend that the file's own `run.backend` does not choose."""
+    """Return a line for each section of the file that belongs to a backend other than its `run.backend`."""
     contents = read_file(path)
     chosen = (contents.data.get("run") or {}).get("backend", "auto")
     others = [point.name for point in entry_points("drivetrain.backends") if point.name != chosen]

@@ -67,7 +67,7 @@ def run(arguments: EnvArguments) -> int:
 
 
 def _settings_files(layers: Layers) -> dict[str, str]:
-    """Return the places of settings files in their order, and what is there: used, not used or no file."""
+    """Return each place of a settings file, in search order, with its state: used, not used or no file."""
     chosen = layers.file
     found: dict[str, str] = {}
     if chosen is not None and chosen.place is None:

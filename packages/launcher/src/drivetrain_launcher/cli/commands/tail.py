@@ -60,9 +60,9 @@ def newest_attempt(folder: Path) -> Path:
 
 
 def last_lines(file: Path, lines: int) -> list[str]:
-    """Return the last lines of a file that may be large and may still grow; none if it does not exist.
+    """Return the last lines of a file, which may be large and still grow; no lines if the file is missing.
 
-    Of a line that carriage returns have overwritten, as those of a progress bar, the last state is returned.
+    If carriage returns have overwritten a line, as in a progress bar, the line's last state is returned.
     """
     if not file.exists():
         return []

@@ -1,7 +1,7 @@
 """Read the words of every installed command: its flags, their values, whether a file comes next.
 
 No module of a command is run, since its imports may take seconds: the dataclass of its arguments is read from source.
-A test holds what is read to the parser's own flags.
+A test compares the words with the parser's own flags.
 """
 
 import ast
@@ -23,7 +23,7 @@ from drivetrain_launcher.module_summary import module_summary, parse_module
 class FlagWords:
     """A flag, such as "--num-processes", as a shell completes it.
 
-    `choices` are the values to offer: those of a closed list, or the names of installed plug-ins. `is_path` says
+    `choices` are the values to offer: a closed list, or the names of installed plug-ins. `is_path` says
     whether the value is a file or folder.
     """
 
@@ -38,8 +38,8 @@ class FlagWords:
 class CommandWords:
     """A command, such as "checkpoint list", as a shell completes it.
 
-    `flags` are the command's own; `has_sections` says whether it takes those of all sections too, `takes_rest`
-    whether all words after the first positional argument belong to a script.
+    `flags` are the command's own flags; with `has_sections` the command takes the flags of all sections too. With
+    `takes_rest`, all words after the first positional argument belong to a script.
     """
 
     name: str
@@ -143,7 +143,7 @@ def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping
 
 
 def _find_class(module: str, name: str) -> ast.ClassDef | None:
-    """Return the definition of a class, in a module or where the module imports it from."""
+    """Return the definition of a class from a module, or from the module that it is imported from."""
     for node in parse_module(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
@@ -153,7 +153,7 @@ def _find_class(module: str, name: str) -> ast.ClassDef | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, None for another expression; of a mapping, the items that are literal."""
+    """Return the value of a literal expression, or the literal items of a mapping; None for other expressions."""
     if isinstance(node, ast.Dict):
         return {
             _literal(key): _literal(value)

@@ -1,6 +1,6 @@
-"""Write the scripts that complete `drivetrain` in bash, zsh and fish. They start no process when they complete.
+"""Write the scripts that complete `drivetrain` in bash, zsh and fish. Completion starts no process.
 
-bash and zsh read the same tables, functions of arrays whose entries are "word:description". fish knows no tables, and
+bash and zsh read the same tables: shell functions that set arrays of "word:description". fish knows no tables, and
 gets a line for each flag.
 """
 
@@ -264,7 +264,7 @@ def _fish_word(text: str) -> str:
 
 
 def _harmless_choices(flag: FlagWords) -> tuple[str, ...]:
-    """Return the values of a flag that no shell reads as anything but a word."""
+    """Return the values of a flag that every shell reads as plain words."""
     return tuple(choice for choice in flag.choices if _HARMLESS.fullmatch(choice))
 
 
