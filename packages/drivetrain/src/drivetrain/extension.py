@@ -1,7 +1,7 @@
-"""The names for a package to build on that gives the Accelerator another interface or reads another library's runs.
+"""Names for packages that give the Accelerator another interface, or that read another library's runs.
 
-Beside these names, an Accelerator has the methods `window`, `prepared_of`, `has_prepared`, `loss_scale_state` and
-`load_loss_scale_state`. docs/howto/extending.md shows how the parts work together. What is not listed here may change
+Such packages may also use the Accelerator's methods `window`, `prepared_of`, `has_prepared`, `loss_scale_state` and
+`load_loss_scale_state`. docs/howto/extending.md shows how the parts work together. Names not listed here may change
 in any release.
 """
 

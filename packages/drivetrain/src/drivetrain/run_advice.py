@@ -9,7 +9,7 @@ _BYTES_PER_PARAMETER = 16
 
 
 def ask_mixed_precision(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask for the precision, where an accelerator computes faster in a narrow one."""
+    """Ask for the precision if an accelerator computes faster in a narrow precision."""
     if known["machine.accelerator"] is None or known.get("run.cpu"):
         return None
     name = known["machine.accelerator_name"] or known["machine.accelerator"]
@@ -30,7 +30,7 @@ def ask_mixed_precision(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask for the backend, where several processes leave a choice."""
+    """Ask for the backend if several processes leave a choice."""
     from drivetrain.settings import automatic_backend
 
     installed: Mapping[str, str] = known["installed.backends"]

@@ -1,1 +1,1 @@
-"""The Accelerator: its methods by subject, and how it is composed."""
+"""The Accelerator: its methods, a module for each subject, and the module that builds its parts."""

@@ -1,7 +1,7 @@
 """The Accelerator, the one object between a training loop and the hardware it runs on.
 
-`compose.py` builds its parts. Every method hands its arguments to the part that implements it; methods that belong
-together stand in a base class each.
+`compose.py` builds its parts. Every method hands its arguments to the part that implements the method. Each base
+class holds the methods of one subject.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -187,9 +187,9 @@ class Accelerator(Ranks, Training, Saving, Results):
 
         Args:
             model: A prepared model. From any other model, `DataParallel` and `DistributedDataParallel` are removed,
-                with torch.compile's wrapper around them; a model without these is returned unchanged.
-            keep_autocast: Whether its forward computes in the run's precision. If false, the result is a shallow copy
-                of the user's own class on the same parameters; the model in training is unchanged.
+                with torch.compile's wrapper around them; a model without these wrappers is returned unchanged.
+            keep_autocast: Whether the module's forward computes in the run's precision. If false, the result is a
+                shallow copy of the user's own class on the same parameters; the model in training is unchanged.
         """
         return self._parts.prepared.unwrap(model, keep_autocast=keep_autocast)
 
@@ -228,14 +228,14 @@ class Accelerator(Ranks, Training, Saving, Results):
 
         Args:
             *models: The models trained in the micro-batch; all prepared ones by default.
-            last: Whether the micro-batch closes the window before it is full; None closes it with the last one of a
-                loader's last batch. Pass it where batches have different numbers of them; the same on all ranks.
+            last: Whether the micro-batch closes the window before it is full; None closes it after a loader's last
+                batch. Pass a bool, the same on all ranks, if the micro-batches per batch vary.
 
         Returns:
             The context of the micro-batch, which is reused for every batch and cannot be nested.
 
         Raises:
-            AccumulationError: A micro-batch is open; or a loader's last batch has more of them than the one before.
+            AccumulationError: A micro-batch is open, or a loader's last batch has too many micro-batches.
         """
         micro_batch = self._micro_batch
         if micro_batch.is_open:
@@ -341,7 +341,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         """Run the block as `autocast` does, and record which operations run in fp32 and which in half precision.
 
         Args:
-            model: The model, for the names of modules; any model's forward in the block is recorded.
+            model: The model in which modules are named; the forwards of all models in the block are recorded.
         """
         module = None if model is None else self.unwrap_model(model)
         return autocast(self._parts.policy, self.device, record=True, model=module)
@@ -351,7 +351,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         """Run the block with unprepared loaders that may end at different steps on each rank. Called on all ranks.
 
         Raises:
-            RuntimeError: The backend does not support it.
+            RuntimeError: The backend does not support uneven inputs.
         """
         return self._parts.backend.join(models)
 
@@ -362,7 +362,7 @@ class Accelerator(Ranks, Training, Saving, Results):
     def end_training(self) -> None:
         """Finish saves and trackers, release the models and leave the process group. Called on all ranks.
 
-        What needs the run, such as `prepare` or `log`, is a RuntimeError from then on.
+        Methods that need the run, such as `prepare` or `log`, raise a RuntimeError afterwards.
 
         Raises:
             OtherRankFailedError, OSError: A background save failed.
@@ -370,7 +370,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         self._end(has_failed=False)
 
     def _end(self, *, has_failed: bool) -> None:
-        """End the run once, after an error without what needs all ranks: the others may not reach this point."""
+        """End the run once. After an error, skip the parts that need all ranks: other ranks may not get here."""
         if self._has_ended:
             return
         parts, fp8, watch = self._parts, self._parts.fp8, self._parts.watch
@@ -403,7 +403,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         self._end(has_failed=error is not None)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, release those given, and return a None for each: see `release_memory`.
+        """Forget all prepared objects, release the given ones, and return a None for each: see `release_memory`.
 
         Models prepared for evaluation keep the run's precision until they are prepared for training.
 

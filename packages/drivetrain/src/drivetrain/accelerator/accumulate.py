@@ -16,7 +16,7 @@ from drivetrain_data.active_loaders import Planned
 
 
 class MicroBatch:
-    """A context that begins a micro-batch on entry; while the window stays open, gradients are not reduced inside.
+    """A context that begins a micro-batch on entry. Gradients are reduced inside only if the window closes.
 
     An Accelerator keeps one instance and enters it for every batch, so that the loop allocates no contexts.
 
@@ -28,8 +28,8 @@ class MicroBatch:
 
     Attributes:
         models: The models whose gradients are not reduced in an open window, all if empty; set before entry.
-        last: Whether the micro-batch closes the window before it is full; None closes it where a loader's last batch
-            is done with it. Set before entry.
+        last: Whether the micro-batch closes the window before it is full; None closes the window if the micro-batch
+            completes a loader's last batch. Set before entry.
         is_open: Whether the loop is inside the context.
     """
 
@@ -101,6 +101,6 @@ class MicroBatch:
 
 
 def _check_end(window: AccumulationWindow, pieces: BatchPieces, loader: Planned) -> None:
-    """Check a loader that ends in an open window; no method, so that loaders do not hold the Accelerator's models."""
+    """Check a loader that ends in an open window. A method would make loaders hold the Accelerator's models."""
     if not window.closing:
         pieces.check_end(loader)

@@ -1,4 +1,4 @@
-"""The micro-batches that each batch is trained in: which one is the last of a loader's last batch."""
+"""Count the micro-batches of each batch, to find the last micro-batch of a loader's last batch."""
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -18,10 +18,10 @@ class _Pieces:
     """The micro-batches of a loader's current batch.
 
     Attributes:
-        batch: The batch, as the loader counts them.
-        num: The number of its micro-batches so far.
-        expected: The number of those of the batch before it; 1 before the first.
-        is_told: Whether the program passed `last=` for one of them.
+        batch: The number of batches that the loader has handed out.
+        num: The number of the batch's micro-batches so far.
+        expected: The number of micro-batches of the batch before; 1 for the first batch.
+        is_told: Whether the program passed `last=` for one of the batch's micro-batches.
     """
 
     batch: int
@@ -31,26 +31,26 @@ class _Pieces:
 
 
 class BatchPieces:
-    """Finds the micro-batch that ends an epoch: the last of the last batch, which has as many as the one before it.
+    """Finds the micro-batch that ends an epoch: the last batch must have as many micro-batches as the batch before.
 
     A loop may train a batch whole, in several micro-batches, or read several loaders in turns; the number of
-    micro-batches between two batches of a loader tells which. A last batch of another number is refused.
+    micro-batches between two batches of a loader tells these apart. A last batch with another number is refused.
     """
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[Planned, _Pieces] = WeakKeyDictionary()
 
     def count(self, reading: LoaderTracker, *, is_told: bool = False) -> bool:
-        """Count a micro-batch, and return whether it is the last one of a last batch.
+        """Count a micro-batch, and return whether it completes a loader's last batch.
 
-        A loop inside another one has its own ends: meanwhile the outer loader's batch counts on and ends nothing.
+        In nested loops, a micro-batch counts for both loaders' batches, but can complete only the inner loader's.
 
         Args:
             reading: The loaders being read, to whose current batches the micro-batch belongs.
-            is_told: Whether the program says by itself whether the micro-batch is the last.
+            is_told: Whether the program passed `last=` for the micro-batch.
 
         Raises:
-            AccumulationError: The last batch of a loader was done with the micro-batch before.
+            AccumulationError: The micro-batch before had already completed a loader's last batch.
         """
         for loader in reading.being_read:
             pieces, batch = self._of.get(loader), loader.num_received
@@ -74,7 +74,7 @@ class BatchPieces:
         return ends
 
     def check_end(self, loader: Planned) -> None:
-        """Refuse that a loader ends where the window still waits for micro-batches of its last batch."""
+        """Raise an error if a loader ends while the window still waits for micro-batches of the last batch."""
         pieces = self._of.get(loader)
         if pieces is None or pieces.batch != loader.num_received or pieces.is_told:
             return

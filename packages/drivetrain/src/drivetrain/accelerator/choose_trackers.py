@@ -1,4 +1,4 @@
-"""The trackers that a run logs to: those named in settings, and objects given in code."""
+"""Choose the trackers that a run logs to, from names in settings and objects given in code."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -9,9 +9,9 @@ LogWith: TypeAlias = Sequence[str | Tracker] | str | Tracker
 
 
 def split_log_with(log_with: LogWith | None) -> tuple[tuple[str, ...] | None, tuple[Tracker, ...]]:
-    """Split `log_with` into names, which are settings, and objects, which no file could hold.
+    """Split `log_with` into tracker names, which become settings, and tracker objects, which cannot.
 
-    Live runs of platforms become trackers. Any other element is a TypeError.
+    Live runs of platforms become trackers. Any other element raises a TypeError.
     """
     if log_with is None:
         return None, ()

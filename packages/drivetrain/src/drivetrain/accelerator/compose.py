@@ -176,7 +176,7 @@ def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
 
 
 def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
-    """Refuse settings that a backend does not apply, as one of a third party."""
+    """Refuse settings that the backend, such as one of a third party, does not apply."""
     applied = backend.applied()
     if run.nonfinite_gradients != "ignore" and "nonfinite_gradients" not in applied:
         raise ConfigError(
@@ -194,7 +194,7 @@ def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:
 def _check_recipe(
     recipe: Fp8Recipe | None, backend: type[Backend], registry: BackendRegistry, *, is_main: bool
 ) -> None:
-    """Refuse an fp8 recipe under a backend not allowed for it, and warn of an untested combination."""
+    """Refuse an fp8 recipe that does not allow the backend, and warn of an untested combination."""
     if recipe is None:
         return
     needed = recipe.requirements

@@ -1,4 +1,4 @@
-"""Errors for other libraries' names that drivetrain does not have; an installed package knows the counterparts."""
+"""Errors for other libraries' names that drivetrain lacks. An installed package lists drivetrain's counterparts."""
 
 from collections.abc import Callable, Iterable
 from inspect import signature

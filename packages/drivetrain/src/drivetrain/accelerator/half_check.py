@@ -1,4 +1,4 @@
-"""The check of the first optimizer step for operations that user code computes in half precision."""
+"""Check the first optimizer step for operations that user code computes in half precision."""
 
 import warnings
 from contextlib import ExitStack
@@ -8,10 +8,10 @@ from drivetrain_precision import HalfOperations, HalfPrecisionWarning, find_half
 
 
 class HalfCheck:
-    """Checks the micro-batches of the first window, and warns on the main process when it has closed.
+    """Checks the micro-batches of the first window, and warns on the main process when the window closes.
 
     Args:
-        prepared: The prepared objects; modules have their names in the model where there is one model.
+        prepared: The prepared objects. If there is one model, modules are called by their names in the model.
         is_main: Whether this is the main process.
     """
 
@@ -33,7 +33,7 @@ class HalfCheck:
         """End the check of a micro-batch.
 
         Args:
-            is_last: Whether it closed the window: then tell what was found.
+            is_last: Whether the micro-batch closed the window. If true, warn of the operations that were found.
         """
         self._open.close()
         if self._is_done or not is_last:
@@ -46,7 +46,7 @@ class HalfCheck:
             warnings.warn("\n".join(lines), HalfPrecisionWarning, stacklevel=3)
 
     def finish(self) -> None:
-        """Say that nothing was checked, if the training ended without a micro-batch."""
+        """Warn that nothing was checked, if the training ended without a micro-batch."""
         if self._found or not self._is_main:
             return
         warnings.warn(

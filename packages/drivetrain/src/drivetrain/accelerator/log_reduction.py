@@ -32,8 +32,8 @@ class LogReducer:
     ) -> dict[str, Any]:
         """Return the values of all ranks together: one number for each name, or one for each name and rank.
 
-        On an accelerator nothing waits: results are tensors of shape () there, and ranks that logged other names are
-        told of it at a later call.
+        On an accelerator, the call does not wait: the results are tensors of shape () on the device, and the error
+        about different names comes from a later call.
 
         Args:
             values: Numbers and tensors of shape (), in nested mappings; the same names on all ranks.
@@ -41,9 +41,9 @@ class LogReducer:
             count: The weight of this rank's values in a mean, such as its number of tokens; 1 by default.
 
         Raises:
-            ValueError: The reduction is unknown, or a count is given for one that is no mean.
+            ValueError: The reduction is unknown, or a count is given for a reduction other than "mean".
             ValueNotLoggableError: A value is no number.
-            CollectiveMismatchError: Ranks logged other names.
+            CollectiveMismatchError: Ranks logged different names.
         """
         if how not in get_args(LogReduction):
             raise ValueError(f"reduce={how!r}: allowed are {', '.join(get_args(LogReduction))} and None")
@@ -100,10 +100,10 @@ class LogReducer:
     def _exchange(
         self, names: Sequence[str], numbers: Tensor, collective: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return what a collective makes of the numbers, once ranks have compared their names in it.
+        """Return the collective's result for the numbers; the same collective compares the ranks' names.
 
-        More numbers than a block holds are announced by a block of the marks alone, which is waited for: vectors of
-        other lengths, which ranks with other names have, would abort the collective or never end it.
+        If the numbers need more than a block, a block of the marks goes first, and the host waits for it. Otherwise
+        ranks with other names could have vectors of other lengths, which abort the collective or block it forever.
         """
         if 2 + len(numbers) > _BLOCK:
             _, difference = collective(numbers[:0])
@@ -114,7 +114,7 @@ class LogReducer:
         return result
 
     def _pad(self, names: Sequence[str], numbers: Tensor, op: Literal["sum", "max"] = "max") -> Tensor:
-        """Return the marks by which ranks compare their names, the numbers, and zeros up to a whole block."""
+        """Return one vector: marks by which ranks compare names, the numbers, and zeros up to a whole block."""
         # 20 bits that other names mostly do not have: their square is exact in 64 bits, over all ranks.
         mark = float(crc32("\n".join(names).encode()) & 0xFFFFF)
         marks = self._vector([mark, mark**2 if op == "sum" else -mark])
@@ -122,7 +122,7 @@ class LogReducer:
         return torch.cat([marks, numbers, padding])
 
     def _vector(self, numbers: Sequence[Any]) -> Tensor:
-        """Return numbers as a vector on the context's device, exact for those of 64 bits. Shape (len(numbers),)."""
+        """Return numbers as a vector on the context's device; 64-bit numbers stay exact. Shape (len(numbers),)."""
         device = self._context.device
         there = [isinstance(number, Tensor) and number.device == device for number in numbers]
         on_host = [

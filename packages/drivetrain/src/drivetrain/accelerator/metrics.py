@@ -1,4 +1,4 @@
-"""Gather results in an epoch's tail, from what every rank knows without communication."""
+"""Gather results in an epoch's tail, whose size every rank knows without communication."""
 
 from contextlib import suppress
 from typing import Any

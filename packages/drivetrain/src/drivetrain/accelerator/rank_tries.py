@@ -1,4 +1,4 @@
-"""Tries of a training function that all ranks make together: one that runs out of memory ends the try on all."""
+"""Tries of a training function on all ranks together: if one rank runs out of memory, the try ends on all."""
 
 import threading
 from collections.abc import Callable
@@ -15,10 +15,10 @@ _SEVER_SECONDS = 30.0
 class RankTries:
     """The agreement of all ranks on the outcome of each try. Constructed and called on all ranks.
 
-    Where a rank runs out of memory inside a step, the others wait for it in a collective: a thread of each rank hears
-    of it through the store and closes the connections between the ranks, so that the collective fails. Then the
-    ranks form their group again. This reaches collectives over gloo; NCCL's do not end with the connections, there
-    its own timeout ends the try.
+    If a rank runs out of memory inside a step, the other ranks wait in a collective. A thread of each rank learns of
+    the failure through the store, and closes the connections between the ranks so that the collective fails. Then the
+    ranks form their group again. This works over gloo. NCCL's collectives ignore closed connections: NCCL's timeout
+    ends the try.
 
     Args:
         context: The context of this process, of several ranks.
@@ -34,7 +34,7 @@ class RankTries:
         self._watch = _Watch(self._renewal, self._number)
 
     def agree(self, outcome: TryOutcome) -> TryOutcome:
-        """Return the outcome of a try on all ranks, and make ready for the next one.
+        """Return the outcome of a try on all ranks, and prepare the next try.
 
         Raises:
             OtherRankFailedError: The try failed on another rank, for another reason than memory.
@@ -66,7 +66,7 @@ class RankTries:
         return TryOutcome.FITS
 
     def close(self) -> None:
-        """End the thread, where a try was left without an agreement."""
+        """End the thread of a try that ended without a call of `agree`."""
         self._watch.stop()
 
     def _out_of_memory(self) -> bool:
@@ -96,7 +96,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; if a rank is out of memory, once the connections are closed."""
+        """End the thread. If a rank is out of memory, first wait until the connections are closed."""
         self._ended.set()
         self._thread.join()
 

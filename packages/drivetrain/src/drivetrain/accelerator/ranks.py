@@ -76,8 +76,8 @@ class Ranks(HasParts):
     ) -> Any:
         """Gather results of the current batch: each sample once, in the dataset's order.
 
-        Called on all ranks. Of ranks that read the same batch, as in tensor parallelism, only the first contributes.
-        Ranks that drop rows, such as by a filter, may pass different numbers of rows: these come rank by rank.
+        Called on all ranks. If several ranks read the same batch, as in tensor parallelism, only the first
+        contributes. Ranks that filter rows may pass different numbers of rows: these are joined rank by rank.
 
         Args:
             input_data: Nested tensors with samples in dimension 0 (or of shape (), one per rank); or any objects.

@@ -50,14 +50,14 @@ class Results(HasParts):
     ) -> None:
         """Start the trackers of `log_with` with the run's configuration. Called on all ranks; rank 0 logs.
 
-        The effective plan is written to plan.json of `project_dir`, and to trackers that store one; the commit and
-        its changes, versions, hardware and command line go to the log. Secrets are masked by names and forms.
+        The effective plan is written to plan.json of `project_dir`, and to trackers that store plans. The log gets
+        the commit and its changes, versions, hardware and command line. Secrets are masked by name and form.
 
         Args:
             project_name: The project that the run belongs to.
             config: The configuration of the run: a nested mapping, a dataclass, a namespace or a library's config.
-            init_kwargs: Arguments of a tracker's own `start`, by the tracker's name; those of trackers that are not
-                in use are ignored, with a warning.
+            init_kwargs: Extra arguments of a tracker's `start`, by the tracker's name. Arguments for trackers not in
+                use are ignored, with a warning.
 
         Raises:
             TypeError: A tracker's `start` does not take one of its arguments.
@@ -88,23 +88,23 @@ class Results(HasParts):
         reduce: LogReduction | None = None,
         count: LoggedCount | None = None,
     ) -> None:
-        """Log values from rank 0, or those of all ranks together.
+        """Log the values of rank 0, or with `reduce` the values of all ranks.
 
         May be called on all ranks or some; with `reduce`, must be called on all ranks, with the same names. Tensors
         on an accelerator are not waited for: they are read a step later.
 
         Args:
             values: Numbers, strings, tensors of shape (), in nested dicts, by name; and media such as `Image`.
-            step: The optimizer step they belong to.
-            log_kwargs: Arguments of a tracker's own `log`, by the tracker's name; see `init_trackers`.
-            reduce: None logs the values of rank 0; "mean", "sum", "max" and "min" those of all ranks together, by
-                one collective for all names; "per_rank" each rank's, as `NAME/rank_0` and so on.
+            step: The optimizer step that the values belong to.
+            log_kwargs: Extra arguments of a tracker's `log`, by the tracker's name; see `init_trackers`.
+            reduce: None logs the values of rank 0. "mean", "sum", "max" and "min" combine the values of all ranks, by
+                one collective for all names. "per_rank" logs the values of each rank, as `NAME/rank_0` and so on.
             count: The weight of this rank's values in a mean, such as its number of tokens; equal weights if None.
 
         Raises:
             TypeError: A tracker's `log` does not take one of its arguments.
-            ValueNotLoggableError: A value has a type that cannot be logged, or not reduced.
-            CollectiveMismatchError: Ranks logged other names with `reduce`.
+            ValueNotLoggableError: A value has a type that cannot be logged or reduced.
+            CollectiveMismatchError: Ranks logged different names with `reduce`.
         """
         if reduce is not None:
             values = self._log_reducer.reduce(values, reduce, count)
@@ -165,7 +165,7 @@ class Results(HasParts):
 
     @property
     def throughput(self) -> Throughput:
-        """The throughput of the last steps: as many as `tracking.throughput_every_steps`, else 50.
+        """The throughput of the last `tracking.throughput_every_steps` steps; of the last 50 if it is not set.
 
         Samples are those of all ranks. Phases are those of this rank. May be read on any rank.
 
@@ -176,7 +176,7 @@ class Results(HasParts):
 
     @property
     def total_throughput(self) -> Throughput:
-        """The throughput since training began, with evaluation and saves between the steps; see `throughput`."""
+        """The throughput since training began, including evaluation and saves between steps; see `throughput`."""
         return self._watch().in_total()
 
     @needs_run
@@ -184,8 +184,8 @@ class Results(HasParts):
         """Count tokens by a function, in place of the elements of `tracking.token_field`. Called on all ranks.
 
         Args:
-            function: A function from a batch of this rank to its number of tokens. It runs in the loop: a number
-                that it reads from a device makes the host wait.
+            function: A function from a batch of this rank to its number of tokens. The function runs in the loop: if
+                it reads a number from a device, the host waits.
 
         Raises:
             RuntimeError: No setting has the throughput measured.

@@ -106,7 +106,7 @@ class Sections:
         state["device"] = Entry("cpu", Source("code", "" if source.kind == "code" else str(source)))
 
     def of_backend(self, backend: type[Backend]) -> Any:
-        """Resolve the section of the chosen backend, the last one of a run.
+        """Resolve the section of the chosen backend, after the run's other sections.
 
         Returns:
             The settings; None if the backend has none.
@@ -125,7 +125,7 @@ class Sections:
         return self.resolved[name].value
 
     def others(self, backends: Collection[str]) -> dict[str, Resolved[Any]]:
-        """Resolve the sections that the run does not read: those in code, and those of other backends.
+        """Resolve the sections that the run does not read: sections in code, and sections of other backends.
 
         Args:
             backends: The names of all backends.

@@ -33,8 +33,8 @@ class Training(HasParts):
     """The part of an Accelerator for lengths of schedules, clipping, manual gradients and the batch size that fits.
 
     Attributes:
-        executable_batch_size: The batch size of the last try. The next search begins with it; without one, with the
-            size that the newest checkpoint of the run was saved with.
+        executable_batch_size: The batch size of the last try. The next search begins with this size. The first search
+            begins with the size stored in the run's newest checkpoint, if any.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -47,7 +47,7 @@ class Training(HasParts):
         return self._parts.backend.window
 
     def prepared_of(self, model: nn.Module) -> Prepared:
-        """Return what the backend made of a model, for programs that write files in another layout than ours.
+        """Return a model as the backend prepared it, for programs that write files in their own layout.
 
         Raises:
             ValueError: The model was not prepared by this Accelerator.
@@ -59,7 +59,7 @@ class Training(HasParts):
         return self._parts.prepared.find(model) is not None
 
     def loss_scale_state(self) -> Mapping[str, Any] | None:
-        """Return the state of the loss scale, for such programs; None if the run does not scale its loss."""
+        """Return the state of the loss scale, to save it elsewhere; None if the run does not scale its loss."""
         return self._parts.backend.state_dict()["scaler"]
 
     def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
@@ -119,9 +119,9 @@ class Training(HasParts):
 
     @needs_run
     def prepare_evaluation(self, model: nn.Module) -> nn.Module:
-        """Move a model that is not trained to the device, and have it compute in the run's precision, in place.
+        """Move a model for evaluation to the device, and make it compute in the run's precision, in place.
 
-        It may be given to `prepare` later, to be trained.
+        To train the model later, pass it to `prepare`.
 
         Args:
             model: The model, such as the reference of a preference loss. Nothing wraps, shards or saves it.
@@ -135,7 +135,7 @@ class Training(HasParts):
 
     @needs_run
     def prepare_loader(self, loader: Any, *, even: UnevenPolicy) -> ShardedLoader[Any]:
-        """Prepare one loader, its tail treated as `even` says and not as `data.even`. Called on all ranks."""
+        """Prepare one loader whose tail is treated by `even` instead of `data.even`. Called on all ranks."""
         prepare_objects([loader], self._parts, even=even)
         return self._parts.prepared.loaders[-1]
 
@@ -164,9 +164,9 @@ class Training(HasParts):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Add the gradients of a loss to `.grad`, averaged over ranks, on which the program steps by itself.
+        """Add the gradients of a loss to `.grad`, averaged over ranks, for a program with its own optimizer.
 
-        In `no_sync()` and in an open window they stay local. No window counts the loss. Called on all ranks.
+        In `no_sync()` and in an open window the gradients stay local. No window counts the loss. Called on all ranks.
 
         Args:
             loss: A loss of shape (), of a prepared model without a prepared optimizer.
@@ -197,11 +197,11 @@ class Training(HasParts):
     ) -> Callable[Arguments, Result]:
         """Call a function with smaller and smaller batch sizes until it fits in memory on every rank.
 
-        Called on all ranks, and so is what it returns. Before each try the accumulation is set so that the global
-        batch stays that of the starting size, rounded up to whole micro-batches. Where one rank runs out of memory,
-        the try ends on all of them; what it had prepared is freed, and the process group is formed again. So a try
-        must prepare everything anew, inside the function. The plan of each checkpoint holds the batch size of the
-        try that saved it: a run that is started again begins with that of the newest checkpoint.
+        Called on all ranks, and so is the function that it returns. Before each try the accumulation is set so
+        that the global batch stays that of the starting size, rounded up to whole micro-batches. If one rank runs out
+        of memory, the try ends on all ranks, its prepared objects are freed, and the process group is formed again.
+        So `function` must prepare everything it uses. A checkpoint's plan holds the batch size of the try that saved
+        it. A restarted run begins with the batch size of the newest checkpoint.
 
         Args:
             function: The function to call, with the samples of a micro-batch on one rank as its first argument.
@@ -210,7 +210,7 @@ class Training(HasParts):
             limit_host: Whether host allocations beyond the limit of the job raise MemoryError in a try.
 
         Raises:
-            ConnectError: At a call, of several ranks: the program created the process group, or `parallelism` is set.
+            ConnectError: At a call on several ranks: the program created the process group, or `parallelism` is set.
             NoBatchSizeFitsError: At a call, every batch size ran out of memory.
             OtherRankFailedError: At a call, the function failed on another rank.
         """
@@ -226,7 +226,7 @@ class Training(HasParts):
         return SizedFunction(function, lambda sized: partial(self._search, self._try(sized, steps_of), find))
 
     def _try(self, sized: Callable[..., Result], steps_of: Callable[[int], int]) -> Callable[..., Result]:
-        """Return the function with the accumulation set for the batch size before each try."""
+        """Return a function that sets the accumulation for the batch size before each try."""
 
         @wraps(sized)
         def with_accumulation(batch_size: int, *args: Any, **kwargs: Any) -> Result:
@@ -239,7 +239,7 @@ class Training(HasParts):
     def _search(
         self, tried: Callable[..., Result], find: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Result:
-        """Search, with the tries of all ranks ending together. Called on all ranks."""
+        """Search for a batch size; each try ends on all ranks together. Called on all ranks."""
         checkpointers, size = self._parts.checkpointers, self.executable_batch_size
         if size.batch_size is None and checkpointers.has_default:  # begin with that of the newest checkpoint
             facts = (checkpointers.of(None).latest_plan() or {}).get("facts", {})
@@ -260,7 +260,7 @@ class Training(HasParts):
         return outcome
 
     def _release_try(self) -> None:
-        """Forget what a failed try has prepared."""
+        """Forget the objects that a failed try has prepared."""
         self._parts.backend.close()
         self._parts.prepared.clear()
 

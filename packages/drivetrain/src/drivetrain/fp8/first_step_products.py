@@ -20,8 +20,8 @@ class _Block:
 
     Attributes:
         counting: The context that counts.
-        counts: The products, once it has ended.
-        models: The converted models that were called in it.
+        counts: The products, once the block has ended.
+        models: The converted models that were called in the block.
     """
 
     counting: AbstractContextManager[ProductCounts]
@@ -30,18 +30,18 @@ class _Block:
 
 
 class FirstStepProducts:
-    """The products of the first step in which converted models ran and could be counted.
+    """The matrix products of the first step in which converted models ran and could be counted.
 
-    One thread is counted, that of the first forward with gradients, or backward, since the last step: torch records
-    the operations of the thread that asks.
+    Only one thread is counted: that of the step's first backward, or first forward with gradients. torch can record
+    only the operations of the recording thread.
 
     Args:
-        progress: The record that forwards and backwards tell of.
-        counting: Return a context that counts the products in it.
-        models: The converted models, which may become more and fewer.
+        progress: The record to which forwards and backwards report.
+        counting: A function that returns a context, which counts the products inside.
+        models: The converted models; the list may grow and shrink.
 
     Attributes:
-        unproved: The last step, while none has proved anything and the counting goes on.
+        unproved: The last counted step; None before the first, and after one that proves something.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class FirstStepProducts:
         self.unproved: StepProducts | None = None
 
     def begin(self) -> None:
-        """Listen from now on; once the first step is counted, or where it listens already, nothing happens."""
+        """Start to listen; do nothing if it listens already, or if the first step is counted."""
         if not self._is_done and self._observe not in self._progress.observers:
             self._progress.add_observer(self._observe)
             self._progress.add_forward_observer(self._observe_model)
 
     def end_step(self) -> StepProducts | None:
-        """Return the products of a step, and end the counting if they prove something; None if it is over."""
+        """Return the products of a step, or None once counting is over; end counting if they prove something."""
         if self._is_done or not self._models:
             return None
         self._num_steps += 1
@@ -81,7 +81,7 @@ class FirstStepProducts:
         return step
 
     def close(self) -> None:
-        """Listen no longer. May be called on any rank, in any thread."""
+        """Stop listening. May be called on any rank, in any thread."""
         self._is_done, self._blocks, self.unproved = True, [], None
         # torch ends a recording in its own thread alone: there, the end of the forward or backward will end it.
         if self._block is None or self._thread == get_ident():
@@ -126,12 +126,12 @@ class FirstStepProducts:
 
 
 def _trains(label: ProgressMark) -> bool:
-    """Return whether a label begins a part of a step; an evaluation before the first step is none of it."""
+    """Return whether a label begins a part of a training step; evaluation before the first step does not."""
     return label is ProgressMark.BACKWARD or (label is ProgressMark.FORWARD and torch.is_grad_enabled())
 
 
 def _add_up(blocks: Sequence[_Block], models: Sequence[nn.Module], *, num_steps: int) -> StepProducts:
-    """Return the products of a step from those of its forwards and backwards."""
+    """Return the products of a step, the sum over its forwards and backwards."""
     all_counts = [block.counts for block in blocks]
     by_model: dict[int, int] = {}
     for place, model in enumerate(models):

@@ -32,7 +32,7 @@ LAYERS, PRODUCTS = "fp8 layers", "fp8 products"  # facts of the plan
 
 
 def check_gathers(models: Iterable[nn.Module], *, said: str) -> None:
-    """Check that weights which are to be gathered in fp8 are gathered, once a backend has prepared the models.
+    """Check, on prepared models, that the backend gathers the weights that are to be gathered in fp8.
 
     Args:
         models: The models that were prepared.
@@ -57,8 +57,8 @@ class Fp8Training:
         recipe: The recipe of the run.
         context: The ranks and the device.
         keep_fp32: The patterns of the modules that stay in fp32, which are not converted.
-        exclude: The patterns of `fp8_exclude`, which the recipe has already, for messages in their name.
-        on_count: A function that gets the facts of the plan when something is known of the products of a step.
+        exclude: The patterns of `fp8_exclude`, for messages about them; the recipe already applies them.
+        on_count: A function that is called with facts for the plan when the products of a step are known.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Fp8Training:
         """Convert models in place, before a backend prepares them. Called on all ranks.
 
         Returns:
-            The fact of the plan.
+            The fact for the plan.
 
         Raises:
             PrecisionError: No layer of any model of the run can be converted, or a model cannot be converted as the
-                recipe says; all of them are left as they were.
+                recipe says; all models stay as they were.
             ValueError: A model is prepared already.
         """
         check_new(models)  # whose layers are converted: to restore them would take fp8 from a run
@@ -131,18 +131,18 @@ class Fp8Training:
         return {LAYERS: f"{converted} of {linear} linear layers in {self._recipe.name}"}
 
     def check(self) -> None:
-        """Check that weights are gathered in fp8 if the recipe says so, once a backend has prepared the models."""
+        """Check, on prepared models, that the backend gathers weights in fp8 if the recipe says so."""
         check_gathers(self._models, said=f"fp8_recipe={self._recipe!r}")
 
     def undo(self) -> None:
-        """Give the models of the last `convert` their plain layers back, after a preparation that failed."""
+        """Restore the plain layers of the models of the last `convert`, after their preparation failed."""
         self._undo(self._last)
 
     def end_step(self) -> None:
-        """Tell what ran, after the first step. Called on all ranks.
+        """Report the formats of the first step's products. Called on all ranks.
 
         Raises:
-            PrecisionError: Of a converted model that was called, no product ran in the recipe's formats.
+            PrecisionError: A converted model was called, but none of its products ran in the recipe's formats.
         """
         num_models = len(self._models)
         if (step := self._products.end_step()) is not None:
@@ -161,19 +161,19 @@ class Fp8Training:
             )
 
     def finish(self) -> None:
-        """Stop counting when training ends, and tell if no step could be counted. May be called on any rank."""
+        """Stop counting when training ends, and report if no step could be counted. May be called on any rank."""
         step = self._products.unproved
         self._products.close()
         if step is not None and step.num_steps < PATIENCE_STEPS:
             self._tell(judge_unproved(step, self._recipe.name))
 
     def release(self) -> None:
-        """Give all models their plain layers back and forget them, once the backend has released them."""
+        """Restore the plain layers of all models and forget the models, once the backend has released them."""
         self._undo(0)
         self._linear_names.clear()
 
     def close(self) -> None:
-        """Stop counting, and forget what the plan is told by. May be called on any rank."""
+        """Stop counting, and drop the callback that informs the plan. May be called on any rank."""
         self._on_count = None
         self._products.close()
 
@@ -197,18 +197,18 @@ class Fp8Training:
             self._on_count({PRODUCTS: verdict.fact})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the recipe keeps beside the weights, for each model in the order of conversion."""
+        """Return the recipe's state besides the weights, for each model in the order of conversion."""
         return {
             "recipe": self._recipe.name,
             "models": [recipe_state(model, self._recipe) for model in self._models],
         }
 
     def keeps_state(self) -> bool:
-        """Return whether the recipe keeps anything beside the weights."""
+        """Return whether the recipe has any state besides the weights."""
         return any(recipe_state(model, self._recipe) for model in self._models)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; of another recipe or precision, nothing: the layers begin as if new.
+        """Load a result of `state_dict`. Ignore a state of another recipe or precision: layers begin as new.
 
         Raises:
             PrecisionError: A tensor was saved in another shape than the recipe keeps.

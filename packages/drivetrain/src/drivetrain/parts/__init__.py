@@ -1,1 +1,1 @@
-"""The values that an Accelerator is made of, which every other folder reads."""
+"""The parts of an Accelerator; the modules of all other folders use them."""

@@ -29,7 +29,7 @@ class Checkpointers:
 
     @property
     def has_default(self) -> bool:
-        """True if `of(None)` has a folder: one is set, or the run has a `project_dir`."""
+        """True if `of(None)` has a folder: the settings name a folder, or the run has a `project_dir`."""
         return (self._settings.directory or self._project_dir) is not None
 
     def of(self, directory: Place | str | None) -> Checkpointer:
@@ -39,7 +39,7 @@ class Checkpointers:
             directory: The folder or URL; by default the checkpoint section's, or else `project_dir`/checkpoints.
 
         Raises:
-            ValueError: No folder is given, and none is set.
+            ValueError: No folder is given, and the settings name none.
         """
         directory = directory or self._settings.directory
         if directory is None:
@@ -59,12 +59,12 @@ class Checkpointers:
             checkpointer.wait()
 
     def wait_for_copies(self) -> None:
-        """Wait until background saves have copied what they write, so that weights may change."""
+        """Wait until background saves have copied the tensors they write, so that weights may change."""
         for checkpointer in self:
             checkpointer.wait_for_copies()
 
     def close(self) -> None:
-        """Finish background saves; a failed one does not keep the others from finishing."""
+        """Finish all background saves, even if one of them fails."""
         with ExitStack() as stack:
             for checkpointer in self:
                 stack.callback(checkpointer.close)

@@ -28,10 +28,10 @@ class PreparedObjects:
         optimizers: The prepared optimizers, in the order they were given to `prepare`.
         schedulers: The prepared schedulers, in the order they were given to `prepare`.
         loaders: The prepared loaders, in the order they were given to `prepare`.
-        lengths: The number of batches of a loader before and after it was prepared, where they are compared; each
-            None if unknown.
-        counted_steps: The numbers of steps that the program was told for its schedules.
-        told_schedulers: The schedulers whose length was told to fit no prepared loader.
+        lengths: The numbers of batches of a loader before and after `prepare`, for loaders whose lengths are
+            compared; each None if unknown.
+        counted_steps: The results of `num_steps` so far, which the program uses for schedules.
+        told_schedulers: The schedulers for which a warning has said that their length fits no prepared loader.
         evaluated: The models that are prepared for evaluation alone, as long as the program holds them.
         on_step: The same functions; more may be added before anything is prepared.
     """
@@ -78,7 +78,7 @@ class PreparedObjects:
         self._holders.clear()
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
-        """Undo the preparation for evaluation of models, to train them."""
+        """Undo `prepare_evaluation` for models that are now to be trained."""
         plain = [self.unwrap(each, keep_autocast=True) for each in models]
         restored = [each for each in self.evaluated if each in plain]
         self.evaluated.difference_update(restored)
@@ -118,7 +118,7 @@ class PreparedObjects:
         return next((one for one in self.models if any(m in (one.model, one.unwrap()) for m in given)), None)
 
     def unwrap(self, model: nn.Module, *, keep_autocast: bool) -> nn.Module:
-        """Return the user's module; without autocast, a shallow copy of its own class on the same parameters."""
+        """Return the user's module; without autocast, a shallow copy of the user's class on the same parameters."""
         inner = model
         while True:
             given = (inner, unwrap_compiled(inner))  # the user may have compiled it after prepare()
@@ -148,12 +148,12 @@ class PreparedObjects:
 
 
 def _parameters_of(module: nn.Module) -> Iterator[Tensor]:
-    """Return a module's parameters, whatever a `parameters` of its own leaves out."""
+    """Return all parameters of a module, even if its class overrides `parameters` to leave some out."""
     return (parameter for _, parameter in nn.Module.named_parameters(module))
 
 
 def _all_of(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls others; it does not hold the prepared objects, which would form a cycle."""
+    """Return a function that calls all given ones, without a reference cycle through the prepared objects."""
     several = tuple(functions)
 
     def call() -> None:

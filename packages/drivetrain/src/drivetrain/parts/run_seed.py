@@ -1,4 +1,4 @@
-"""The seed of a run where nothing more special says one."""
+"""The seed of a run, used where no more specific seed is set."""
 
 import torch
 
@@ -6,10 +6,10 @@ from drivetrain_state import reseed
 
 
 def seed_of_run(said: int | None) -> tuple[int, str]:
-    """Return the seed that the settings say, or else torch's own, and its source; rank 0's counts.
+    """Return the seed of the settings, or else torch's initial seed, and its source; rank 0's counts.
 
     Args:
-        said: The run section's seed; None if it says none, as where a program calls torch.manual_seed itself.
+        said: The run section's seed; None if it is not set, such as in a program that calls torch.manual_seed.
     """
     if said is not None:
         return said, "run.seed"
@@ -17,11 +17,11 @@ def seed_of_run(said: int | None) -> tuple[int, str]:
 
 
 def draw_by_shard(seed: int | None, shard: int) -> None:
-    """Have torch draw other numbers, such as dropout's masks, for each shard of the data, from its first batch on.
+    """Make torch draw different numbers, such as dropout masks, for each shard of the data, from the first batch on.
 
-    Ranks that read one shard go on drawing the same. So do all ranks with Python's and NumPy's generators, by which a
-    program decides what every rank does. Generators that the program has seeded itself, or that a checkpoint has
-    restored after its own first batch, are left alone: torch tells the seed that its generator got last.
+    Ranks that read the same shard still draw the same numbers. Python's and NumPy's generators draw the same numbers
+    on all ranks: programs use them for decisions that all ranks share. A generator stays unchanged if the program has
+    seeded it, or if a checkpoint taken after the first batch has restored it: torch tells the generator's last seed.
 
     Args:
         seed: The seed of the run; None if nothing was seeded.

@@ -98,7 +98,7 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
 
 
 def _describe(loader: ShardedLoader[Any], num_micro_batches: int) -> str:
-    """Return a loader's batches, and the first words of its order, with the seed where the order depends on one."""
+    """Describe a loader: its batches, the first words of its order, and the seed if the order depends on it."""
     order = loader.order_source.split(":")[0].split("; ")[0]
     if "seed" in loader.order_source and "seed" not in order:
         order = f"{order}, seed {loader.seed}"
@@ -143,7 +143,7 @@ def show_plan(plan: EffectivePlan, settings: RunSettings) -> None:
 
 
 def store_plan(plan: EffectivePlan, settings: RunSettings) -> None:
-    """Write the plan to plan.json in the project's folder, if there is one. Called on rank 0."""
+    """Write the plan to plan.json in the project's folder, if the run has a folder. Called on rank 0."""
     if settings.project_dir is not None:
         settings.project_dir.mkdir(parents=True, exist_ok=True)
         (settings.project_dir / "plan.json").write_text(json.dumps(plan.as_dict(), indent=2) + "\n")

@@ -101,7 +101,7 @@ def make_plan(
     Args:
         resolved: The resolved sections by name.
         applied: The values read back from live objects, by section and field; `AutoValue` where the backend made the
-            choice. Other values count as applied as requested.
+            choice. A setting without a value here counts as applied.
         reasons: The reasons why an applied value may differ, by setting ("section.field").
         facts: Short facts other than settings.
         details: More about the facts.

@@ -1,4 +1,4 @@
-"""Keep the global batch of a run whose number of processes changes, by the number of micro-batches in a step."""
+"""Adapt the micro-batches of a step to the number of processes, so that the global batch stays the same."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ class ScaledAccumulation:
     """The micro-batches of an optimizer step on this number of processes.
 
     Attributes:
-        asked: The number that the settings ask for.
-        meant_for: The number of processes that it is meant for.
+        asked: The number of micro-batches that the settings ask for.
+        meant_for: The number of processes that `asked` is meant for.
         processes: The number of processes that read different samples.
         steps: The number of micro-batches that keeps the global batch, or comes nearest to it.
     """
@@ -46,8 +46,8 @@ def scale_accumulation(asked: int, *, meant_for: int | None, processes: int) -> 
     """Return the micro-batches of a step that keep the global batch, or come nearest to it.
 
     Args:
-        asked: The number that the settings ask for.
-        meant_for: The number of processes that it is meant for; None for any number.
+        asked: The number of micro-batches that the settings ask for.
+        meant_for: The number of processes that `asked` is meant for; None for any number.
         processes: The number of processes that read different samples.
     """
     meant = processes if meant_for is None else meant_for
@@ -57,7 +57,7 @@ def scale_accumulation(asked: int, *, meant_for: int | None, processes: int) -> 
 
 
 def warn_if_changed(scaled: ScaledAccumulation) -> None:
-    """Warn if the global batch is another one than the settings mean. Called on rank 0."""
+    """Warn if the global batch differs from the one that the settings mean. Called on rank 0."""
     if not scaled.is_exact:
         whole = scaled.asked * scaled.meant_for
         logger.warning(
@@ -74,7 +74,7 @@ class StepSize:
     """The samples of an optimizer step.
 
     Attributes:
-        batch_size: The samples of a micro-batch on one process; None if batches come as they are.
+        batch_size: The samples of a micro-batch on one process; None if the loader has no batch size.
         processes: The number of processes that read different samples.
         micro_batches: The micro-batches of a step.
     """
@@ -90,7 +90,7 @@ class StepSize:
 
     @property
     def total(self) -> int:
-        """The samples of a step; its micro-batches on all processes if their samples are not known."""
+        """The samples of a step; if the batch size is unknown, its micro-batches on all processes."""
         return (self.batch_size or 1) * self.processes * self.micro_batches
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class StepSize:
 
 
 def step_sizes(loaders: Sequence[ShardedLoader[Any]], micro_batches: int) -> dict[str, dict[str, int | None]]:
-    """Return the size of a step for each loader that an optimizer has stepped on, for a checkpoint, by its place."""
+    """Return the step size of each loader that was trained on, by the loader's position, for a checkpoint."""
     return {
         str(place): asdict(StepSize.of(loader, micro_batches))
         for place, loader in enumerate(loaders)
@@ -110,7 +110,7 @@ def step_sizes(loaders: Sequence[ShardedLoader[Any]], micro_batches: int) -> dic
 def warn_if_resumed_otherwise(
     saved: Mapping[str, Mapping[str, Any]], loaders: Sequence[ShardedLoader[Any]], micro_batches: int
 ) -> None:
-    """Warn of a step that takes another number of samples than in the checkpoint. Called on rank 0.
+    """Warn if a step takes more or fewer samples than in the checkpoint's run. Called on rank 0.
 
     Args:
         saved: The result of `step_sizes` in the checkpoint.

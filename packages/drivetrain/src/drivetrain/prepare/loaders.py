@@ -21,7 +21,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
         loader: The loader as the user built it.
         parts: The parts of the Accelerator.
         place: The number of loaders that this run prepared before.
-        even: The treatment of its tail; None for that of the settings.
+        even: The treatment of the loader's tail; None takes the setting.
 
     Raises:
         TypeError, ValueError: The object is not a loader, or the settings do not fit it.
@@ -49,7 +49,7 @@ def shard(loader: Any, parts: Parts, *, place: int, even: UnevenPolicy | None = 
 
 
 def _make_on_batch(parts: Parts) -> Callable[[], None]:
-    """Return what is called for every batch of a loader."""
+    """Return the function that is called for every batch of a loader."""
     mark, seed, shard = (
         parts.context.progress.mark,
         parts.settings.seed,
@@ -68,10 +68,10 @@ def _make_on_batch(parts: Parts) -> Callable[[], None]:
 
 
 def _choose_seed(loader: Any, parts: Parts, place: int) -> tuple[int, str]:
-    """Return the seed of a loader, rank 0's on every rank, and its source. Called on all ranks.
+    """Return the seed of a loader and its source; all ranks get rank 0's. Called on all ranks.
 
-    A loader's own generator takes precedence over the settings, as code does; then come the data section's seed, the
-    run's, and torch's initial seed.
+    The seed comes from the loader's generator, else the data section, else the run section, else torch's initial
+    seed.
     """
     # shard_loader refuses a sharded one.
     own = None if isinstance(loader, ShardedLoader) else own_seed(loader)

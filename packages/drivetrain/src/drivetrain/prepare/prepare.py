@@ -54,7 +54,7 @@ def prepare_objects(
     Args:
         objects: Models, optimizers, schedulers and loaders, in any order.
         parts: The parts of the Accelerator; the prepared objects are added to them.
-        even: The treatment of the loaders' tails; None for that of the settings.
+        even: The treatment of the loaders' tails; None takes the setting.
 
     Returns:
         The prepared objects in the order given.
@@ -84,7 +84,7 @@ def prepare_objects(
 
 
 def _prepare_models(found: Sorted, parts: Parts) -> Sequence[Prepared]:
-    """Prepare models with their optimizers and schedulers, converted first if the run trains in fp8."""
+    """Prepare models with their optimizers and schedulers; convert the models first if the run trains in fp8."""
     parts.prepared.restore_evaluated(found.models)
     for model in found.models:
         check_trained_weights(model)

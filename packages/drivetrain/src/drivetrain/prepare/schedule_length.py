@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
-    """Return the number of optimizer steps of some epochs, each of which closes its last window early.
+    """Return the number of optimizer steps in some epochs; each epoch closes its last window early.
 
     Args:
         epochs: The number of epochs, possibly fractional.
@@ -27,10 +27,10 @@ def steps_of(epochs: float, num_batches: int, accumulation: int) -> int:
 
 
 def tell_unsharded_lengths(parts: Parts, loaders: Iterable[tuple[Any, ShardedLoader[Any]]]) -> None:
-    """Warn once of each prepared schedule that is as long as a loader was before it was prepared.
+    """Warn once of each prepared schedule whose length fits a loader before, but not after, sharding.
 
-    Called on all ranks, after each `prepare`. A schedule of the same length as a result of `num_steps`, or as
-    a whole number of epochs of a prepared loader whose `len` the program has read, is taken to be made for it.
+    Called on all ranks, after each `prepare`. There is no warning if the length is a result of `num_steps`, or a
+    whole number of epochs of a prepared loader whose `len` the program has read.
 
     Args:
         parts: The parts of the Accelerator.
@@ -93,7 +93,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _is_multiple(total: int, num_batches: int | None, accumulation: int) -> bool:
-    """Return whether a total is that of a whole number of epochs, in batches or steps."""
+    """Return whether a schedule's total is a whole number of epochs, in batches or steps."""
     if num_batches is None:
         return False
     units = {num_batches, ceil(num_batches / accumulation), num_batches // accumulation}

@@ -1,1 +1,1 @@
-"""Saved and resumed runs, models out to other programs and in."""
+"""Save and resume runs; export models to other programs and load their exports."""

@@ -28,7 +28,7 @@ def save_adapters(
     """Write every adapter of a model as `PeftModel.save_pretrained` does. Called on all ranks.
 
     The adapter "default" goes into the folder itself, every other one into a subfolder of its name. The main process
-    gathers the adapters in full, and nothing else.
+    gathers only the adapters in full.
 
     Args:
         prepared: The prepared PEFT model.

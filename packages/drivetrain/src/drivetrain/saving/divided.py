@@ -1,4 +1,4 @@
-"""The distribution of a run's tensors over ranks: which are replicated in a save, and how a load shards each."""
+"""The distribution of tensors over ranks: replicated tensors in a save, and the sharding of loaded tensors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -12,13 +12,13 @@ from drivetrain_weights.tensor_box import is_dtensor
 
 
 def name_parameters(prepared: Prepared) -> dict[str, Tensor]:
-    """Return a model's parameters by the names that they have in a checkpoint; a tied one has several."""
+    """Return a model's parameters by their names in a checkpoint; a tied parameter has several names."""
     named = prepared.unwrap().named_parameters(remove_duplicate=False)
     return {strip_wrapper_prefix(name): parameter for name, parameter in named}
 
 
 def mark_replicas(state: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """Return a prepared model's state with replicated tensors marked, so that ranks may share their writing.
+    """Return a prepared model's state with replicated tensors marked, so that ranks may share the writing.
 
     Parameters and their optimizer states are replicated: every rank steps on the same gradients. Buffers, such as a
     batch norm's statistics, and other optimizer state may differ; rank 0's are written.

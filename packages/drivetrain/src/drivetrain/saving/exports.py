@@ -82,7 +82,7 @@ def save(
 
 
 def trained_names(prepared: Prepared) -> list[str]:
-    """Return the names of the trained parameters, with every name of a tied one.
+    """Return the names of the trained parameters, including every name of a tied parameter.
 
     Raises:
         ValueError: No parameter requires a gradient.

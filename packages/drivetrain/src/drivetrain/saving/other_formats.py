@@ -14,12 +14,12 @@ from drivetrain_state.collectives.collective_errors import on_main
 class RunFormat(Protocol):
     """A format in which another library saves runs, such as a module with these functions.
 
-    A package registers one as an entry point of the group `drivetrain.run_formats`. `load_state` first calls `find`,
-    on the main process alone, then `load` on all ranks.
+    A package registers its format as an entry point of the group `drivetrain.run_formats`. `load_state` first calls
+    `find`, on the main process alone, then `load` on all ranks.
     """
 
     def find(self, place: Path) -> Path | None:
-        """Return the folder of a saved run in a folder, or the folder itself; None if it holds none."""
+        """Return the folder of a saved run, `place` or a folder inside; None if there is no saved run."""
         ...
 
     def load(self, run: RunState, folder: Path) -> tuple[int, str]:
@@ -32,10 +32,10 @@ class RunFormat(Protocol):
 
 
 def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] | None:
-    """Return the format of another library's saved run in a folder, and its folder. Called on all ranks.
+    """Find another library's saved run in a folder; return its format and folder. Called on all ranks.
 
     Returns:
-        None if there is none.
+        None if the folder holds no such run.
 
     Raises:
         ValueError: The run is Accelerate's, and the package that reads it is not installed.

@@ -1,4 +1,4 @@
-"""The user's objects that are saved with a run, with one state for all ranks or one for each."""
+"""The user's objects that are saved with a run, with one state for all ranks or a state for each rank."""
 
 import hashlib
 import logging
@@ -54,7 +54,7 @@ class Registered:
         return len(self.shared) + len(self.per_rank)
 
     def add(self, objects: Sequence[object], named: Mapping[str, object], *, per_rank: bool) -> None:
-        """Add objects, numbered or named.
+        """Add objects under their numbers or names.
 
         Raises:
             TypeError: An object lacks `state_dict` or `load_state_dict`, or `per_rank` is not a bool.
@@ -79,7 +79,7 @@ class Registered:
             kept[name] = obj
 
     def remove(self, objects: Sequence[object]) -> None:
-        """Remove objects, under all of their names; those that are not registered are left out."""
+        """Remove objects under all of their names; ignore objects that are not registered."""
         for kept in (self.shared, self.per_rank):
             for name in [name for name, held in kept.items() if any(held is one for one in objects)]:
                 del kept[name]
@@ -87,8 +87,8 @@ class Registered:
     def compare(self, states: Mapping[str, Any], context: Context) -> None:
         """Compare the registered objects over ranks. Called on all ranks.
 
-        A warning reports, once for each object, states that differ between ranks. Tensors are compared by shape,
-        dtype and a sample of their elements.
+        If an object's state differs between ranks, a warning says so once. Tensors are compared by shape, dtype and a
+        sample of their elements.
 
         Args:
             states: The states of the shared objects, by name.
@@ -144,7 +144,7 @@ def gathered_states(
 def check_loadable(
     objects: Mapping[str, Stateful], saved: Mapping[str, Any], *, saved_world_size: int, world_size: int
 ) -> None:
-    """Refuse states of another number of ranks for objects that cannot merge them.
+    """Refuse to load states of another number of ranks into objects that cannot merge states.
 
     Args:
         objects: The objects with a state on each rank, by name.

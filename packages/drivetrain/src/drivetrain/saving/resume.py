@@ -46,8 +46,8 @@ class RunState:
         backend: The backend that trains the models.
         loaders: The prepared loaders, in the order they were prepared.
         registered: The objects registered for checkpointing.
-        seed: The seed of the settings, for generators whose saved state does not fit the number of ranks; None if
-            they say none.
+        seed: The seed of the settings, for generators whose saved state does not fit the number of ranks; None if the
+            settings have no seed.
         fp8: The training of the models in fp8; None in other precisions.
         dtypes: The dtypes that the run holds its models in.
         kept: The prepared and registered models whose weights a load leaves as they are.
@@ -94,8 +94,8 @@ def save(
 
     Raises:
         DriftedReplicasError: Ranks hold different weights of a replicated model; nothing was saved. The error of a
-            background save is raised by the next call that waits for it.
-        ValueError: The model holds packed weights, and they would be saved.
+            background save is raised by the next call that waits for the save.
+        ValueError: The save would include packed weights.
         RuntimeError: Ranks have registered different objects; nothing was written.
     """
     run.context.progress.note(ProgressMark.CHECKPOINT)
@@ -149,7 +149,7 @@ def save(
 
 
 def _check_unpacked(one: Prepared) -> None:
-    """Refuse a checkpoint of all weights where some are packed, as the 4-bit base of adapters is."""
+    """Refuse to save all weights if some are packed, such as the 4-bit base model under adapters."""
     packed = {name: each for name, each in one.unwrap().named_parameters() if is_packed(each)}
     if packed:
         name, weight = next(iter(packed.items()))
@@ -162,10 +162,10 @@ def _check_unpacked(one: Prepared) -> None:
 
 
 def _changes_in_step(run: RunState) -> Callable[[str], bool]:
-    """Return a function that tells by a tensor's name in the checkpoint whether only optimizer steps change it.
+    """Return a function from a tensor's name in the checkpoint to whether only optimizer steps change the tensor.
 
-    These are parameters and optimizer states, but not options of parameter groups: a scheduler writes a learning rate
-    that is a tensor.
+    True for parameters and optimizer states. False for options of parameter groups: a scheduler may write them, such
+    as a learning rate that is a tensor.
     """
     parameters = {
         f"models/{name}/{parameter}"
@@ -262,12 +262,12 @@ def _fill(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any
 
 
 def reseed_generators(run: RunState, *, saved_world_size: int, step: int) -> str:
-    """Seed the generators anew, since those of another number of ranks fit none. Called on all ranks.
+    """Reseed the generators, since states saved on another number of ranks fit no rank. Called on all ranks.
 
-    torch draws other numbers for each shard of the data, Python and NumPy the same on all ranks, as `draw_by_shard`.
+    As in `draw_by_shard`, torch draws different numbers for each shard; Python and NumPy draw the same on all ranks.
 
     Returns:
-        What was done, for the plan.
+        A description of the reseeding, for the plan.
     """
     topology = run.context.topology
     seed, source = broadcast_object(run.context, seed_of_run(run.seed))

@@ -37,7 +37,7 @@ class _DeferredSave(NamedTuple):
 
 
 class Saving(HasParts):
-    """The part of an Accelerator that saves and resumes, and writes and reads models alone."""
+    """The part of an Accelerator that saves and resumes runs, and exports and loads single models."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -89,9 +89,9 @@ class Saving(HasParts):
     ) -> Place | None:
         """Save models, optimizers, schedulers, loader positions, generators and registered objects.
 
-        Called on all ranks. A save in an open accumulation window would lose its gradients. It is therefore deferred
-        until the window has closed and its step is complete: to the start of the next micro-batch, or the end of
-        training; unless it is to be made at once.
+        Called on all ranks. A save in an open accumulation window would lose the window's gradients. Unless
+        `at_once`, the save is therefore deferred until the window's step is complete: to the start of the next
+        micro-batch, or the end of training.
 
         Args:
             output_dir: The folder or URL of the checkpoints; `project_dir`/checkpoints by default.
@@ -100,8 +100,8 @@ class Saving(HasParts):
                 save or load, `wait_for_save` and `end_training` wait for the write and raise its error.
             trained_only: Whether frozen parameters are left out, such as the base model under adapters. A run that
                 loads the checkpoint already has them, and `load_state` leaves them unchanged.
-            at_once: Whether to save in an open window too, without its gradients: a resume reads its micro-batches
-                again, with other random numbers.
+            at_once: Whether to save even in an open window, without the window's gradients. A resumed run reads the
+                window's micro-batches again, with other random numbers.
 
         Returns:
             The folder of this checkpoint; None if the save was deferred.
@@ -149,10 +149,10 @@ class Saving(HasParts):
     ) -> Place | None:
         """Save if a save is due; call it at the end of the loop's body. Called on all ranks.
 
-        A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock, and once any rank has
-        received one of `save_on_signals`, which the first call starts to listen for, or has called `request_stop`;
-        after these two, the program ends when the save is committed. All ranks save after the same step. In an open
-        accumulation window no save is due.
+        A save is due after `save_every_steps` or `save_every_minutes`, by rank 0's clock. It is also due once any
+        rank has received one of `save_on_signals` or called `request_stop`; then the program ends when the save is
+        committed. The first call starts to listen for signals. All ranks save after the same step, never in an open
+        window.
 
         Args:
             metrics: Numbers that rate the checkpoint; see `save_state`.
@@ -196,7 +196,7 @@ class Saving(HasParts):
         May be called on any rank, by any thread, such as that of a `MemoryGuard`.
 
         Args:
-            reason: The words with which the log is to say why the run ends.
+            reason: The reason why the run ends, for the log.
         """
         self._stop_requests.append(reason)
 
@@ -217,16 +217,16 @@ class Saving(HasParts):
         A folder that Accelerate's `save_state` wrote is loaded too; a warning lists what could not be restored.
 
         Args:
-            input_dir: The folder or URL of a checkpoint, or of several, of which the newest valid one is loaded;
+            input_dir: The folder or URL of a checkpoint or of several: then the newest valid checkpoint is loaded.
                 `project_dir`/checkpoints by default.
-            kept_models: Prepared or registered models that keep the weights they have, such as those that the
-                program has loaded by itself; their optimizers are loaded. The same ones on all ranks.
+            kept_models: Prepared or registered models that keep their present weights, such as weights that the
+                program has loaded itself. Their optimizers are loaded. Pass the same models on all ranks.
 
         Returns:
             The optimizer step of the checkpoint.
 
         Raises:
-            ValueError: The checkpoint is of other objects than the run, or a kept model is none of the run's.
+            ValueError: The checkpoint holds other objects than the run, or the run does not have a kept model.
         """
         from drivetrain.saving import resume
         from drivetrain.saving.other_formats import find_other_format
@@ -269,8 +269,8 @@ class Saving(HasParts):
     ) -> "ExportPlan":
         """Write a model's weights and buffers as safetensors, as `from_pretrained` reads them. Called on all ranks.
 
-        The main process gathers and writes the tensors, and holds those of one file at a time. An existing export in
-        the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
+        The main process gathers and writes the tensors, and holds the tensors of one file at a time. An existing
+        export in the folder is replaced once the new one is complete; see `drivetrain_checkpoint.write_export`.
 
         Args:
             model: A prepared model.
@@ -389,7 +389,7 @@ class Saving(HasParts):
 
 
 def _copies_are_over(window: AccumulationWindow, checkpointers: Checkpointers) -> bool:
-    """Wait for a background save's copies before a step changes the tensors; False while the window is open."""
+    """Wait for a background save's copies before a step changes tensors; return False in an open window."""
     if not window.closing:
         return False
     checkpointers.wait_for_copies()
