@@ -1,8 +1,8 @@
 """Programs written for Hugging Face Accelerate, run on drivetrain without a changed line.
 
-`install()` puts modules named `accelerate` in front of the import system: a program, or a library such as
-transformers, that imports `accelerate` then gets the interface of Accelerate over drivetrain. Importing this package
-changes nothing. Functions take the arguments that Accelerate documents; docstrings here say where they differ.
+`install()` puts modules named `accelerate` in front of the import system. Programs and libraries such as transformers
+that import `accelerate` then get Accelerate's interface over drivetrain. Importing this package changes nothing.
+Functions take the arguments that Accelerate documents; docstrings here describe the differences.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Run a program with the interface installed: `python -m drivetrain_accelerate SCRIPT [ARGUMENT ...]`.
 
-`-m MODULE` in place of the script runs a module, as with Python itself. `--no-strict` before it restores what
-Accelerate does wrong without a word, for a comparison.
+`-m MODULE` in place of the script runs a module, as with Python itself. `--no-strict` before the script or `-m`
+restores Accelerate's silent errors, for a comparison.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Private names of torch and transformers that this package relies on, each once; docs/platforms.md lists them."""
+"""The private names of torch and transformers that this package uses; docs/platforms.md lists them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,17 +8,17 @@ from torch.utils._pytree import tree_map  # torch's walk through nested values h
 
 
 def map_nested(function: Callable[..., Any], *values: Any) -> Any:
-    """Return the nested values with a function applied to the leaves of equal places."""
+    """Apply a function to the leaves at the same place in several nested values; return the nested results."""
     return tree_map(function, *values)
 
 
 def num_calls(scheduler: Any) -> int:
-    """Return how often a scheduler of torch was stepped, its construction included."""
+    """Return the number of steps of a torch scheduler; its construction counts as one."""
     return scheduler._step_count
 
 
 def count_call(scheduler: Any) -> None:
-    """Count a step of a scheduler that does not change its learning rates."""
+    """Count a step of a scheduler without changing its learning rates."""
     scheduler._step_count += 1
 
 

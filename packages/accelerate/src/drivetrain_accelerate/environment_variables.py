@@ -20,7 +20,7 @@ Value = TypeVar("Value", bound=str | bool | int | float)
 
 
 def truth(value: object, *, of: str) -> bool:
-    """Return the truth value that a bool, a number or a word in any case means; `of` names it in the error."""
+    """Return the truth value of a bool, number or word in any case; the error names the value by `of`."""
     word = str(value).lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(
@@ -30,12 +30,12 @@ def truth(value: object, *, of: str) -> bool:
 
 
 def says_yes(variable: str) -> bool:
-    """Return whether a variable of the environment means yes; an unknown word does not."""
+    """Return whether an environment variable means yes; an unknown word means no."""
     return (environ.read(variable) or "").lower() in _TRUE
 
 
 def value_from(name: str, default: Value) -> Value:
-    """Return a variable's value, of the type of the default; without the variable, the default."""
+    """Return a variable's value, converted to the default's type; the default if the variable is not set."""
     text = environ.read(name)
     if text is None:
         return default
@@ -49,7 +49,7 @@ def value_from(name: str, default: Value) -> Value:
 
 
 def fill_unsaid(options: object, prefix: str, **defaults: str | bool | int | float) -> None:
-    """Set each field that is None to the variable of its name behind a prefix, or else to its default."""
+    """Set each field that is None to the value of the variable PREFIX + NAME, or else to the field's default."""
     for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value_from(f"{prefix}{name.upper()}", default))
@@ -62,13 +62,13 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def is_same_word(one: str, other: str) -> bool:
-    """Return whether two words are equal in any case, or both mean yes, or both no."""
+    """Return whether two words are equal in any case, or both mean yes, or both mean no."""
     words = {one.lower(), other.lower()}
     return len(words) == 1 or words <= {*_TRUE} or words <= {*_FALSE}
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first variable that is an integer of 0 or more."""
+    """Return the value of the first variable that holds an integer of 0 or more, or else the default."""
     for key in env_keys:
         text = environ.read(key)
         if text is not None and (number := int(text)) >= 0:
@@ -87,7 +87,7 @@ def parse_choice_from_env(key: str, default: Any = "no") -> str:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return lines `NAME=value` of variables; those with characters that have a meaning for a shell are left out."""
+    """Return variables as lines `NAME=value`, without variables that hold characters special to a shell."""
     lines: list[str] = []
     for name, value in current_env.items():
         if name and value and not any(character in name + value for character in _UNSAFE):
@@ -101,7 +101,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def clear_environment() -> Generator[None]:
-    """Run the block without any environment variable; afterwards all are as before."""
+    """Run the block without any environment variable, and restore all variables afterwards."""
     before = environ.child_environment()
     environ.replace({})
     try:
@@ -112,13 +112,13 @@ def clear_environment() -> Generator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Generator[None]:
-    """Run the block with variables set, under names in upper case; afterwards they are as before."""
+    """Run the block with variables set, their names in upper case, and restore them afterwards."""
     with environ.exported(**{name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or a class with tests, so that the variables ACCELERATE_* are afterwards as before."""
+    """Decorate a function or a test class so that the variables ACCELERATE_* are restored after each call."""
     if not isclass(func_or_cls):
         return _purge_after(func_or_cls)
     for name in dir(func_or_cls):

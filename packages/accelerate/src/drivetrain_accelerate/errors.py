@@ -2,12 +2,12 @@
 
 
 class AlreadyImportedError(RuntimeError):
-    """`install()` came after the real Accelerate was imported, whose objects the program may hold."""
+    """The real Accelerate was imported before `install()`, and the program may hold its objects."""
 
 
 class UnknownVersionError(ValueError):
-    """A version of Accelerate's interface was asked for that this package does not provide."""
+    """The requested version of Accelerate's interface is not provided by this package."""
 
 
 class NotProvidedError(NotImplementedError):
-    """A name of Accelerate's interface was used that this package has no counterpart for."""
+    """A name of Accelerate's interface that the program uses has no counterpart in this package."""

@@ -34,7 +34,7 @@ _OLDEST_KERNEL = "5.5.0"
 
 @dataclass
 class CPUInformation:
-    """The place of a process among those that train on CPUs."""
+    """The rank of a process among the processes that train on CPUs."""
 
     rank: int = 0
     world_size: int = 1
@@ -43,7 +43,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return what torchrun, Intel MPI, Open MPI or MVAPICH tells this process by its environment."""
+    """Return the ranks that torchrun, Intel MPI, Open MPI or MVAPICH sets in the environment."""
     alone = asdict(CPUInformation())
     return CPUInformation(
         **{field: get_int_from_env(names.split(), alone[field]) for field, names in _VARIABLES.items()}
@@ -51,12 +51,12 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of some modules that are imported."""
+    """Return the given modules that are imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of accelerator and the name of its `DistributedType`; those of CUDA where there is none."""
+    """Return the kind of accelerator and the name of its `DistributedType`; without one, those of CUDA."""
     kind = best_device_kind()
     kind = "cuda" if kind in ("cpu", "mps") else kind
     name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
@@ -64,7 +64,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names and the number of NVIDIA GPUs, asked of nvidia-smi, so that CUDA is not initialised."""
+    """Return the names and the number of NVIDIA GPUs. nvidia-smi lists them, so CUDA is not initialised."""
     names = _ask_driver("name")
     return names, len(names)
 
@@ -96,7 +96,7 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to cores of the NUMA node of its GPU, and log them; where there is none, do nothing.
+    """Bind this process to cores of its GPU's NUMA node, and log them; without such a node, do nothing.
 
     `verbose=None` leaves the logging to ACCELERATE_DEBUG_MODE.
     """
@@ -111,14 +111,14 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to cores of the NUMA node of its GPU, once: a launcher that did it is not overridden."""
+    """Bind this process to cores of its GPU's NUMA node, unless the launcher or an earlier call did so."""
     if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
         return
     override_numa_affinity(local_process_index, verbose)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether something on this host listens on a port; 29500 if none is said."""
+    """Return whether something on this host listens on a port, by default 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", _DEFAULT_PORT if port is None else port)) == 0
 

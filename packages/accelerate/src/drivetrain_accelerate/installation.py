@@ -1,7 +1,7 @@
-"""Put the interface in front of the import system, here and in spawned processes, and take it back.
+"""Install the interface in the import system of this process and of spawned processes, or uninstall it.
 
-Accelerate's launcher tells its ranks by variables, which transformers and others read, too. drivetrain's tells them
-by settings: an installation translates those that were said, in place of what a variable said before.
+Accelerate's launcher sets environment variables on its ranks, and libraries such as transformers read them too.
+drivetrain's launcher uses settings. An installation writes given settings into these variables, over older values.
 """
 
 import sys
@@ -31,19 +31,19 @@ _OPERATORS = "<>=!~"
 
 
 def install(*, version: str | None = None, strict: bool | None = None) -> None:
-    """Have `import accelerate` return the interface over drivetrain, in this process and from now on.
+    """Make `import accelerate` return the interface over drivetrain, in this process from now on.
 
-    It works whether or not the real package is installed, and changes nothing on disk. Processes that
-    `multiprocessing` spawns have it too. What a launch says is put into the environment variables that programs for
-    Accelerate read. A second call changes what it is told alone.
+    The real package need not be installed, and nothing on disk changes. Processes that `multiprocessing` spawns get
+    the interface too. The settings of a launch are written into the environment variables that programs for
+    Accelerate read. A second call changes only the arguments that it gives.
 
     Args:
         version: The version whose interface the program expects, such as "1.15" or ">=1.10"; by default the newest.
-        strict: Whether what Accelerate does wrong without a word is put right. False restores it where that can be
-            done, here and in the processes that this one starts; None leaves it to the settings.
+        strict: Whether to correct Accelerate's silent errors. False restores the errors where possible, in this
+            process and the processes that it starts. None leaves the choice to the settings.
 
     Raises:
-        AlreadyImportedError: The real package was imported before; the message says by what.
+        AlreadyImportedError: The real package was imported before; the message says by which module.
         UnknownVersionError: That version's interface is not provided.
         ConfigError: A setting of the launch cannot be read.
     """
@@ -65,9 +65,9 @@ def install(*, version: str | None = None, strict: bool | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Take the interface out of the import system, and what it has put into the environment.
+    """Remove the interface from the import system, and its variables from the environment.
 
-    Modules that imported it keep what they hold. The next `import accelerate` finds the real package, if any.
+    Modules keep the objects that they imported. The next `import accelerate` finds the real package, if installed.
     """
     if (finder := installed_finder()) is None:
         return
@@ -84,7 +84,7 @@ def is_installed() -> bool:
 
 
 def _choose_version(wanted: str | None) -> str:
-    """Return the newest provided version that fulfils a wish."""
+    """Return the newest provided version that fits a version or requirement."""
     if wanted is None:
         return PROVIDED_VERSIONS[-1]
     try:
@@ -131,7 +131,7 @@ def _holds(module: object, real: ModuleType) -> bool:
 
 @dataclass(frozen=True)
 class CarriedInstallation:
-    """The installation of the interface in the process that unpickles it."""
+    """An object that installs the interface in the process that unpickles it."""
 
     install: Callable[[], None]
 
@@ -141,7 +141,7 @@ class CarriedInstallation:
 
 @dataclass(frozen=True)
 class _PreparationWithInterface:
-    """The data that a spawned process reads before it imports the program's main module, with the installation."""
+    """A function that adds the installation to the data that a spawned process reads before its main module."""
 
     own: Callable[[str], dict[str, Any]]
     carried: CarriedInstallation
@@ -161,15 +161,15 @@ def carry_to_spawned(install: Callable[[], None]) -> None:
 
 
 def stop_carrying() -> None:
-    """Leave the processes that are spawned from now on as they are."""
+    """Stop installing the interface in processes that are spawned from now on."""
     if isinstance(spawn.get_preparation_data, _PreparationWithInterface):
         spawn.get_preparation_data = spawn.get_preparation_data.own
 
 
 def told_variables(layers: Layers) -> dict[str, str]:
-    """Return Accelerate's variables for the settings that somebody said.
+    """Return Accelerate's variables for the settings that are given, by whatever source.
 
-    Warn of each variable of the environment that says something else and gives way.
+    Warn of each environment variable that has another value, which is replaced.
     """
     said: dict[str, Any] = {}
     sources: dict[str, Source] = {}

@@ -1,7 +1,7 @@
-"""Go on from Hugging Face Accelerate: read its settings files, flags, names and saved runs for drivetrain.
+"""Move from Hugging Face Accelerate to drivetrain: read Accelerate's settings files, flags, names and saved runs.
 
-Installing this package is enough: drivetrain finds what it reads by entry points. The functions here are what such
-readers are made of.
+Installing this package is enough: drivetrain finds its readers by entry points. Programs can call the same functions
+to write readers of their own.
 """
 
 from typing import TYPE_CHECKING

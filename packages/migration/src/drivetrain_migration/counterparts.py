@@ -1,4 +1,4 @@
-"""The Accelerate names that drivetrain does not have, each with its counterpart; from Accelerate's documentation.
+"""The names of Accelerate's documentation that drivetrain does not have, and the counterpart of each name.
 
 Errors and the guide (docs/howto/from_accelerate.md) quote these texts word for word.
 """
@@ -10,7 +10,7 @@ from drivetrain.accelerator.foreign_names import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """The counterpart of arguments and attributes of Accelerate's Accelerator, and of names of its modules."""
+    """A feature's spelling in drivetrain, and Accelerate's arguments, attributes and module names for the feature."""
 
     here: str  # the spelling in drivetrain, in one line
     arguments: str = ""
@@ -18,7 +18,7 @@ class Counterpart:
     names: str = ""
 
     def of(self, kind: Kind) -> list[str]:
-        """Return the names of one kind, which spaces separate."""
+        """Return Accelerate's names of one kind: arguments, attributes or names of modules."""
         return {"argument": self.arguments, "attribute": self.attributes, "name": self.names}[kind].split()
 
 

@@ -1,4 +1,4 @@
-"""Accelerate's flags whose value decides their meaning, read together, since one may change another's meaning."""
+"""Read Accelerate's flags together, since the value of one flag may change the meaning of another."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,7 +10,7 @@ _SHORT = {"-t": "tee", "-r": "redirects"}
 
 
 def takes(flag: str, known: Collection[str]) -> bool:
-    """Return whether a flag is one of these; drivetrain's meaning of a flag of the launch goes first."""
+    """Return whether a flag is read here; a launch flag that drivetrain knows too (`known`) is not."""
     word = _word_of(flag)
     if word in LAUNCH.words and flag.replace("_", "-") in known:
         return False
@@ -18,7 +18,7 @@ def takes(flag: str, known: Collection[str]) -> bool:
 
 
 def read(given: Mapping[str, str]) -> CombinedMeaning:
-    """Return the meaning of flags, given with their values, by flag as written."""
+    """Return the meanings of flags by the spelling on the command line; `given` has the value of each flag."""
     found = CombinedMeaning()
     written = {_word_of(flag): flag for flag in given}
     for family in FAMILIES:
@@ -32,5 +32,5 @@ def read(given: Mapping[str, str]) -> CombinedMeaning:
 
 
 def _word_of(flag: str) -> str:
-    """Return the key of a flag in Accelerate's files."""
+    """Return the key that Accelerate's configuration files have for a flag."""
     return _SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")

@@ -54,7 +54,7 @@ def _activation_checkpointing(value: Any) -> Meaning:
 
 
 def _fsdp_together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    """Read `fsdp_min_num_params`, which only SIZE_BASED_WRAP uses."""
+    """Read `fsdp_min_num_params`, an option that only SIZE_BASED_WRAP uses."""
     policy, number = given.get("fsdp_auto_wrap_policy"), given.get("fsdp_min_num_params")
     counts = is_set(number) and spelled(number) != "0"
     if not is_set(policy):
@@ -147,7 +147,7 @@ def _gradient_clipping(value: Any) -> Meaning:
 
 
 def _deepspeed_together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
-    """Refuse a clipping norm beside a configuration file; ignore options of stage 3 in other stages."""
+    """Refuse a clipping norm if a configuration file is given; ignore options of stage 3 in other stages."""
     found: dict[str, Meaning] = {}
     file, stage = given.get("deepspeed_config_file"), given.get("zero_stage")
     if is_set(file) and is_set(given.get("gradient_clipping")):
@@ -190,14 +190,14 @@ _TRUE = ("true", "yes", "y", "t", "1", "on")
 
 
 def _in_code(option: str, value: Any) -> str:
-    """Say how code sets an option of delayed scaling, which no setting has."""
+    """Return the code that sets an option of delayed scaling, since no setting does."""
     text = spelled(value)
     shown = f"{{{option!r}: {text if text.isdigit() else repr(text)}}}"
     return f"Accelerator(fp8_recipe=TransformerEngineRecipe(scaling='delayed', options={shown})) in code"
 
 
 def _option(name: str, usual: str) -> Reader:
-    """Return the reader of an option of delayed scaling, whose usual value asks for nothing."""
+    """Return the reader of an option of delayed scaling: accept the usual value, refuse all others."""
     return lambda value: (
         NO_CHANGE
         if not is_set(value) or spelled(value) == usual
@@ -206,7 +206,7 @@ def _option(name: str, usual: str) -> Reader:
 
 
 def _override(value: Any) -> Meaning:
-    """Read which of the three products, output and gradients of input and weight, are in higher precision."""
+    """Read which products (output, input gradient, weight gradient) are computed in higher precision."""
     products = [word in _TRUE for word in re.findall(r"\w+", spelled(value))]
     if not any(products):
         return NO_CHANGE
@@ -286,7 +286,7 @@ _COMPILE = (
 
 
 def _rendezvous(value: Any) -> Meaning:
-    """Read torch's options of a rendezvous, of which drivetrain has the timeout."""
+    """Read torch's options of a rendezvous: accept the timeout, refuse all others."""
     if not is_set(value):
         return NO_CHANGE
     parts = [part.strip().partition("=") for part in str(value).split(",") if part.strip()]

@@ -13,9 +13,9 @@ _UNSAID = ("", "none", "null", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """The meaning of one option with its value; empty where drivetrain behaves as requested anyway.
+    """The meaning of one option and its value; empty if drivetrain behaves as requested anyway.
 
-    It sets a field of a section, tells how drivetrain meets the option in another way, or why it cannot.
+    A meaning sets a field of a section, or notes how drivetrain does the same otherwise, or tells why it cannot.
     """
 
     setting: tuple[str, str] | None = None
@@ -32,7 +32,7 @@ NO_CHANGE = Meaning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The options of one Accelerate backend: readers by option, and the meanings of options that depend on others."""
+    """The options of one Accelerate backend: a reader for each option, and one for options that depend on others."""
 
     words: Mapping[str, Reader]
     together: Together = lambda _given: {}
@@ -40,7 +40,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombinedMeaning:
-    """The combined meaning of several options: their settings with option and value; notices, refusals by option."""
+    """The combined meaning of several options: settings with option and value; notices and refusals by option."""
 
     settings: dict[tuple[str, str], tuple[str, Any]] = field(
         default_factory=dict[tuple[str, str], tuple[str, Any]]
@@ -50,7 +50,7 @@ class CombinedMeaning:
 
 
 def read_words(family: Family, given: Mapping[str, Any]) -> CombinedMeaning:
-    """Read the options of a family; a value is text or what a file's parser returns."""
+    """Read the options of a family. A value is a text, or an object that a file's parser returned."""
     meanings = {word: family.words[word](value) for word, value in given.items() if value is not None}
     reading = CombinedMeaning()
     for word, meaning in {**meanings, **family.together(given)}.items():
@@ -92,9 +92,9 @@ def refused(text: str) -> Meaning:
 
 
 def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) -> Reader:
-    """Return the reader of an option with a closed list of values; `otherwise` None refuses others and lists these.
+    """Return the reader of an option with a fixed list of values; other values mean `otherwise`, or are refused.
 
-    Spaces separate the spellings of one value, in any case.
+    Each key of `meanings` lists the spellings of one value, separated by spaces. Upper and lower case are the same.
     """
     known = {one.lower(): meaning for spellings, meaning in meanings.items() for one in spellings.split()}
     unknown = otherwise or refused(f"say one of {', '.join(each.split()[0] for each in meanings)}")
@@ -102,7 +102,7 @@ def one_of(meanings: Mapping[str, Meaning], otherwise: Meaning | None = None) ->
 
 
 def choice(section: str, field: str, meanings: Mapping[str, Any]) -> Reader:
-    """Return the reader of an option like `one_of`, where what is no meaning is the value that a field gets."""
+    """Return a reader as `one_of` does; an entry of `meanings` may also be the value to set the field to."""
     return one_of(
         {
             spellings: value if isinstance(value, Meaning) else set_field(section, field, value)
@@ -117,7 +117,7 @@ def switch(*, on: Meaning, off: Meaning = NO_CHANGE) -> Reader:
 
 
 def only(usual: str, reason: str) -> Reader:
-    """Return the reader of an option of which drivetrain has one value, and refuses others."""
+    """Return the reader of an option with a single value in drivetrain; refuse all other values."""
     return one_of({usual: NO_CHANGE}, otherwise=refused(reason))
 
 

@@ -1,4 +1,4 @@
-"""Resume a run that Hugging Face Accelerate saved: first match all of its state, then apply it."""
+"""Resume a run that Hugging Face Accelerate saved: match the whole state first, then apply it."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ _EVALUATED = re.compile(r"evaluation_model_(\d+)")
 
 
 class _Registered(NamedTuple):
-    """The registered objects: the program's; schedulers that advance in their own way; models in evaluation mode."""
+    """The registered objects: the program's own, the schedulers, and the models in evaluation mode by place."""
 
     objects: list[Stateful]
     schedulers: list[Stateful]
@@ -35,9 +35,9 @@ find = find_accelerate_state  # the other half of a run format's module
 
 
 def load(run: RunState, folder: Path) -> tuple[int, str]:
-    """Load what Accelerate's `save_state` wrote. Called on all ranks.
+    """Load the files that Accelerate's `save_state` wrote. Called on all ranks.
 
-    The main process logs one warning of all that could not be restored exactly.
+    The main process logs one warning that lists everything that could not be restored exactly.
 
     Returns:
         The optimizer step of the saved state, and how the random number generators were restored, for the plan.
@@ -89,7 +89,7 @@ def load(run: RunState, folder: Path) -> tuple[int, str]:
 def _read(
     run: RunState, folder: Path, own: Sequence[Mapping[str, Any]]
 ) -> tuple[AccelerateState, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a folder's state, and that of each model made from it: prepared ones, and those in evaluation mode."""
+    """Return a folder's state, the state for each prepared model, and that for each evaluated model."""
     topology = run.context.topology
     saved = read_accelerate_state(folder, rank=topology.rank, local_rank=topology.local_rank)
     _check_numbers(run, saved)
@@ -106,7 +106,7 @@ def _read(
 
 
 def _check_numbers(run: RunState, saved: AccelerateState) -> None:
-    """Refuse a state of more or fewer models, optimizers, schedulers or registered objects than the run's."""
+    """Raise a ValueError if the run has another number of models, optimizers, schedulers or registered objects."""
     registered, schedulers, _ = _registered(run)
     for what, there, here in (
         ("models", saved.models, _models_in(run, saved)),
@@ -127,7 +127,7 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
 def _models_in(run: RunState, saved: AccelerateState) -> list[Prepared | nn.Module]:
     """Return the models whose weights the files hold, in the order in which they were prepared.
 
-    These are all, or all but those that the run keeps: a hook of the program's then took them out of the save.
+    These are all models of the run, or all but the kept ones if a hook took the kept ones out of the save.
     """
     every: list[Prepared | nn.Module] = list(run.prepared)
     for place, model in sorted(_registered(run).evaluated.items()):
@@ -137,7 +137,7 @@ def _models_in(run: RunState, saved: AccelerateState) -> list[Prepared | nn.Modu
 
 
 def _registered(run: RunState) -> _Registered:
-    """Return the registered objects by kind, which their names tell."""
+    """Return the registered objects by kind. The name of an object tells its kind."""
     found = _Registered([], [], {})
     for name, obj in run.custom.items():
         if (place := _EVALUATED.fullmatch(name)) and isinstance(obj, nn.Module):
@@ -154,7 +154,7 @@ def _state_of(
     prepared: Prepared,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the saved state of a prepared model, in the format of its own `state_dict`; its own weights if kept."""
+    """Return a prepared model's saved state, as its `state_dict` has it; a kept model keeps its current weights."""
     clone = run.context.device.type == "cpu"  # an optimizer on the CPU would keep the file's own memory
     optimizers = [
         match_optimizer(
@@ -181,7 +181,7 @@ def _state_of(
 def _shapes(
     optimizer: PreparedOptimizer, groups: list[dict[str, Any]], model: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of each parameter; for one of another model, the shape of the optimizer's own tensor."""
+    """Return each parameter's full shape; if the model lacks it, the shape of the tensor in the optimizer."""
     live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = [name for group in groups for name in group["params"]]
     tensors = dict(zip(names, live, strict=False)) | {name: model[name] for name in names if name in model}
@@ -212,7 +212,7 @@ def _notes_on_schedules(run: RunState, saved: AccelerateState) -> list[str]:
 
 
 def _warning(run: RunState, saved: AccelerateState, notes: list[str]) -> str:
-    """Return the text of the warning: the restored state, the rest, and advice."""
+    """Return the text of the warning: the restored state, the state that was not restored, and advice."""
     steps = [state[NUM_YIELDED] for state in saved.loaders if isinstance(state.get(NUM_YIELDED), int)]
     known = ""
     if steps:

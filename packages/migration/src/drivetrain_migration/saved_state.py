@@ -20,9 +20,9 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 def match_model(saved: Mapping[str, Any], own: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a model's saved tensors under this model's names; tensors read on demand remain so.
+    """Return saved tensors under the names of this model, without reading tensors that are loaded on demand.
 
-    A tied weight may be saved under any of its names. Module state other than tensors that was not saved is kept.
+    A tied weight may be saved under any of its names. If other module state than tensors was not saved, it is kept.
     """
     kind = type(model).__name__
     ties = find_ties(model, rename=strip_wrapper_prefix)
@@ -75,7 +75,7 @@ def match_optimizer(
         own: The groups of this run's optimizer, with parameters by name.
         shapes: The full shapes of the parameters, by name.
         kind: The optimizer's name in messages.
-        clone: Whether to copy tensors of a parameter's shape too, which else stay in the file's memory.
+        clone: Whether to copy also the tensors of a parameter's shape. Without a copy they stay in the file's memory.
     """
     if not {"state", "param_groups"} <= saved.keys():  # a format of the optimizer's own
         return name_state(saved, [group["params"] for group in own])
@@ -114,13 +114,13 @@ def match_optimizer(
 
 
 def steps_of(state: Mapping[str, Any]) -> int | None:
-    """Return the number of steps in an optimizer's per-parameter state; None if it keeps no count."""
+    """Return the number of steps in an optimizer's per-parameter state; None if the optimizer counts none."""
     counts = [int(kept["step"]) for kept in state["state"].values() if "step" in kept]
     return max(counts, default=None)
 
 
 def _names(saved: Sequence[Any], own: Sequence[str], where: str) -> dict[Any, str]:
-    """Return the name of each saved parameter: its own, or that of the parameter at its position."""
+    """Return each saved parameter's name by its key; if keys are indices, take the run's name at that index."""
     if len(saved) != len(own):
         raise ValueError(
             f"{where} has {len(own)} parameters, in the checkpoint {len(saved)}: build it over the same parameters"

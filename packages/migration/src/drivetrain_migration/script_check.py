@@ -1,4 +1,4 @@
-"""Scripts for Accelerate that `drivetrain launch` would run on the real Accelerate."""
+"""Check for scripts that `drivetrain launch` would run on the real Accelerate."""
 
 import ast
 
@@ -8,7 +8,7 @@ from drivetrain_lint.reading.imports import read_imports, resolved
 
 
 def check_script(tree: ast.Module, asked: ResolvedLaunch) -> str | None:
-    """Return why the real Accelerate would train otherwise than requested, after the line of its import."""
+    """Return the line of the import of the real Accelerate, and why the run would differ from the request."""
     imports = read_imports(tree)
     is_ours = any(name.startswith("drivetrain") for name in imports.values())
     names = {name for node in ast.walk(tree) if (name := resolved(node, imports)).startswith("accelerate.")}

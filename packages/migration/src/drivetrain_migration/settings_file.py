@@ -63,7 +63,7 @@ _OFF = (None, False, "", "no", "NO", "LOCAL_MACHINE", [])
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """The contents so far of a translated file, and the keys without a counterpart, each with its place."""
+    """The sections translated so far, and the keys without a counterpart, each with its line in the file."""
 
     file: Contents
     sections: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -72,12 +72,12 @@ class _Translation:
     refused: list[str] = field(default_factory=list[str])
 
     def place(self, *keys: str) -> str:
-        """Return a key with its line, for messages."""
+        """Return the name of a key with its line number, for messages."""
         name, line = ".".join(keys), self.file.lines.get(keys)
         return name if line is None else f"{self.file.path.name}:{line} {name}"
 
     def set(self, section: str, name: str, meant: Any, *keys: str) -> None:
-        """Set a field, as a key of the file says; refuse the key if another one says otherwise."""
+        """Set a field to the value of a key; refuse the key if another key has set another value."""
         fields = self.sections.setdefault(section, {})
         if fields.setdefault(name, meant) != meant:
             self.refuse(meant, f"another key has {section}.{name}={fields[name]}", *keys)
@@ -140,7 +140,7 @@ def _read_family(found: _Translation, family: Family, key: str, given: Mapping[A
 
 
 def _meaning(key: str, value: Any, data: Mapping[str, Any]) -> tuple[list[tuple[str, str, Any]], str | None]:
-    """Return what one key sets, as (section, field, value), and the reason why it is refused, if it is."""
+    """Return the fields that a key sets, as (section, field, value), and the reason if the key is refused."""
     if key == "distributed_type":
         kind = "NO" if value is False else str(value)  # YAML 1.1 reads a bare NO as false
         if kind not in _BACKENDS:

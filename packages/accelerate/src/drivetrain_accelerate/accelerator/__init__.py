@@ -1,1 +1,1 @@
-"""The Accelerator of Accelerate's interface, over drivetrain's: a file for the methods of each concern."""
+"""The Accelerator of Accelerate's interface, built on drivetrain's; its methods are grouped into files by purpose."""

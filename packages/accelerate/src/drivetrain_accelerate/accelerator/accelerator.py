@@ -1,4 +1,4 @@
-"""The Accelerator of Accelerate's interface: its arguments, and what it is made of."""
+"""The Accelerator of Accelerate's interface: its arguments, and the classes that its methods come from."""
 
 from dataclasses import replace
 from os import PathLike
@@ -45,7 +45,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     Raises:
         ValueError: A value is unknown, two arguments contradict each other, or another Accelerator of this process
             has another precision.
-        NotImplementedError: A plugin asks for what drivetrain does not have yet.
+        NotImplementedError: A plugin asks for a feature that drivetrain does not have yet.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def scaler(self) -> Any:
-        """The loss scale under fp16, which programs save and load; None in other precisions, and in engines.
+        """The loss scale under fp16, to be saved and loaded; None in other precisions and under DeepSpeed.
 
-        A program may set one that is not enabled in a run without, and has it back.
+        In a run without a loss scale, a program may set a GradScaler with enabled=False, and reads it here again.
         """
         return self._idle_scaler if (own := self._loss_scale()) is None else own
 
@@ -138,30 +138,30 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank among the replicas of the model."""
+        """The number of this rank's replica of the model."""
         sizes = self._dimensions("data_parallel_rank")
         return self.process_index // (sizes.total_size // sizes.dp_replicate_size)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The rank among those that divide a replica."""
+        """The number of this rank among the ranks that divide one replica."""
         sizes = self._dimensions("data_parallel_shard_rank")
         return self.process_index // sizes.non_data_parallel_size % sizes.dp_shard_size
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The rank among those that split a matrix: 0, since no backend splits any yet."""
+        """The number of this rank among the ranks that split a matrix: 0, since no backend splits matrices yet."""
         self._dimensions("tensor_parallel_rank")
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Refuse, as Accelerate does: there is no pipeline parallel dimension."""
+        """Raise a NotImplementedError, as Accelerate does: there is no pipeline parallel dimension."""
         raise NotImplementedError("pipeline_parallel_rank: drivetrain has no pipeline parallel dimension yet")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Refuse, as Accelerate does: the ranks that split a sequence have no number."""
+        """Raise a NotImplementedError, as Accelerate does: there is no context parallel dimension."""
         raise NotImplementedError("context_parallel_rank: drivetrain has no context parallel dimension yet")
 
     def _dimensions(self, asked: str) -> Any:
@@ -198,7 +198,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
 
 def _share_state(options: RunOptions) -> AcceleratorState:
-    """Return the state of the run that all Accelerators of a process share; the first one's options set it."""
+    """Return the state that all Accelerators of a process share. The options of the first Accelerator set it."""
     group = {}
     init = options.handlers.init
     if init is not None and not is_initialized() and not dist.is_initialized():

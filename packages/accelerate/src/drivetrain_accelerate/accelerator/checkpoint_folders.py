@@ -1,16 +1,16 @@
-"""The folders that checkpoints are saved to and loaded from, and the files that a program's save hooks write there.
+"""The folders of checkpoints, and the files that a program's save hooks write into these folders.
 
 ```text
 checkpoint_1/
   step-400/                  the checkpoint
-  unet/                      what a hook wrote before an earlier commit
+  unet/                      files that a hook wrote before an earlier commit
   .staged/
-    before                   the name of the save that was committed last when the hooks ran
-    checkpoint_1/            what hooks have written since
+    before                   the name of the last committed save when the hooks ran
+    checkpoint_1/            files that hooks have written since
 ```
 
-Once another save than `before` is committed, the staged files belong to it: they are moved into the folder, also by
-the next save or load after a kill. Until then they belong to a save that was given up, and are deleted.
+If the last committed save is no longer `before`, the save of the staged files was committed: they are moved into the
+folder. Otherwise that save was given up, and they are deleted. After a kill, the next save or load does this.
 """
 
 import os
@@ -29,7 +29,7 @@ _BEFORE = "before"
 
 
 def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
-    """Return the folder of the next checkpoint; its number is the highest of all automatic ones."""
+    """Return the next checkpoint's folder; with automatic names, raise a ValueError if a later number exists."""
     if not project.automatic_checkpoint_naming:
         return _require_folder(said, "save_state(output_dir=None)")
     parent = _automatic(project)
@@ -51,14 +51,14 @@ def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
 
 
 def count_on(project: ProjectConfiguration) -> None:
-    """Have the next checkpoint follow the newest automatic one, as after a load: a project begins at 0."""
+    """Number the next checkpoint after the newest automatic one, as a load does. A new project begins at 0."""
     if project.automatic_checkpoint_naming:
         newest = numbered_folders(_automatic(project), beginning=project.iteration)[-1:]
         project.iteration = max([project.iteration, *(_number(each) + 1 for each in newest)])
 
 
 def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
-    """Return the folder to load from."""
+    """Return the folder to load: the given one, or the newest automatic one."""
     if said is not None or not project.automatic_checkpoint_naming:
         folder = _require_folder(said, "load_state(input_dir=None)")
         if not folder.is_dir():
@@ -70,7 +70,7 @@ def newest_folder(said: str | None, project: ProjectConfiguration) -> Path:
 
 
 def surplus_folders(project: ProjectConfiguration, saved: Path) -> list[Path]:
-    """Return the oldest automatic folders beyond as many as the project keeps, never the one that was just saved."""
+    """Return the oldest automatic folders beyond the project's `total_limit`, without the folder just saved."""
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return []
     others = [each for each in numbered_folders(_automatic(project)) if each != saved]
@@ -78,7 +78,7 @@ def surplus_folders(project: ProjectConfiguration, saved: Path) -> list[Path]:
 
 
 def numbered_folders(parent: Path, *, beginning: int = 0) -> list[Path]:
-    """Return the automatic folders in a folder that hold a checkpoint, by their numbers, from one of them on."""
+    """Return a folder's automatic folders that hold a checkpoint, sorted by number, from `beginning` on."""
 
     def is_committed(folder: Path) -> bool:
         by_drivetrain = folder.is_dir() and any(each.committed for each in find_checkpoints(folder))
@@ -108,7 +108,7 @@ def _require_folder(said: str | None, call: str) -> Path:
 
 
 def stage(folder: Path) -> Path:
-    """Return an empty folder, of the checkpoint folder's name, for what hooks write before a save.
+    """Return an empty folder for the files that hooks write before a save; it is named as the checkpoint folder.
 
     Called on the main process.
     """
@@ -120,14 +120,14 @@ def stage(folder: Path) -> Path:
 
 
 def staged_folder(folder: Path) -> Path:
-    """Return the folder for what hooks write before a save."""
+    """Return the folder for the files that hooks write before a save."""
     return folder / _STAGED / folder.resolve().name
 
 
 def settle(folder: Path) -> None:
-    """Move staged files into a folder whose save was committed; delete those of one that was given up.
+    """Move staged files into the checkpoint's folder if their save was committed, or else delete them.
 
-    Called on the main process. What a kill has left half moved is moved to the end by the next call.
+    Called on the main process. If a kill interrupts the move, the next call completes it.
     """
     parent = folder / _STAGED
     if not parent.is_dir():
@@ -145,7 +145,7 @@ def settle(folder: Path) -> None:
 
 
 class SettleHookFiles(CheckpointHook):
-    """A hook of drivetrain's that settles what a program's hooks have written, when their save is committed."""
+    """A drivetrain hook that moves the files of a program's hooks into place when their save is committed."""
 
     def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main
@@ -157,6 +157,6 @@ class SettleHookFiles(CheckpointHook):
 
 
 def _find_last_commit(folder: Path) -> str:
-    """Return the name of the save that was committed last in a folder; an empty one if there is none."""
+    """Return the name of the last committed save in a folder; an empty text if no save was committed."""
     manifests = (each.manifest for each in find_checkpoints(folder))
     return next((each.save_id for each in manifests if each is not None), "")

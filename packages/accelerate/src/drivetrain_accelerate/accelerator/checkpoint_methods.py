@@ -45,7 +45,7 @@ class SavedObjects(NamedTuple):
 
 
 class CheckpointMethods(PrepareMethods):
-    """Save and load a run, by drivetrain's transactional checkpoints in the folders that Accelerate names."""
+    """Methods that save and load a run, as drivetrain's transactional checkpoints in Accelerate's folders."""
 
     should_save_model = True  # all ranks take part in writing a model; the main process writes
 
@@ -73,15 +73,15 @@ class CheckpointMethods(PrepareMethods):
     def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Register a function of (models, weights, output_dir), called before each save.
 
-        A program writes models of its own kind there, and takes them out of `weights`. The commit moves what all
-        hooks have left in `output_dir` into the folder of the checkpoint.
+        A program writes models of its own kind to `output_dir`, and takes them out of `weights`. The commit moves the
+        files in `output_dir` into the folder of the checkpoint.
         """
         return _register(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Register a function of (models, input_dir), called before each load.
 
-        A model taken out of `models` keeps its weights of that moment: the program loads it by itself.
+        If a hook takes a model out of `models`, its weights stay as they are: the program loads them by itself.
         """
         return _register(self._load_hooks, hook)
 
@@ -90,9 +90,9 @@ class CheckpointMethods(PrepareMethods):
     ) -> Path:
         """Save models, optimizers, schedulers, loaders, generators and registered objects. Called on all ranks.
 
-        Tensors are always written as safetensors; a warning names other options, which change nothing. A ValueError
-        asks for a folder, or names an automatic one with the same or a higher number. A hook that fails on any rank
-        is an error on all, and nothing is saved.
+        Tensors are always written as safetensors. A warning names options that have no effect. A ValueError says that
+        no folder was given, or that an automatic folder has the same or a higher number. If a hook fails on any rank,
+        all ranks raise an error and nothing is saved.
         """
         is_main = self.state.is_main_process
         if not safe_serialization and is_main:
@@ -123,7 +123,7 @@ class CheckpointMethods(PrepareMethods):
         return folder
 
     def _call_save_hooks(self, folder: Path) -> None:
-        """Call the hooks with a folder whose files are moved into the checkpoint's when that is committed."""
+        """Call the hooks with a staging folder. The commit moves its files into the checkpoint's folder."""
         context, staged = self.inner.context, staged_folder(folder)
         if self._settling is not self.inner:
             self._settling = self.inner
@@ -140,11 +140,11 @@ class CheckpointMethods(PrepareMethods):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load what `save_state` saved, here or under Accelerate, at any number of ranks. Called on all ranks.
+        """Load a run that `save_state` saved, here or in Accelerate, on any number of ranks. Called on all ranks.
 
-        Loaders go on where they were; with `strict=False` they begin their epoch anew, as in Accelerate, and the
-        program skips what it has counted. A warning names options that change nothing. A ValueError says that there
-        is no folder, or refuses to load a part of the weights; a TypeError refuses unknown options.
+        Loaders continue at their saved position. In a run that is not strict they begin their epoch again, as in
+        Accelerate, and the program skips the batches that it has counted. A warning names options without effect. A
+        ValueError says that there is no folder, or refuses a partial load; a TypeError refuses unknown options.
         """
         _check_load_options(load_kwargs, load_model_func_kwargs, is_main=self.state.is_main_process)
         folder = newest_folder(input_dir, self.options.project)
@@ -169,8 +169,8 @@ class CheckpointMethods(PrepareMethods):
     ) -> None:
         """Write a model's full weights, as `from_pretrained` reads them. Called on all ranks.
 
-        The model may be unprepared if it is whole on each process, such as an average of weights; a ValueError
-        refuses one that is divided among ranks, and not prepared by this Accelerator or forgotten since.
+        A model that is whole on each process, such as an average of weights, need not be prepared. A ValueError
+        refuses a model that is divided among ranks, unless this Accelerator has prepared it and still holds it.
         """
         if safe_serialization and self._holds(model):
             self.inner.save_model(model, Path(save_directory), max_shard_size=max_shard_size)
@@ -184,7 +184,7 @@ class CheckpointMethods(PrepareMethods):
         on_main(context, write, doing=f"the export to {folder}")
 
     def save(self, obj: Any, f: str | PathLike[str] | Any, safe_serialization: bool = False) -> None:
-        """Write an object on the main process, or on that of each node if the project says so."""
+        """Write an object on the main process, or on each node's main process if the project says so."""
         on_each_node = self.options.project.save_on_each_node
         object_files.save(obj, f, on_each_node, safe_serialization)
 
@@ -198,7 +198,7 @@ def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 def _check_load_options(
     load_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any], *, is_main: bool
 ) -> None:
-    """Refuse options of a load that would change its result, and warn on the main process of those that do not."""
+    """Refuse options that would change the result of a load; the main process warns of all other options."""
     if unknown := sorted(set(others) - {"strict", "map_location"}):
         raise TypeError(f"load_state(): unknown arguments {', '.join(unknown)}: say strict or map_location")
     if not others.get("strict", True):

@@ -1,4 +1,4 @@
-"""The run that an Accelerator's methods act on: the shared states, the handlers, and drivetrain's Accelerator."""
+"""The run of an Accelerator: the shared states, the handlers, and drivetrain's Accelerator."""
 
 from logging import getLogger
 from typing import Any
@@ -30,7 +30,7 @@ logger = getLogger(__name__)
 
 
 def _handler(name: str, kind: type[KwargsHandler]) -> Any:
-    """Return a property of a handler of a kind, which programs may set until the run is composed."""
+    """Return a property for the handler of one kind; programs may set it until the run is composed."""
 
     def read(run: Any) -> Any:
         held = getattr(run.options.handlers, name)
@@ -50,7 +50,7 @@ def _handler(name: str, kind: type[KwargsHandler]) -> Any:
 
 
 class ComposedRun:
-    """The run of an Accelerator, whose methods the classes below it add: composed when it is first needed."""
+    """The run of an Accelerator, composed when it is first needed. Subclasses add the methods."""
 
     def __init__(self, options: RunOptions, state: AcceleratorState) -> None:
         self.options = options  # a program may change plugins among them until the first `prepare`
@@ -69,7 +69,7 @@ class ComposedRun:
     def inner(self) -> DrivetrainAccelerator:
         """Drivetrain's Accelerator, composed when it is first needed. Called on all ranks.
 
-        Not earlier: programs change their plugins after they construct an Accelerator.
+        The constructor does not compose, since programs change their plugins after they construct an Accelerator.
         """
         if self._inner is None:
             self._take_number_of_deepspeed()
@@ -84,13 +84,13 @@ class ComposedRun:
         return self._inner
 
     def follow_num_steps(self) -> None:
-        """Have the next window hold as many micro-batches as the state says; another Accelerator may have set it."""
+        """Apply the shared state's number of micro-batches to the next window; another Accelerator may set it."""
         num_steps = self.gradient_state.num_steps
         if num_steps != self._told_num_steps:
             self.inner.gradient_accumulation_steps = self._told_num_steps = num_steps
 
     def _take_number_of_deepspeed(self) -> None:
-        """Tell the state the number of micro-batches that DeepSpeed's configuration says, which comes first."""
+        """Set the state's number of micro-batches to that of DeepSpeed's configuration, which has priority."""
         plugin = self.state.deepspeed_plugin
         number = None if plugin is None else deepspeed_accumulation(plugin)
         if number is None or number == self.gradient_state.num_steps:

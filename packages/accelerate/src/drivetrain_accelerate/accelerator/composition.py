@@ -1,6 +1,6 @@
-"""Make drivetrain's Accelerator out of the arguments of Accelerate's: plan its settings, then compose it.
+"""Make drivetrain's Accelerator from the arguments of Accelerate's: plan the settings, then compose.
 
-Each setting has its source, which a run's plan shows.
+The plan of a run shows the source of each setting.
 """
 
 from collections.abc import Mapping
@@ -63,14 +63,14 @@ class SourcedSettings:
         *,
         unsaid: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Add settings of a section, or replace them; what equals those of `unsaid` is Accelerate's default."""
+        """Add or replace settings of a section; a value equal to that in `unsaid` counts as Accelerate's default."""
         for name, value in given.items():
             is_unsaid = name in unsaid and unsaid[name] == value
             self.sections.setdefault(section, {})[name] = value
             self.sources[f"{section}.{name}"] = UNSAID if is_unsaid else source
 
     def entries(self) -> dict[str, dict[str, Entry]]:
-        """Return the settings as drivetrain takes them, without those that repeat a default and that nobody said."""
+        """Return the settings as drivetrain takes them, without Accelerate's defaults that equal drivetrain's."""
         known = installed_sections(only=self.sections)
         found: dict[str, dict[str, Entry]] = {}
         for section, values in self.sections.items():
@@ -90,7 +90,7 @@ class SourcedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompositionPlan:
-    """The arguments of drivetrain's Accelerator for a run; without a recipe, fp8 takes the default one."""
+    """The arguments of drivetrain's Accelerator for a run; without a recipe, fp8 takes the default recipe."""
 
     fp8_recipe: Fp8Recipe | None
     settings: SourcedSettings
@@ -99,7 +99,7 @@ class CompositionPlan:
 def compose(
     options: RunOptions, state: AcceleratorState, *, num_micro_batches: int, is_strict: bool = True
 ) -> Accelerator:
-    """Return the Accelerator that carries a run out; a TranslationError refuses an option. Called on all ranks."""
+    """Return drivetrain's Accelerator for a run; a TranslationError refuses an option. Called on all ranks."""
     shared = replace(
         options,
         mixed_precision=state.said_precision,
@@ -201,7 +201,7 @@ def _add_fsdp(
 
 
 def source_of(value: object, variable: str) -> Source:
-    """Return the variable of Accelerate's that says a value, as its source; the program if the variable does not."""
+    """Return a value's source: an environment variable if that has the same value, or else the program."""
     text = environ.read(variable)
     is_said = text is not None and is_same_word(text, str(value))
     return Source("environment", variable) if is_said else PROGRAM

@@ -1,4 +1,4 @@
-"""The objects that a run holds, how it releases them, and how it takes over those of another Accelerator."""
+"""The objects of a run: hold them, release them, and take over the objects of another Accelerator."""
 
 import gc
 from collections.abc import Container, Iterable, Sequence
@@ -27,10 +27,10 @@ from drivetrain_weights.tensor_box import is_dtensor
 
 
 class ReleasedModels:
-    """Prepared models that `free_memory` forgot, as far as the program still holds them, in order of preparation.
+    """Models that `free_memory` released and the program still holds, in the order of their preparation.
 
-    A Trainer that trains twice frees its Accelerator's memory in between, keeps the wrapper of its model, and
-    prepares its optimizer alone.
+    A Trainer calls `free_memory` between two trainings. It keeps the prepared model, and then prepares its optimizer
+    alone.
     """
 
     def __init__(self) -> None:
@@ -41,16 +41,16 @@ class ReleasedModels:
         self._models = [each for each in self._models if each() is not None] + [ref(each) for each in models]
 
     def __contains__(self, model: object) -> bool:
-        """Return whether a model is one of them, in its prepared form."""
+        """Return whether a model, in its prepared form, is among the released models."""
         return any(each() is model for each in self._models)
 
     def drop(self, models: Sequence[nn.Module]) -> None:
-        """Forget models that are prepared again, in the form that they had or as the user built them."""
+        """Forget models that are prepared again. They may be given in prepared form or as the user built them."""
         parameters = {id(each) for model in models for each in model.parameters()}
         self._models = [each for each in self._models if not _has_any(each(), parameters)]
 
     def trained_by(self, optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-        """Return those whose parameters optimizers hold."""
+        """Return the released models whose parameters the optimizers hold."""
         if not self._models or not optimizers:
             return []
         gc.collect()  # ranks are to agree: what the program let go of is not to be found on one of them
@@ -76,9 +76,9 @@ class HeldObjects(ComposedRun):
         AcceleratorState.accelerators.add(self)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget all prepared objects, release those given, and return a None for each.
+        """Forget all prepared objects, release the given objects, and return a None for each given object.
 
-        A model that the program keeps is prepared again with an optimizer that trains it.
+        If the program keeps a model, it is prepared again together with an optimizer that trains it.
         """
         if self._inner is not None:
             self.inner.unregister_from_checkpointing(*self._schedulers, *self._evaluated)
@@ -95,18 +95,18 @@ class HeldObjects(ComposedRun):
     clear = free_memory
 
     def _holds(self, model: object) -> bool:
-        """Return whether the run trains a model, which a program may give as anything."""
+        """Return whether the run trains a model; False for an object that is no model."""
         return self._inner is not None and isinstance(model, nn.Module) and self._inner.has_prepared(model)
 
     def _prepared_form(self, model: nn.Module) -> nn.Module | None:
-        """Return the result of `prepare` for a model, given in that form or as the user built it."""
+        """Return the prepared form of a model, given as prepared or as the user built it; None if not prepared."""
         of_user = (each for each in self._models if model in (each, self.inner.unwrap_model(each)))
         return next(of_user, None)
 
     def _take_over(self, given: Sequence[Any]) -> list[Any]:
-        """Return objects, but those prepared by another Accelerator in the form to prepare anew. Called on all ranks.
+        """Return objects, with another Accelerator's prepared models as the user built them. Called on all ranks.
 
-        The other one releases them: it may be gone, as where a notebook's cell runs twice.
+        The other Accelerator releases these objects. It may be deleted already, as when a notebook's cell runs twice.
         """
         taken = [self._restore_built(each) if isinstance(each, nn.Module) else each for each in given]
         models = [*self._models, *(each for each in taken if isinstance(each, nn.Module))]
@@ -118,7 +118,7 @@ class HeldObjects(ComposedRun):
         return taken
 
     def _restore_built(self, model: nn.Module) -> nn.Module:
-        """Return a model that another Accelerator has prepared as the user built it, and others as they are."""
+        """Return a model as the user built it if another Accelerator prepared it; any other model as it is."""
         inner = unwrap_compiled(model)
         forms = [each for each in (model, inner) if isinstance(each, PreparedForward)]
         built = inner.module if isinstance(inner, ModuleProxy) else next(iter(forms), None)
@@ -143,7 +143,7 @@ class HeldObjects(ComposedRun):
 
 
 def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
-    """Return whether an optimizer holds one of the parameters, which are given by identity."""
+    """Return whether an optimizer holds any of the parameters; `parameters` has the id of each."""
     return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
 
 

@@ -1,4 +1,4 @@
-"""The methods of an Accelerator that prepare what a loop trains and reads, and release it."""
+"""The methods of an Accelerator that prepare models, optimizers, schedulers and loaders."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,13 +28,13 @@ from drivetrain_data.sharded_loader import is_loader
 
 
 class PrepareMethods(HeldObjects):
-    """The part of an Accelerator that prepares objects, together or one by one."""
+    """The methods that prepare objects, together or one by one."""
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; return other objects as they are.
 
         Called on all ranks with the same kinds of objects, in any order. `device_placement` changes nothing. A
-        ValueError refuses an optimizer that holds partitions of a DeepSpeed engine which `free_memory` has ended.
+        ValueError refuses an optimizer whose DeepSpeed engine was ended by `free_memory`.
         """
         del device_placement
         given, followers = self._replace_stand_ins(self._take_over(args))
@@ -52,7 +52,7 @@ class PrepareMethods(HeldObjects):
     ) -> nn.Module:
         """Prepare a model alone; with `evaluation_mode`, place it in the run's precision without a wrapper.
 
-        Checkpoints hold the weights of both.
+        Checkpoints hold the weights in both cases.
         """
         del device_placement
         if any(model is each for each in self._models):
@@ -96,7 +96,7 @@ class PrepareMethods(HeldObjects):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler, which follows the steps of its optimizer."""
+        """Prepare a scheduler: it advances when its optimizer steps."""
         if isinstance(scheduler, AcceleratedScheduler):
             return self._keep_scheduler(scheduler)
         return self._add_scheduler(
@@ -109,7 +109,7 @@ class PrepareMethods(HeldObjects):
         )
 
     def _keep_scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return a prepared scheduler; after `free_memory` it belongs to the run again."""
+        """Return a prepared scheduler, and add it to the run again if `free_memory` has removed it."""
         if any(prepared is each for each in self._schedulers):
             return prepared
         if isinstance(prepared, DeepSpeedSchedulerWrapper):
@@ -117,7 +117,7 @@ class PrepareMethods(HeldObjects):
         return self._add_scheduler(prepared)
 
     def _advance_with_engine(self, scheduler: Any) -> list[AcceleratedOptimizer]:
-        """Have the steps of its optimizer advance a scheduler, and the engine's checkpoints hold it."""
+        """Let a scheduler advance with its optimizer's steps, and add it to the engine's checkpoints."""
         optimizers = self._optimizers_of(scheduler)
         for each in optimizers:
             each.schedules.append(scheduler)
@@ -127,12 +127,12 @@ class PrepareMethods(HeldObjects):
         return optimizers
 
     def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
-        """Return the optimizer of a scheduler; all of them if it does not say."""
+        """Return the optimizers that a scheduler may belong to: its `optimizer`, or all if it names none of them."""
         its = getattr(scheduler, "optimizer", None)
         return [each for each in self._optimizers if its in (each, each.optimizer)] or self._optimizers
 
     def _add_scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
-        """Add a prepared scheduler, and save it with the run here: drivetrain's own form of it advances otherwise."""
+        """Add a prepared scheduler, and register it to be saved: drivetrain's own schedulers advance otherwise."""
         self._schedulers.append(prepared)
         named: dict[str, Any] = {f"scheduler_{len(self._schedulers)}": prepared}
         self.inner.register_for_checkpointing(**named)
@@ -152,7 +152,7 @@ class PrepareMethods(HeldObjects):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a model's full weights and buffers on the CPU, without a wrapper's prefix. Called on all ranks.
 
-        A ValueError refuses a divided model that this Accelerator has not prepared, or has forgotten since.
+        A ValueError refuses a divided model, unless this Accelerator has prepared it and still holds it.
         """
         del unwrap
         return self.inner.get_state_dict(model, everywhere=True) if self._holds(model) else whole_state(model)
@@ -162,7 +162,7 @@ class PrepareMethods(HeldObjects):
         return skip_first_batches(dataloader, num_batches)
 
     def _replace_stand_ins(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return objects with what a DeepSpeed configuration describes in place of stand-ins, and its schedules."""
+        """Return objects with stand-ins replaced as DeepSpeed's configuration describes, and the new schedules."""
         plugin = self.state.deepspeed_plugin
         if plugin is None:
             return list(given), []
@@ -190,7 +190,7 @@ class PrepareMethods(HeldObjects):
     def _prepare_trained(self, trained: list[Any]) -> list[Any]:
         """Prepare models and optimizers together, since backends replace parameters.
 
-        An optimizer may come before its model, as wrappers of optimizers have it: it is prepared with the model.
+        An optimizer may be given before its model, as wrappers of optimizers do: it is prepared with the model.
         """
         # After `free_memory`, a prepared optimizer is prepared again.
         plain = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in trained]
@@ -222,7 +222,7 @@ class PrepareMethods(HeldObjects):
         ]
 
     def _take_back(self, trained: Sequence[Any]) -> None:
-        """Prepare models again that the program kept over `free_memory`, if their optimizer comes alone."""
+        """Prepare models that `free_memory` released again, if their optimizer is given without them."""
         if self.state.deepspeed_plugin is None:  # an engine has left its optimizer with parameters of its own
             known = {id(one) for one in _parameters_of([*self._models, *trained])}
             alone = [each for each in trained if isinstance(each, Optimizer) and not trains(each, known)]
@@ -232,7 +232,7 @@ class PrepareMethods(HeldObjects):
         self._released.drop([each for each in (*self._models, *trained) if isinstance(each, nn.Module)])
 
     def _add_prepared(self, given: Any, prepared: Any) -> Any:
-        """Add a prepared model or optimizer to those of the run; return it in the form that programs know."""
+        """Add a prepared model or optimizer to the run; return its form for programs."""
         if isinstance(prepared, Optimizer):
             stepped = given if isinstance(given, AcceleratedOptimizer) else AcceleratedOptimizer(prepared)
             stepped.pair(prepared)
@@ -249,8 +249,8 @@ class PrepareMethods(HeldObjects):
     def _is_new(self, obj: Any) -> bool:
         """Return whether an object is a model or optimizer that is not prepared.
 
-        A prepared optimizer is new again after `free_memory`, and so is one that waits for its model elsewhere or
-        is a copy.
+        A prepared optimizer is new again after `free_memory`, if it is a copy, or if it waits for its model in
+        another Accelerator.
         """
         if isinstance(obj, AcceleratedOptimizer):
             return obj.is_released or (obj.is_waiting and not any(obj is each for each in self._optimizers))

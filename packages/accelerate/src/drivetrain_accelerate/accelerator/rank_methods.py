@@ -1,4 +1,4 @@
-"""The methods of an Accelerator that tell of the ranks and exchange data between them."""
+"""The methods of an Accelerator that tell the ranks' numbers and exchange data between ranks."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +24,7 @@ from drivetrain_state.collectives import operations as collectives
 
 
 class RankMethods(RankControl, ComposedRun):
-    """The ranks of the run: their numbers, the parts of a program for one of them, and exchanges of data."""
+    """Methods for the ranks of a run: their numbers, code for chosen ranks, and exchanges of data."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -49,7 +49,7 @@ class RankMethods(RankControl, ComposedRun):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of the current batch, each sample once. Called on all ranks.
 
-        Of each rank's rows the first are those of its real samples; what the tail repeats is left out.
+        Rows of samples that only fill up the last batch are removed.
         """
         gathered = gather_real_rows if self.is_strict else gather_first_rows
         active = self.gradient_state.active_dataloader
@@ -77,7 +77,7 @@ class RankMethods(RankControl, ComposedRun):
 
 
 def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
-    """Gather results, and keep the rows of real samples: the first rows of each rank. Called on all ranks."""
+    """Gather results, and remove the rows of samples that fill up a batch. Called on all ranks."""
     sharded = getattr(active, "sharded", None)
     plan: BatchPlan | None = getattr(sharded, "current", None)
     size: int | None = getattr(active, "full_batch_size", None)
@@ -98,7 +98,7 @@ def gather_real_rows(context: Context, active: Any, data: Any, *, as_objects: bo
 def _gather_real_arrays(
     context: Context, plan: BatchPlan | None, data: Any, arrays: Sequence[Any], *, batch_size: int | None
 ) -> Any:
-    """Gather nested data of which some leaves are arrays, in the structure given. Called on all ranks."""
+    """Gather nested data that has arrays among its leaves; keep the structure. Called on all ranks."""
     gathered, rows = collectives.gather_rows(context, without_arrays(data))
     by_rank = [list(map(np.atleast_1d, given)) for given in collectives.gather_object(context, arrays)]
     if plan is not None and (real := counts_to_keep(plan)) is not None:
@@ -111,7 +111,7 @@ def _gather_real_arrays(
 
 
 def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: bool) -> Any:
-    """Gather results, and keep the first rows of all ranks together, as Accelerate does; see `gather_real_rows`."""
+    """Gather results, and cut the joined rows to the number of samples in the last step, as Accelerate does."""
     del context
     count = active.remainder if active is not None and active.end_of_dataloader else -1
     try:
@@ -129,14 +129,14 @@ def gather_first_rows(context: Context, active: Any, data: Any, *, as_objects: b
 
 
 def counts_to_keep(plan: BatchPlan | None) -> Sequence[int] | None:
-    """Return the number of real samples on each rank, where a batch may hold others; None where all are real."""
+    """Return the number of real samples on each rank; None if the batch holds no repeated samples."""
     return None if plan is None or (plan.is_whole and not plan.is_last) else plan.real_counts
 
 
 def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: int | None) -> Any:
-    """Keep of each rank's rows those that belong to real samples; without a plan, all.
+    """Keep the rows of real samples of each rank; without a plan, keep all rows.
 
-    `rows` holds a tensor of shape (world_size,) for each tensor gathered: the number of its rows on each rank.
+    For each gathered tensor, `rows` holds a tensor of shape (world_size,) with the number of rows on each rank.
     """
     real = counts_to_keep(plan)
     if plan is None or real is None:
@@ -156,7 +156,7 @@ def real_rows(plan: BatchPlan | None, gathered: Any, rows: Any, *, batch_size: i
 
 
 def kept_rows(num_rows: int, size: int, real: int, *, full: int | None) -> int:
-    """Return how many of a rank's rows belong to real samples; they come first."""
+    """Return the number of a rank's rows that belong to real samples. These rows come first."""
     if num_rows in (size, full):
         return min(num_rows, real)
     if size and num_rows % size == 0:  # several rows a sample

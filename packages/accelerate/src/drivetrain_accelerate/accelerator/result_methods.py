@@ -1,4 +1,4 @@
-"""The methods of an Accelerator that log and profile, and that end a run."""
+"""The methods of an Accelerator that log values, profile code and end a run."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class ResultMethods(ComposedRun):
             for_each_tracker(started, lambda tracker: tracker.store_init_configuration(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name; one that does nothing on other ranks, and before any is started."""
+        """Return a tracker by its name; on other ranks and before `init_trackers`, one that does nothing."""
         if not self.trackers:
             return GeneralTracker(_blank=True)
         found = next((each for each in self.trackers if each.name == name), None)
@@ -65,7 +65,7 @@ class ResultMethods(ComposedRun):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values from the main process, to the other trackers too where one fails."""
+        """Log values from the main process. If a tracker fails, the others still receive the values."""
         options = log_kwargs or {}
         if self._are_finished and self.options.log_with:
             raise RuntimeError(
@@ -102,11 +102,11 @@ class ResultMethods(ComposedRun):
             profiler.export_chrome_trace(str(folder / f"profile_{self.state.process_index}.json"))
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a model was dispatched over several devices, so that it cannot be trained on one each."""
+        """Return whether a model is spread over several devices, so that no rank can train it on one device."""
         return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Refuse: drivetrain has no sequence parallel dimension yet."""
+        """Raise a NotImplementedError: drivetrain has no sequence parallel dimension yet."""
         del dl
         raise NotImplementedError(
             f"deepspeed_ulysses_dl_adapter({type(model).__name__}): drivetrain has no sequence parallel dimension; "

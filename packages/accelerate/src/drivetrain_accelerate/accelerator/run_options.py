@@ -1,4 +1,4 @@
-"""The arguments of an Accelerator as one value, checked and sorted by what they are for."""
+"""The arguments of an Accelerator as one value, checked and sorted by purpose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _PRECISIONS = tuple(PrecisionType.list())
 
 @dataclass(kw_only=True)
 class Handlers:
-    """The handlers that an Accelerator was given, one of a kind."""
+    """The handlers given to an Accelerator, at most one of each kind."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
@@ -37,7 +37,7 @@ class Handlers:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """The arguments of a program, which it may still change on the plugins until it prepares its model."""
+    """The arguments of an Accelerator. The program may change the plugins until it prepares its model."""
 
     mixed_precision: str | None = None  # None if neither the program nor the launch says one
     cpu: bool = False
@@ -54,7 +54,7 @@ class RunOptions:
 
 
 def sort_handlers(given: Sequence[KwargsHandler] | None) -> Handlers:
-    """Return handlers by kind."""
+    """Return the given handlers by kind; a ValueError refuses two of one kind."""
     found = Handlers()
     places: dict[type[Any], str] = {
         AutocastKwargs: "autocast",
@@ -76,7 +76,7 @@ def sort_handlers(given: Sequence[KwargsHandler] | None) -> Handlers:
 
 
 def chosen_precision(mixed_precision: PrecisionType | str | None) -> str | None:
-    """Return the precision that a program or the launch says, as a plain word."""
+    """Return the precision as a plain word; without an argument, the launch's."""
     said = environ.read("ACCELERATE_MIXED_PRECISION") if mixed_precision is None else str(mixed_precision)
     if said is not None and said not in _PRECISIONS:
         raise ValueError(f"mixed_precision={said!r}: must be one of {', '.join(_PRECISIONS)}")
@@ -84,7 +84,7 @@ def chosen_precision(mixed_precision: PrecisionType | str | None) -> str | None:
 
 
 def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Return the options of accumulation that the arguments say."""
+    """Return the options of accumulation, from the number or from the plugin; a ValueError refuses two numbers."""
     if plugin is None:
         launched = environ.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
         if launched is not None and num_steps == 1:
@@ -101,7 +101,7 @@ def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -
 
 
 def checked_num_steps(given: object, *, said: str = "gradient_accumulation_steps") -> int:
-    """Return a number of micro-batches, given as a number or text by the argument or variable that `said` names."""
+    """Return a number of micro-batches, given as a number or text; errors name its argument or variable, `said`."""
     try:
         number = int(str(given))
     except ValueError:

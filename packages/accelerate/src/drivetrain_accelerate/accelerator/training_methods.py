@@ -1,4 +1,4 @@
-"""The methods of an Accelerator inside a training loop: windows, backward, clipping, autocast."""
+"""The methods of an Accelerator for a training loop: accumulation windows, backward, clipping, autocast."""
 
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,7 +15,7 @@ from drivetrain_accelerate.plugins.kwargs_handlers import AutocastKwargs
 
 
 class TrainingMethods(PrepareMethods):
-    """The part of an Accelerator that a training loop calls for each micro-batch."""
+    """The methods that a training loop calls for each micro-batch."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -33,7 +33,7 @@ class TrainingMethods(PrepareMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches in one optimizer step; it applies from the next window on."""
+        """The number of micro-batches in one optimizer step; a change applies from the next window on."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -42,7 +42,7 @@ class TrainingMethods(PrepareMethods):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Generator[None]:
-        """Run a micro-batch: gradients are reduced and optimizers step when its window closes.
+        """Run the block as one micro-batch. Gradients are reduced and optimizers step when its window closes.
 
         An exception that leaves the block drops the gradients of the window so far; the loop may go on.
         """
@@ -72,7 +72,7 @@ class TrainingMethods(PrepareMethods):
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> None:
-        """Refuse: which backward reduces gradients is decided before its forward."""
+        """Raise a RuntimeError: a micro-batch must ask for the reduction before its forward."""
         raise RuntimeError(
             f"trigger_sync_in_backward({type(model).__name__}): a backward cannot be told to reduce gradients after "
             "its forward ran in no_sync(); run forward and backward of the last micro-batch outside no_sync()"
@@ -80,7 +80,7 @@ class TrainingMethods(PrepareMethods):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None]:
-        """Run a loop in which ranks may have different numbers of batches; a running loop goes on as it was."""
+        """Run a block of loops in which ranks may have different numbers of batches. Running loops do not change."""
         del joinables  # drivetrain's loaders give all ranks equally many steps
         with ExitStack() as stack:
             for loader in self._dataloaders if self.state.num_processes > 1 else ():
@@ -93,20 +93,20 @@ class TrainingMethods(PrepareMethods):
         """Accumulate the gradients of a loss. Called on all ranks.
 
         The loss is the mean over this rank's micro-batch, of shape (). A window of several micro-batches takes the
-        mean over them, unless the program itself says which closes the window (see `GradientState`): then it adds
-        its losses as they are. Outside `accumulate` the loss is divided by the number of micro-batches in a step.
+        mean of their losses. If the program itself closes the window (see `GradientState`), losses are added as they
+        are. Outside `accumulate` the loss is divided by the number of micro-batches in a step.
 
         Args:
             loss: The loss to accumulate.
             **kwargs: `retain_graph` and `inputs` on one device and under DDP; `create_graph` on one device; `model`
-                where DeepSpeed trains several. `scale_wrt_gas` changes nothing. Others are refused.
+                if DeepSpeed trains several. `scale_wrt_gas` changes nothing. Other arguments are refused.
 
         Raises:
             ValueError: An argument is not supported.
             AccumulationError: The graph cannot be kept, as under FSDP and DeepSpeed.
-            DataStateError: The program passes over batches that a resumed loader has left out already.
-            PairingError: The loss trains a model whose optimizer is not prepared, while others are, or the run
-                divides its models or scales its losses.
+            DataStateError: The program skips batches that a resumed loader has left out already.
+            PairingError: The loss trains a model whose optimizer is not prepared, and other optimizers are, or the
+                run divides its models or scales its losses.
         """
         kwargs.pop("scale_wrt_gas", None)
         model: nn.Module | None = kwargs.pop("model", None)
@@ -135,9 +135,9 @@ class TrainingMethods(PrepareMethods):
 
     @property
     def _leaves_steps_alone(self) -> bool:
-        """True if the program steps without any optimizer that was prepared with its model, on whole gradients.
+        """True if no optimizer was prepared together with its model, and each rank holds whole gradients.
 
-        Nothing is to be divided or scaled then.
+        The program then steps by itself, and losses must not be divided or scaled.
         """
         are_waiting = all(each.is_waiting for each in self._optimizers)
         return are_waiting and not self.state.divides_models and not self.state.scales_loss
@@ -155,7 +155,7 @@ class TrainingMethods(PrepareMethods):
             self.inner.backward(loss, count=count, model=model, **graph)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Refuse: gradients are unscaled by the clip or step of a closed window, once."""
+        """Raise a RuntimeError under fp16: clipping or the optimizer's step unscales the gradients."""
         del optimizer
         if self.state.scales_loss:
             raise RuntimeError(
@@ -214,7 +214,7 @@ class TrainingMethods(PrepareMethods):
         return nullcontext()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refuse: LOMO's optimizers step inside their backward, which no backend of drivetrain supports."""
+        """Raise a NotImplementedError: no backend supports LOMO's optimizers, which step inside their backward."""
         del loss
         raise NotImplementedError(
             f"lomo_backward(learning_rate={learning_rate}): use an optimizer that steps after backward; to save the "

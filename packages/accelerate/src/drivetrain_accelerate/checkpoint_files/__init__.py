@@ -1,1 +1,1 @@
-"""Checkpoints in Accelerate's own layout of files, for programs that read and write them beside `save_state`."""
+"""Checkpoints in Accelerate's own layout of files, for programs that do not only use `save_state`."""

@@ -41,9 +41,9 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the state of a run into a folder. Called on all ranks: each writes its generators, the main one the rest.
+    """Write a run's state. Called on all ranks: each rank writes its generators, the main process the rest.
 
-    `dataloaders` are not written: a loader's place is in drivetrain's own checkpoints, which `save_state` writes.
+    The states of `dataloaders` are not written. `save_state` writes the position of each loader.
     """
     del dataloaders
     folder = Path(output_dir)
@@ -81,14 +81,13 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Load what `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
+    """Load the files that `save_accelerator_state` wrote, here or in Accelerate. Called on all ranks.
 
-    The files hold no place in the data. All is read to the CPU first, whatever `map_location` says of the known
-    words.
+    The files do not hold the position in the data. Whatever `map_location` is, values are read to the CPU first.
 
     Returns:
-        `step`, the number of micro-batches; nothing for a rank without a file of its generators, which go on as they
-        are, with a warning.
+        `step`, the number of micro-batches. A rank without a file for its generators returns an empty dict, warns,
+        and leaves its generators as they are.
     """
     del dataloaders
     if map_location not in (None, "cpu", "on_device"):
@@ -130,16 +129,16 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load what `save_custom_state` wrote, tensors and plain values alone."""
+    """Load the file that `save_custom_state` wrote; refuse values other than tensors and plain values."""
     obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))
 
 
 def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLike[str]) -> Path:
     """Write the state of a run into the files that Accelerate's own `load_state` reads. Called on all ranks.
 
-    These are the weights, optimizers, schedulers, registered objects and generators. The place in the data is not
-    among them: Accelerate's order of samples is another one. `save_state` writes what drivetrain continues exactly. A
-    RuntimeError says that ranks hold parts of the models.
+    The files hold the weights, optimizers, schedulers, registered objects and generators. They do not hold the
+    position in the data, since Accelerate orders samples differently; `save_state` writes a state that drivetrain
+    continues exactly. A RuntimeError says that ranks hold parts of the models.
     """
     if accelerator.deepspeed_plugin is not None:
         raise RuntimeError(
@@ -176,5 +175,5 @@ def write_accelerate_layout(accelerator: "Accelerator", output_dir: str | PathLi
 
 
 def numbered_file(folder: Path, stem: str, number: int, end: str = "bin") -> Path:
-    """Return the file of one of several objects; the first one's has no number."""
+    """Return the file of an object by its number; the name of the first file has no number."""
     return folder / f"{stem}{f'_{number}' if number else ''}.{end}"

@@ -1,6 +1,6 @@
 """Weights and optimizers of sharded models in Accelerate's files: one whole file, or a folder of parts.
 
-The parts are files of torch.distributed.checkpoint, of which each rank writes and reads its own.
+The parts are files of torch.distributed.checkpoint. Each rank writes and reads its own parts.
 """
 
 import warnings
@@ -50,7 +50,7 @@ def save_fsdp_model(
     """Write a model's weights. Called on all ranks.
 
     The plugin's `state_dict_type` says whether the main process writes `pytorch_model_fsdp.bin`, or each rank its
-    part in the folder `pytorch_model_fsdp_0`. With `adapter_only`, the adapters alone of a model of PEFT are written.
+    part in the folder `pytorch_model_fsdp_0`. With `adapter_only`, only the adapters of a PEFT model are written.
     `use_dcp` changes nothing: parts are always written by torch.distributed.checkpoint.
     """
     del use_dcp
@@ -81,9 +81,9 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` wrote with these arguments, here or in Accelerate, at any number of ranks.
+    """Load weights that `save_fsdp_model`, here or Accelerate's, wrote with these arguments on any number of ranks.
 
-    Called on all ranks. Missing files are a FileNotFoundError, those of another model a ValueError.
+    Called on all ranks. Missing files raise a FileNotFoundError, and files of another model a ValueError.
     """
     del use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -146,9 +146,9 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote with these arguments, here or in Accelerate, at any number of ranks.
+    """Load the state that `save_fsdp_optimizer`, here or Accelerate's, wrote with these arguments.
 
-    Called on all ranks. Missing files are a FileNotFoundError, those of another optimizer a ValueError.
+    Called on all ranks. Missing files raise a FileNotFoundError, and files of another optimizer a ValueError.
     """
     del adapter_only, use_dcp
     prepared, context = accelerator.inner.prepared_of(model), accelerator.inner.context
@@ -174,7 +174,7 @@ def load_fsdp_optimizer(
 
 
 def _write_full(accelerator: "Accelerator", state: Callable[[], Any], path: Path, *, call: str) -> None:
-    """Have the main process write a whole state as one file; if it fails, all ranks do."""
+    """Write a whole state as one file, from the main process. If the write fails, all ranks raise an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     on_main(
         accelerator.inner.context, lambda: torch.save(state(), path), doing=f"{call}() into {path.parent}"
@@ -182,7 +182,7 @@ def _write_full(accelerator: "Accelerator", state: Callable[[], Any], path: Path
 
 
 def _adapter_names(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name of each adapter weight, by PEFT's name of it in files."""
+    """Return the name of each adapter weight in the model, by the name that PEFT gives it in files."""
     from peft import get_peft_model_state_dict
 
     module_names = {id(value): name for name, value in weights.items()}
@@ -191,7 +191,7 @@ def _adapter_names(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, s
 
 
 def _place(prepared: Prepared, optimizer: Any) -> int:
-    """Return which of a model's optimizers one is; raise a ValueError for none."""
+    """Return the number of an optimizer among a model's optimizers; raise a ValueError if it is none of them."""
     wanted = getattr(optimizer, "optimizer", optimizer)
     for place, each in enumerate(prepared.optimizers):
         if each.optimizer is wanted:
@@ -203,7 +203,7 @@ def _place(prepared: Prepared, optimizer: Any) -> int:
 
 
 def layout_of(fsdp_plugin: Any) -> str:
-    """Return whether a plugin asks for whole files or divided ones; raise a ValueError for neither."""
+    """Return the layout that a plugin asks for, whole or divided; raise a ValueError for another layout."""
     said = getattr(fsdp_plugin, "state_dict_type", None) or SHARDED
     name = str(getattr(said, "name", said))
     if name not in (FULL, SHARDED):
@@ -222,11 +222,11 @@ def write_divided(state: Mapping[str, Any], folder: Path, context: Context) -> N
 def read_divided(
     folder: Path, context: Context | None, *, like: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read the nested state that a folder holds. Called on all ranks; without a context, in this process alone.
+    """Read a folder's nested state. Called on all ranks, or with `context=None` in a single process.
 
-    A folder's list of contents is a pickle, and so are its values that are no tensors: they could run code. `like`
-    has tensors by a part of a value's place, such as a parameter's name: a value of the same shape takes their
-    division, and others are read whole.
+    A folder's list of contents and its values other than tensors are pickles, which could run code. `like` has
+    tensors by name. A value with such a name in its path, and the same shape, is divided among ranks as that tensor.
+    Other values are read whole.
     """
     if not (folder / ".metadata").is_file():
         raise FileNotFoundError(f"{folder} holds no state in parts (a file .metadata, and *.distcp)")
@@ -256,7 +256,7 @@ def merge_fsdp_weights(
 ) -> None:
     """Write the weights of a folder of parts, such as `pytorch_model_fsdp_0`, as one file. Called on all ranks.
 
-    A FileNotFoundError names the folders inside that hold parts, if this one holds none.
+    If the folder holds no parts, a FileNotFoundError names the subfolders that hold parts.
     """
 
     def merge() -> None:
@@ -268,7 +268,7 @@ def merge_fsdp_weights(
 
 
 def merge_parts(parts: Path, output: Path, *, safe: bool) -> None:
-    """Write the weights that ranks wrote in parts as one file, from this process alone; see `merge_fsdp_weights`."""
+    """Join the parts of weights to one file, in this process alone; see `merge_fsdp_weights`."""
     if not (parts / ".metadata").is_file():
         inside = sorted(each.parent.name for each in parts.glob("*/.metadata"))
         raise FileNotFoundError(
@@ -287,7 +287,7 @@ def merge_parts(parts: Path, output: Path, *, safe: bool) -> None:
 
 @contextmanager
 def _allow_one_process() -> Generator[None]:
-    """Keep torch from warning of a single process, which it takes for a mistake."""
+    """Suppress torch's warning that the process group is not initialized."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -296,7 +296,7 @@ def _allow_one_process() -> Generator[None]:
 
 
 def _allocate_target(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> Any:
-    """Return a tensor to read a value into; None for what is no tensor."""
+    """Return an empty tensor to read a value into; None if the value is no tensor."""
     if not isinstance(kept, TensorStorageMetadata):
         return None
     dtype = kept.properties.dtype
@@ -307,7 +307,7 @@ def _allocate_target(name: str, kept: Any, like: Mapping[str, torch.Tensor]) -> 
 
 
 def _restore_lists(tree: Any) -> Any:
-    """Return a tree of dicts with those that are numbered as lists."""
+    """Return nested dicts with each dict whose keys are integers turned into a list."""
     if not isinstance(tree, dict):
         return tree
     given = cast("dict[Any, Any]", tree)

@@ -1,1 +1,1 @@
-"""Accelerate's commands on drivetrain, and what programs import of them."""
+"""Accelerate's commands on drivetrain, and the names that programs import from Accelerate's command modules."""

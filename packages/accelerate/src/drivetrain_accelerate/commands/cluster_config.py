@@ -1,4 +1,4 @@
-"""Accelerate's configuration file as a value: read, checked and written."""
+"""Accelerate's configuration file as a dataclass: read, check and write it."""
 
 import json
 from dataclasses import dataclass, fields
@@ -28,7 +28,7 @@ _UNSAID = {"mixed_precision": None, "use_cpu": False, "debug": False, "enable_cp
 
 @dataclass
 class BaseConfig:
-    """The part that every configuration file holds; `mixed_precision` is None if the file does not say it."""
+    """The fields of every configuration file; `mixed_precision` is None if the file does not set it."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -37,14 +37,14 @@ class BaseConfig:
     debug: bool
 
     def __post_init__(self) -> None:
-        """Turn words into members of the enums, of which unknown ones raise a ValueError."""
+        """Turn words into members of the enums; raise a ValueError for an unknown word."""
         self.compute_environment = ComputeEnvironment(self.compute_environment)
         is_hosted = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kind = SageMakerDistributedType if is_hosted else DistributedType
         self.distributed_type = kind(self.distributed_type)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values by key, without those that say nothing."""
+        """Return plain values by key, without empty values."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: value.value if isinstance(value, Enum) else value
@@ -54,7 +54,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a file's contents in today's words; raise a ValueError if they lack `distributed_type`."""
+        """Return a file's contents with today's keys; raise a ValueError if `distributed_type` is missing."""
         if "distributed_type" not in config_dict:
             raise ValueError(
                 "A `distributed_type` must be specified in the config file. drivetrain's own settings files have "
@@ -72,7 +72,7 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | PathLike[str] | None = None) -> Self:
-        """Return the configuration of a JSON file, by default the one that is found without a name."""
+        """Return the configuration of a JSON file, by default Accelerate's default file."""
         return cls._read(json_file, is_json=True)
 
     def to_json_file(self, json_file: str | PathLike[str]) -> None:
@@ -82,7 +82,7 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | PathLike[str] | None = None) -> Self:
-        """Return the configuration of a YAML file, by default the one that is found without a name."""
+        """Return the configuration of a YAML file, by default Accelerate's default file."""
         return cls._read(yaml_file, is_json=False)
 
     def to_yaml_file(self, yaml_file: str | PathLike[str]) -> None:
@@ -117,7 +117,7 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The configuration of runs on machines of one's own; each attribute is a flag of `accelerate launch`."""
+    """The configuration of runs on the user's machines; each attribute is a flag of `accelerate launch`."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -147,7 +147,7 @@ class ClusterConfig(BaseConfig):
     dynamo_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Turn words into members of the enums, and a family of options that is not given into an empty one."""
+        """Turn words into members of the enums, and each missing group of options into an empty dict."""
         super().__post_init__()
         for each in fields(self):
             if each.name.endswith("config") and getattr(self, each.name) is None:
@@ -155,10 +155,10 @@ class ClusterConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterConfig:
-    """Return the configuration of a file of Accelerate's, YAML or JSON, by default that in Accelerate's own place.
+    """Return the configuration in a YAML or JSON file, by default Accelerate's default file.
 
-    A missing file is a FileNotFoundError; a file of another program, or with unknown keys or words, a ValueError; one
-    for SageMaker, a NotProvidedError.
+    A missing file raises a FileNotFoundError. A file of another program, or with unknown keys or words, raises a
+    ValueError, and a file for SageMaker a NotProvidedError.
     """
     path = Path(default_config_file if config_file is None else config_file)
     if config_file is not None and not path.exists():

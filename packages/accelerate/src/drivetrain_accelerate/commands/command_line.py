@@ -1,6 +1,6 @@
-"""Run drivetrain's counterparts of Accelerate's commands, here or in a process of their own, and parse their flags.
+"""Run drivetrain's counterparts of Accelerate's commands, in this process or a new one, and parse their flags.
 
-The parsers are for programs that take `argparse`'s; they are made from dataclasses.
+The parsers serve programs that expect `argparse` parsers. They are made from dataclasses.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from drivetrain_launcher.cli.main import main as run_drivetrain
 
 
 def main() -> None:
-    """Run `accelerate COMMAND ...` as this process's command line says it."""
+    """Run the command that this process's command line names: `accelerate COMMAND ...`."""
     run_words(sys.argv[1:])
 
 
@@ -25,19 +25,19 @@ def run_words(words: Sequence[str]) -> None:
 
 
 def program_of(command: str) -> Callable[[], None]:
-    """Return the `main` of a command's module, which runs it as this process's command line says it."""
+    """Return the `main` of a command's module: a function that runs the command with this process's arguments."""
     return lambda: run_words([command, *sys.argv[1:]])
 
 
 def words_of_process(words: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs a command."""
+    """Return the command line that runs a command in a new process."""
     return [sys.executable, "-m", "drivetrain_launcher", "accelerate", *words]
 
 
 def run_apart(words: Sequence[str], *, is_quiet: bool = False) -> None:
-    """Run a command in a process of its own, since it may replace what this one has imported.
+    """Run a command in a new process, since the command may replace modules that this process has imported.
 
-    If it fails, raise CalledProcessError, or quietly SystemExit.
+    If the command fails, raise CalledProcessError, or SystemExit if `is_quiet`.
     """
     command = words_of_process(words)
     done = subprocess.run(command, check=False)
@@ -51,7 +51,7 @@ _Group = type(ArgumentParser().add_argument_group())
 
 
 def spellings(names: Sequence[str]) -> list[str]:
-    """Return flags with, behind each that has underscores, the one with hyphens."""
+    """Return flags, and behind each flag with underscores the same flag with hyphens."""
     found: list[str] = []
     for name in names:
         found.append(name)
@@ -71,12 +71,12 @@ class CustomArgumentGroup(_Group):
 class CustomArgumentParser(ArgumentParser):
     """A parser whose flags may be written with underscores or hyphens.
 
-    The namespace's `nondefault` is the set of the names that the command line said, without those of flags that may
-    be given several times.
+    The namespace's `nondefault` is the set of names that the command line sets. It leaves out flags that may be given
+    several times.
     """
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Action:
-        """Add a flag; see `argparse.ArgumentParser.add_argument`. A switch without a default is None if not said."""
+        """Add a flag; see `argparse.ArgumentParser.add_argument`. A switch without a default is None if not given."""
         if kwargs.get("action") == "store_true":
             kwargs.setdefault("default", None)
         return super().add_argument(*spellings(args), **kwargs)
@@ -98,7 +98,7 @@ class CustomArgumentParser(ArgumentParser):
 
 
 class _Unsaid(list[Any]):
-    """The value of what a command line does not say; a flag that may be given several times adds to a copy."""
+    """The value of a flag that is not given; a flag that may be given several times appends to a copy."""
 
 
 _UNSAID = _Unsaid()
@@ -107,9 +107,9 @@ _UNSAID = _Unsaid()
 def parser_of(
     command: str, arguments: type[Any], run: Callable[[Namespace], Any], subparsers: Any = None
 ) -> CustomArgumentParser:
-    """Return the parser of a command, from the dataclass of its arguments, or add it to the commands of a parser.
+    """Return a command's parser, made from the dataclass of its arguments; add it to `subparsers` if given.
 
-    `drivetrain_launcher.cli.parser` says what the fields' metadata mean.
+    `drivetrain_launcher.cli.parser` describes the metadata of the fields.
     """
     about = (run.__doc__ or "").partition("\n")[0]
     if subparsers is None:
@@ -144,7 +144,7 @@ def _add(
 
 
 def arguments_of(kind: type[Any], args: Namespace) -> Any:
-    """Return a command's dataclass with what was parsed."""
+    """Return a command's dataclass with the parsed values."""
     given = {each.name: getattr(args, each.name, None) for each in fields(kind)}
     return kind(
         **{

@@ -1,4 +1,4 @@
-"""Answer drivetrain's questions where Accelerate would ask its own: the settings file they make is drivetrain's."""
+"""Ask drivetrain's questions in place of Accelerate's, and write a settings file of drivetrain's."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class QuestionsArguments:
 
 
 def run(arguments: QuestionsArguments) -> int:
-    """Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."""
+    """Ask for the settings of a run on this machine, and write a settings file of drivetrain's."""
     place = arguments.config_file
     if place is None:
         users = settings_places(Path.cwd(), environ.child_environment())[-1]
@@ -51,7 +51,7 @@ def run(arguments: QuestionsArguments) -> int:
 
 
 def get_config_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate config` with its own subcommands, or add it to those of a parser."""
+    """Return the parser of `accelerate config` and its subcommands; add it to `subparsers` if given."""
     parser = config_command_parser(subparsers)
     inner = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(inner, [parser])
@@ -60,7 +60,7 @@ def get_config_parser(subparsers: Any = None) -> Any:
 
 
 def config_command(args: Namespace) -> None:
-    """Ask what matters for a run on this machine, and write it as a settings file of drivetrain's."""
+    """Ask for the settings of a run on this machine, and write a settings file of drivetrain's."""
     run(arguments_of(QuestionsArguments, args))
 
 

@@ -1,4 +1,4 @@
-"""Write Accelerate's configuration file for this machine without questions, and bring an older one up to date."""
+"""Write Accelerate's configuration file for this machine without questions, and update older files."""
 
 import sys
 from argparse import Namespace
@@ -66,9 +66,9 @@ def run_update(arguments: UpdateConfigArguments) -> int:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str = default_json_config_file
 ) -> Path | Literal[False]:
-    """Write a configuration file for all accelerators of this machine, and return it; False if it is there already.
+    """Write a configuration file for all accelerators of this machine, and return its path; False if it exists.
 
-    A ValueError refuses a precision that is none of no, fp16, bf16 and fp8.
+    A ValueError refuses a precision other than no, fp16, bf16 and fp8.
     """
     path = Path(save_location)
     if path.exists():
@@ -99,7 +99,7 @@ def write_basic_config(
 
 
 def update_config(args: Namespace) -> str:
-    """Write a configuration file, by default Accelerate's own, in today's words; raise a ValueError without one."""
+    """Rewrite a configuration file, by default Accelerate's own, with today's keys; a ValueError if it is missing."""
     path = Path(default_config_file if args.config_file is None else args.config_file)
     if not path.is_file():
         raise ValueError(f"The passed config file located at {path} doesn't exist.")

@@ -1,4 +1,4 @@
-"""Show what Accelerate shows of an environment, and drivetrain's own report."""
+"""Print Accelerate's report of an environment, and drivetrain's own."""
 
 import platform
 import sys
@@ -33,7 +33,7 @@ class ReportArguments:
 
 
 def run(arguments: ReportArguments) -> int:
-    """Show what Accelerate shows of this environment, and every setting of drivetrain with its source."""
+    """Print Accelerate's report of this environment, and every setting of drivetrain with its source."""
     env_command(Namespace(config_file=arguments.config_file))
     sys.stdout.write("\n")
     named = arguments.config_file

@@ -15,7 +15,7 @@ from drivetrain_launcher.errors import LaunchError
 
 
 class ConversionStatus(Enum):
-    """The reason why a key has no successor."""
+    """The reason why a key of FSDP1 has no key in FSDP2."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -71,7 +71,7 @@ def run(arguments: ConversionArguments) -> int:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a configuration file with FSDP2's keys; what has them already stays as it is."""
+    """Return a configuration file's contents with FSDP2's keys; contents that have these keys stay as they are."""
     given: dict[str, Any] = config.get("fsdp_config") or {}
     if not given:
         return config
@@ -102,7 +102,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 def to_fsdp2_command(args: Namespace | ConversionArguments) -> None:
     """Convert a configuration file of Accelerate's from FSDP1's keys to FSDP2's.
 
-    A ValueError asks where to write; what is missing, or there and not to be replaced, is an OSError.
+    A ValueError asks for the output file. An OSError says that the input is missing, or that the output exists.
     """
     source, target = Path(args.config_file), args.output_file
     if not source.exists():

@@ -1,4 +1,4 @@
-"""Check an installation where Accelerate would run its own test script: by drivetrain's checks."""
+"""Check an installation by drivetrain's checks, in place of Accelerate's test script."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field, replace

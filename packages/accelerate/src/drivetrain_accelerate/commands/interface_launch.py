@@ -103,7 +103,7 @@ def run(arguments: AccelerateLaunchArguments) -> int:
 
 
 def launch_command_parser(subparsers: Any = None) -> Any:
-    """Return the parser of `accelerate launch`, or add it to the subcommands of a parser."""
+    """Return the parser of `accelerate launch`; add it to `subparsers` if given."""
     if subparsers is None:
         parser = CustomArgumentParser("accelerate launch", description="Run a script.", allow_abbrev=False)
     else:
@@ -116,7 +116,7 @@ def launch_command_parser(subparsers: Any = None) -> Any:
 
 
 def launch_command(args: Namespace) -> None:
-    """Launch what `launch_command_parser` has parsed in a process of its own; else raise CalledProcessError."""
+    """Run a parsed `accelerate launch` in a new process; raise CalledProcessError if it fails."""
     run_apart(["launch", *words_of(args)], is_quiet=bool(getattr(args, "quiet", None)))
 
 
@@ -125,7 +125,7 @@ simple_launcher = multi_gpu_launcher = deepspeed_launcher = launch_command
 
 
 def clean_option(option: str) -> str | None:
-    """Return a long flag's name as it stands in the namespace; None for a short one."""
+    """Return a long flag's name in the namespace; None for a short flag."""
     return option.removeprefix("--").replace("-", "_") if option.startswith("--") else None
 
 
@@ -133,22 +133,22 @@ main = program_of("launch")
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return the paths that a variable lists, joined by colons, with one more behind them."""
+    """Return the paths in a variable and one more path, joined by colons."""
     return ":".join(
         [each for each in (environ.read(env_var_name) or "").split(":") if each] + [str(path_to_add)]
     )
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command that launches what `launch_command_parser` has parsed, and its environment."""
+    """Return the command of a parsed `accelerate launch`, and its environment."""
     return words_of_process(["launch", *words_of(args)]), environ.child_environment()
 
 
 class PrepareForLaunch:
-    """A function for `torch.multiprocessing.start_processes`, which tells each process its rank.
+    """A function for `torch.multiprocessing.start_processes` that sets each process's rank and calls another.
 
-    With `debug`, the processes are on the CPU, as many as `WORLD_SIZE` says, and meet by the file that
-    `ACCELERATE_DEBUG_RDV_FILE` names. The ranks are set whatever `distributed_type` says.
+    With `debug`, `WORLD_SIZE` processes on the CPU connect through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+    The ranks are set for every `distributed_type`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Run the function as a rank; raise a RuntimeError if it shall meet others by a file that nobody names."""
+        """Run the function as a rank; raise a RuntimeError if `debug` is true and no variable names the file."""
         own = {"LOCAL_RANK": str(index), "RANK": str(index), "FORK_LAUNCHED": "1"}
         if self.debug:
             own |= _meet_by_file(index)
@@ -171,9 +171,9 @@ class PrepareForLaunch:
 
 
 def _meet_by_file(rank: int) -> dict[str, str]:
-    """Join a group on the CPU whose processes meet by a file, and return its variables. Called on all ranks.
+    """Join a process group on the CPU through a file, and return the group's variables. Called on all ranks.
 
-    The group stays, as it does in Accelerate, which sets no variables of it: ours agree with the group.
+    The group stays connected, as in Accelerate. Unlike in Accelerate, variables describe the group.
     """
     file, size = environ.read("ACCELERATE_DEBUG_RDV_FILE"), environ.read("WORLD_SIZE")
     if not file or not size:

@@ -20,7 +20,7 @@ _SEE = "What it means here: the page on Accelerate's flags, one by one."
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of flags: what turns their text into a value, the default, and the allowed values."""
+    """A kind of flags: the function that converts the text, the default, and the allowed values."""
 
     names: str
     convert: Callable[[str], Any] | None = None
@@ -130,7 +130,7 @@ _NAMES = {"tpu_cluster": "tpu_use_cluster"}
 
 
 def _all_flags() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each flag, the name of its value in the namespace, and what argparse is told of it."""
+    """Yield each flag, its name in the namespace, and the keyword arguments for argparse."""
     for default, names in _SWITCHES.items():
         for name in names.split():
             yield name, _NAMES.get(name, name), {"action": "store_true", "default": default}
@@ -153,7 +153,7 @@ def add_flags(parser: CustomArgumentParser) -> None:
 
 
 def words_of(args: Namespace) -> list[str]:
-    """Return the command line that says what a namespace of this parser holds."""
+    """Return the command line that gives a parsed namespace."""
     said = getattr(args, "nondefault", None) or ()
     words: list[str] = []
     for name, dest, told in _all_flags():

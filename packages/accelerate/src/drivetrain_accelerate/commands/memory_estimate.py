@@ -1,4 +1,4 @@
-"""Tell what a model of the hub takes in memory, by dtype: its weights, and the states of Adam."""
+"""Estimate a hub model's memory by dtype: for its weights, and for training with Adam."""
 
 import sys
 from argparse import Namespace
@@ -47,7 +47,7 @@ class HubEstimateArguments:
 
 
 def run(arguments: HubEstimateArguments) -> int:
-    """Tell what a model of the hub takes in memory, by dtype."""
+    """Print the memory that a model of the hub takes, by dtype."""
     names = [word for word in arguments.model_name if word not in _DTYPES]
     more = [word for word in arguments.model_name if word in _DTYPES]
     if len(names) != 1:
@@ -74,9 +74,10 @@ def create_empty_model(
     trust_remote_code: bool = False,
     access_token: str | None = None,
 ) -> nn.Module:
-    """Build a model of transformers, by its name on the hub or its folder, without memory.
+    """Build a transformers model on the meta device, by its name on the hub or its folder.
 
-    A ValueError refuses other libraries; an OSError says that there is no such model, or no hub.
+    A ValueError refuses other libraries. An OSError says that there is no such model, or that the hub gives no
+    answer.
     """
     if library_name not in (None, "transformers"):
         raise ValueError(
@@ -104,7 +105,7 @@ def create_empty_model(
 
 
 def _is_hub_out_of_reach(model_name: str, token: str | None) -> bool:
-    """Return whether the hub gives no answer, by asking once: a download asks again for half a minute."""
+    """Return whether the hub does not answer a single request; a download would retry for half a minute."""
     hub: Any = import_module("huggingface_hub")
     errors: Any = import_module("huggingface_hub.errors")
     try:
@@ -123,9 +124,9 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,  # noqa: ARG001 MS-AMP is not known here
 ) -> dict[str, int]:
-    """Return the bytes that training with Adam takes for weights of that many bytes in float32.
+    """Return the bytes of training with Adam, for a model whose float32 weights take `bytes`.
 
-    Each is -1 if `mixed_precision`, the dtype of the forward, is none of float32, float16 and bfloat16.
+    `mixed_precision` is the dtype of the forward. For others than float32, float16 and bfloat16, all values are -1.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
@@ -136,7 +137,7 @@ def estimate_training_usage(
 
 
 def gather_data(args: Namespace) -> list[list[Any]]:
-    """Return a row for each dtype: its name, and the bytes of the largest block, of all weights and of training."""
+    """Return a row for each dtype: name, bytes of the largest block, of all weights, and of training."""
     model = create_empty_model(
         args.model_name, args.library_name, args.trust_remote_code, getattr(args, "access_token", None)
     )
@@ -177,7 +178,7 @@ def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[str]], ti
 
 
 def estimate_command(args: Namespace) -> None:
-    """Tell what a model of the hub takes in memory, by dtype."""
+    """Print the memory that a model of the hub takes, by dtype."""
     shown: list[list[str]] = []
     for dtype, block, total, training in gather_data(args):
         largest = max(cast("dict[str, int]", training).values())

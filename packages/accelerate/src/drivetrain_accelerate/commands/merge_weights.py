@@ -1,4 +1,4 @@
-"""Merge the weights of a sharded checkpoint into one export: of drivetrain's, or of FSDP's as torch writes it."""
+"""Merge the weights of a sharded checkpoint, written by drivetrain or by torch's FSDP, into one export."""
 
 import sys
 from argparse import Namespace

@@ -1,6 +1,6 @@
 """Run a script under the real Accelerate and under drivetrain for a few steps, and compare its losses.
 
-As a program, with the words (real | ours) FILE STEPS (SCRIPT | -m MODULE) ..., it runs one of the sides, and
+As a program with the arguments (real | ours) FILE STEPS (SCRIPT | -m MODULE) ..., this module runs one side and
 writes each loss of a rank as a line of FILE.RANK.
 """
 
@@ -72,7 +72,7 @@ class ComparisonArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """A rank's losses at one step (from 1), under Accelerate and drivetrain; None where that run had ended."""
+    """The two losses of a rank at one step, counted from 1: Accelerate's and drivetrain's; None after a run's end."""
 
     rank: int
     step: int
@@ -80,7 +80,7 @@ class LossRow:
     ours: float | None
 
     def is_same(self, tolerance: float) -> bool:
-        """Return whether both losses are there, and differ by no more than a fraction of the larger one."""
+        """Return whether both runs have a loss, and the losses differ by at most this fraction of the larger loss."""
         if self.real is None or self.ours is None:
             return False
         if math.isnan(self.real) and math.isnan(self.ours):
@@ -119,7 +119,7 @@ def run(arguments: ComparisonArguments) -> int:
 
 
 def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | None:
-    """Run the script on one side, and return the losses of each rank; None, and a message, if it fails."""
+    """Run the script on one side, and return the losses of each rank; if it fails, print a message, return None."""
     num_processes, variables = arguments.num_processes, dict[str, str]()
     command = [sys.executable]
     if num_processes > 1:
@@ -161,7 +161,7 @@ def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | N
 
 
 def rows_of(real: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> list[LossRow]:
-    """Return the steps of both runs, of which each has the losses of each rank."""
+    """Return a row for each step and rank, from the losses of each rank in both runs."""
     return [
         LossRow(rank=rank, step=step, real=theirs, ours=mine)
         for rank, sides in enumerate(zip(real, ours, strict=True))
@@ -170,7 +170,7 @@ def rows_of(real: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) ->
 
 
 def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
-    """Return the steps as a table, with a mark at those that differ."""
+    """Return the rows as a table, and mark rows whose losses differ."""
     has_ranks = any(row.rank for row in rows)
     cells = [["rank", "step", "real", "ours", "difference", ""]]
     for row in rows:

@@ -1,1 +1,1 @@
-"""The modules named `accelerate`: which there are, what each holds, and how imports find them."""
+"""The modules named `accelerate`: their list, their contents, and the import finder."""

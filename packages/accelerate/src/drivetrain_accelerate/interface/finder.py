@@ -26,7 +26,7 @@ _ANY = DistributionFinder.Context()
 class InterfaceFinder(MetaPathFinder):
     """The finder that stands first in `sys.meta_path` while the interface of a version is installed.
 
-    `variables_before` are the environment variables that the installation has changed, as they were.
+    `variables_before` has the values of environment variables from before the installation changed them.
     """
 
     version: str
@@ -63,9 +63,9 @@ class InterfaceFinder(MetaPathFinder):
         )
 
     def find_distributions(self, context: DistributionFinder.Context = _ANY) -> Iterable[Distribution]:
-        """Return the distribution of the interface, if it is what is looked for.
+        """Return the distribution of the interface if the context asks for its name.
 
-        Libraries ask `importlib.metadata` which version they have before they import it.
+        Libraries ask `importlib.metadata` for Accelerate's version before they import it.
         """
         if context.name is None or context.name.lower() == _NAME:
             yield InterfaceDistribution(self.version)
@@ -86,7 +86,7 @@ class InterfaceDistribution(Distribution):
         }
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:
-        """Return the text of a file of the distribution's metadata; None if there is none."""
+        """Return the text of a metadata file; None if the distribution has no such file."""
         return self._texts.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
@@ -95,10 +95,10 @@ class InterfaceDistribution(Distribution):
 
 
 def _describe_unknown(fullname: str, table: ModuleTable) -> ModuleNotFoundError:
-    """Return the error for a module that is not there, or for a name of a module that is there.
+    """Return the error for a missing module, or for a name that an existing module lacks.
 
-    `from accelerate import name` looks for a module where there is no such name. Python drops an error that names
-    what it looked for; one that names the module around it is shown.
+    If `accelerate` lacks a name, `from accelerate import name` looks for a submodule. Python hides an error whose
+    `name` is that submodule, but shows an error whose `name` is the module around it.
     """
     around, _, name = fullname.rpartition(".")
     if (instead := table.modules_not_provided.get(fullname)) is not None:
@@ -122,7 +122,7 @@ def installed_finder() -> InterfaceFinder | None:
 
 
 def _spec_of_others(name: str, path: list[str] | None) -> ModuleSpec | None:
-    """Return what the finders beside the interface's find."""
+    """Return the spec that the other finders give for a module."""
     others = cast(
         "list[MetaPathFinder]", [each for each in sys.meta_path if not isinstance(each, InterfaceFinder)]
     )

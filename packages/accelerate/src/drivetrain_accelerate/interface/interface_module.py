@@ -1,4 +1,4 @@
-"""The modules of the interface: each imports what it holds when it is asked for."""
+"""The modules of the interface: each imports an object when its name is first used."""
 
 import sys
 from importlib import import_module
@@ -14,7 +14,7 @@ Anything = TypeVar("Anything")
 
 
 class _Refusing(type):
-    """The class of stand-ins for names without a counterpart: to import one is fine, to use it is an error."""
+    """The metaclass of stand-ins for names without a counterpart: importing is allowed, using is an error."""
 
     refusal: str
 
@@ -29,13 +29,13 @@ class _Refusing(type):
 
 
 class InterfaceModule(ModuleType):
-    """A module named `accelerate`, or inside of it, whose names are defined elsewhere in this package.
+    """A module `accelerate` or `accelerate.NAME`; its names are defined elsewhere in this package.
 
-    It has each name of the other modules, too, if one object has that name: the real ones import from each other.
+    The module also has every name of the other modules that means one object, as real modules import from each other.
     """
 
     def __getattr__(self, name: str) -> object:
-        """Return a name, or the module of that name inside; both stay as attributes."""
+        """Return the object or submodule of a name, and keep it as an attribute."""
         table = module_table()
         module = self.__name__
         if (holder := table.holder(module, name)) is not None:
@@ -60,7 +60,7 @@ class InterfaceModule(ModuleType):
 
 
 def in_use(full_name: str, own: Anything) -> Anything:
-    """Return what a program has set in place of a full name, as libraries do for a while; else our own object."""
+    """Return the object that a program has set under a full name, as a patch; without a patch, `own`."""
     module, _, name = full_name.rpartition(".")
     found = sys.modules.get(module)
     return vars(found).get(name, own) if isinstance(found, InterfaceModule) else own
@@ -75,14 +75,14 @@ if __name__ == "__main__":
 
 
 class InterfaceLoader(InspectLoader):
-    """Make modules of the interface, of which the package tells its version and file."""
+    """A loader that makes the modules of the interface; the top module gets a version and a file."""
 
     def __init__(self, version: str, file: str) -> None:
         self._version = version
         self._file = file
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty module, which fills itself."""
+        """Return an empty module; its names are filled in when they are used."""
         return InterfaceModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -99,13 +99,13 @@ class InterfaceLoader(InspectLoader):
             module.__file__ = self._file
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether a module holds others."""
+        """Return whether a module has submodules."""
         return module_table().is_package(fullname)
 
     def get_source(self, fullname: str) -> str:
-        """Return what a module does as a program: a command runs, any other module has nothing to do."""
+        """Return the source that runs if a module is started as a program: a command's `main`, or nothing."""
         return _AS_PROGRAM.format(module=fullname) if "main" in module_table().names[fullname] else ""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the code of what a module does as a program."""
+        """Return the compiled source that runs if a module is started as a program."""
         return self.source_to_code(self.get_source(fullname), f"<{fullname} of drivetrain_accelerate>")

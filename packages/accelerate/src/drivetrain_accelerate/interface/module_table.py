@@ -1,4 +1,4 @@
-"""Read interface.toml: which module of Accelerate's holds which names, and where each of them is written here."""
+"""Read interface.toml: the names in each of Accelerate's modules, and where this package defines each name."""
 
 import tomllib
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """The interface as a value."""
+    """The table of the modules and names of the interface."""
 
     names: Mapping[str, Mapping[str, Home]]  # by module of Accelerate's, then by name
     not_provided: Mapping[str, str]  # what to do instead, by the full name without a counterpart
@@ -38,14 +38,14 @@ class ModuleTable:
         return tuple(name for name in inside if "." not in name)
 
     def holder(self, module: str, name: str) -> str | None:
-        """Return the module that a module has a name from, itself where it holds the name; None if it has no such."""
+        """Return the module that a module's name comes from, often the module itself; None without such a name."""
         if name in self.names[module] or f"{module}.{name}" in self.not_provided:
             return module
         others = () if name in self.submodules(module) else self.holders.get(name, ())
         return others[0] if len(others) == 1 else None
 
     def names_in(self, module: str) -> set[str]:
-        """Return all names of a module: its own, those not provided, and the modules inside."""
+        """Return all names of a module: its own, the names that are not provided, and its submodules."""
         refused = (full.rpartition(".") for full in self.not_provided)
         return {
             *self.names[module],
@@ -54,7 +54,7 @@ class ModuleTable:
         }
 
     def hint(self, module: str, name: str) -> str:
-        """Return the end of a message about a name that a module lacks: where it is, or which one is near."""
+        """Return a hint about a name that a module lacks: the module that has it, or a similar name."""
         if name.startswith("__"):  # what Python and libraries look for
             return ""
         if places := self.holders.get(name):
@@ -64,7 +64,7 @@ class ModuleTable:
         return suggest(name, self.names_in(module)) or suggest(name, self.holders)
 
     def is_package(self, module: str) -> bool:
-        """Return whether a module holds others."""
+        """Return whether a module has submodules."""
         return bool(self.submodules(module))
 
 
@@ -76,7 +76,7 @@ def module_table() -> ModuleTable:
 
 
 def parse_table(text: str) -> ModuleTable:
-    """Return the table of a text in the form of interface.toml; raise a ValueError for a name without a holder."""
+    """Parse a text in the format of interface.toml; raise a ValueError for a name that no module defines."""
     read = tomllib.loads(text)
     not_provided = _instead(read.pop("not_provided", []))
     refused_modules = _instead(read.pop("module_not_provided", []))
@@ -110,7 +110,7 @@ def parse_table(text: str) -> ModuleTable:
 def _find_holders(
     own: Mapping[str, Mapping[str, Home]], not_provided: Mapping[str, str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the modules that define each name; those that refuse it only where no other provides it."""
+    """Return the modules that define each name; if no module does, the modules that refuse it."""
     provided: dict[str, dict[Home, str]] = {}
     for module, homes in own.items():
         for name, home in homes.items():
@@ -124,5 +124,5 @@ def _find_holders(
 
 
 def _instead(refused: list[dict[str, str]]) -> dict[str, str]:
-    """Return what to do instead for each name of a list of tables."""
+    """Return the advice for each name that tables of refused names list."""
     return {name: each["instead"] for each in refused for name in each["names"].split()}

@@ -1,1 +1,1 @@
-"""The libraries and devices that there are, and their versions."""
+"""The installed libraries, their versions, and the devices of this host."""

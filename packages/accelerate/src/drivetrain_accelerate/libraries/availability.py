@@ -13,7 +13,7 @@ from drivetrain_accelerate.plugins.constants import STR_OPERATION_TO_FUNC as STR
 
 
 def is_installed(module: str, distribution: str | None = None, minimum: str | None = None) -> bool:
-    """Return whether a module can be imported, of a distribution (by default of its name), at least that new."""
+    """Return whether a module is installed; check the version of its distribution if `minimum` is given."""
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -44,7 +44,7 @@ _LIBRARIES: dict[str, tuple[str, str | None, str | None]] = {
 
 
 def __getattr__(name: str) -> Callable[[], bool]:
-    """Return the function of a name `is_NAME_available`, which stays as an attribute."""
+    """Return the function for a name `is_NAME_available`, and keep it as an attribute."""
     library = name.removeprefix("is_").removesuffix("_available")
     if library not in _LIBRARIES or name != f"is_{library}_available":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -66,7 +66,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_mlflow_available() -> bool:
-    """Return whether mlflow, whole or its skinny distribution, is installed."""
+    """Return whether mlflow or mlflow-skinny is installed."""
     return is_installed("mlflow") or is_installed("mlflow", "mlflow-skinny")
 
 
@@ -91,19 +91,19 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch has pipeline parallelism, as every version does that drivetrain runs on."""
+    """Return whether torch has pipeline parallelism: True, since every supported version has it."""
     return True
 
 
 def is_weights_only_available() -> bool:
-    """Return whether `torch.load` has `weights_only`, as every version does that drivetrain runs on."""
+    """Return whether `torch.load` has `weights_only`: True, since every supported version has it."""
     return True
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a version, or that of an installed library, fulfils a requirement.
+    """Return whether a version, or the version of an installed library, fulfils a requirement.
 
-    A ValueError refuses an unknown operation or version; a PackageNotFoundError, a library that is not installed.
+    A ValueError refuses an unknown operation or version, and a PackageNotFoundError a missing library.
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation={operation!r}: say one of {', '.join(STR_OPERATION_TO_FUNC)}")
@@ -113,7 +113,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's release, without what a build adds such as +cu128, fulfils a requirement."""
+    """Return whether torch's release, without a build's suffix such as +cu128, fulfils a requirement."""
     import torch
 
     release = parse(parse(str(torch.__version__)).base_version)

@@ -1,4 +1,4 @@
-"""The kinds of devices that this process can compute on, and in which dtypes."""
+"""The kinds of devices that this process can compute on, and their dtypes."""
 
 import importlib
 import importlib.util
@@ -78,7 +78,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed, and whether its device is a TPU or a GPU, if one of these is asked."""
+    """Return whether torch_xla is installed. `check_is_tpu` and `check_is_gpu` ask for that kind of device."""
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu=True, check_is_gpu=True: a device cannot be both; ask for one")
     if importlib.util.find_spec("torch_xla") is None:
@@ -99,12 +99,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return whether this process can compute in float16: every device but the first Gaudi does."""
+    """Return whether this process can compute in float16. All devices can, except the first Gaudi."""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Return whether a library that computes in fp8 is installed; torch itself is enough for drivetrain."""
+    """Return whether a library that computes in fp8 is installed. drivetrain needs none besides torch."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
