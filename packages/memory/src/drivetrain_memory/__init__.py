@@ -1,9 +1,9 @@
-"""Measure peak memory, follow it over a run, say where it went, and find a batch size that fits.
+"""Measure peak memory, sample memory over a run, find out what holds it, and search a batch size that fits.
 
 `record_peak` reads the counters of the kernel and of the accelerators' allocators, so that it misses no short peak.
-`MemoryTracker` samples a whole run, `memory_breakdown` says what holds memory, `MemoryGuard` speaks up before the
-kernel ends the process. `find_executable_batch_size` halves a batch size until a function fits in memory. `profile`
-writes one trace per rank.
+`MemoryTracker` samples a whole run, `memory_breakdown` says what holds memory, `MemoryGuard` warns before the kernel
+ends the process. `find_executable_batch_size` halves a batch size until a function fits in memory. `profile` writes
+one trace per rank.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, in one place.
 
-torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/memory/test_compat.py, and for devices
-tests/hardware/test_memory.py, hold each one to what is relied on, and docs/platforms.md lists them.
+torch has no public API for them. They are the same in torch 2.9 to 2.15. tests/memory/test_compat.py, and for devices
+tests/hardware/test_memory.py, test the behaviour that is relied on. docs/platforms.md lists the names.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ WORKERS_ITERATOR: type[Any] = _MultiProcessingDataLoaderIter
 
 
 def workers_of(iterator: object) -> dict[int, str]:
-    """Return the processes of an iterator of a loader, by process id, with a name for each; empty for others."""
+    """Return a name for each worker process of a loader's iterator, by process id; empty for other objects."""
     # Not isinstance, which reads attributes of proxies.
     if not issubclass(type(iterator), _MultiProcessingDataLoaderIter):
         return {}
@@ -59,7 +59,7 @@ def host_allocator_bytes() -> int:
 
 
 def allocation_frames(value: object) -> list[tuple[str, int]]:
-    """Return file and line of the frames that made an object, the innermost first; empty without a trace of it."""
+    """Return file and line of the frames that made an object, innermost first; empty if it was not traced."""
     if (trace := tracemalloc.get_object_traceback(value)) is not None:
         return [(frame.filename, frame.lineno) for frame in reversed(trace)]
     if sys.version_info >= (3, 12) or sys.implementation.name != "cpython":

@@ -2,4 +2,4 @@
 
 
 class NoBatchSizeFitsError(RuntimeError):
-    """Every batch size down to the smallest ran out of memory; the message lists each with its error."""
+    """Every batch size down to the smallest ran out of memory; the message lists every size with its error."""

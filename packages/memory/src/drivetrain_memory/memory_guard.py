@@ -1,4 +1,4 @@
-"""A guard that speaks up before the kernel ends the process for its memory."""
+"""A guard that warns before the kernel ends the process for lack of memory."""
 
 import logging
 import threading
@@ -26,25 +26,25 @@ _NUM_NAMED = 5
 class MemoryGuard:
     """A thread that watches the limit of this job's control group.
 
-    Near the limit it warns with what holds memory; on request it raises `should_stop`, which a training loop reads at
-    each step, at the cost of an attribute, to save a checkpoint and end before the kernel kills it. What the kernel
-    can drop does not count:
+    Near the limit the thread logs a warning that lists what holds memory. With `stop_at` it also sets `should_stop`.
+    A training loop reads that attribute at each step, and saves a checkpoint before the kernel ends the process.
+    Memory that the kernel can drop does not count:
 
         held = current - (active_file + inactive_file - dirty - writeback + slab_reclaimable)
 
-    The guard looks at the group's size, which is cheap, and at its statistics only when the size with all cache is
-    near the limit. An allocation that goes from below the threshold past the limit between two looks is not caught.
-    Without a limit it does nothing. Made on each rank. Where ranks are to stop after the same step, pass `on_stop` a
-    function that lets them agree, such as `Accelerator.request_stop`.
+    The guard reads the group's size, which is cheap, and its statistics only when the size with all cache is near the
+    limit. An allocation that goes from below the threshold past the limit between two checks is not caught. Without a
+    limit it does nothing. Create a guard on each rank. To stop all ranks after the same step, pass as `on_stop` a
+    function by which they agree, such as `Accelerator.request_stop`.
 
     Args:
-        warn_at: The part of the limit at which it warns; once, until held memory has fallen by 5 % of the limit.
+        warn_at: The part of the limit at which it warns; again only after held memory fell by 5 % of the limit.
         stop_at: The part of the limit at which `should_stop` becomes true; None for never.
-        on_stop: A function that is called once, with the reason as a text, when `should_stop` becomes true; in the
-            guard's thread.
-        interval_seconds: The time between two looks.
-        describe: A function that says where memory went, such as `lambda: memory_breakdown(model, optimizer)`; it is
-            called in the guard's thread, once for each warning.
+        on_stop: A function that the guard's thread calls once, with the reason as text, when `should_stop` becomes
+            true.
+        interval_seconds: The time between two checks.
+        describe: A function that returns what holds memory, such as `lambda: memory_breakdown(model, optimizer)`. The
+            guard's thread calls it once for each warning.
         cgroup_root: The folder where the system mounts control groups.
         proc: The folder of the kernel's process files.
 
@@ -97,7 +97,7 @@ class MemoryGuard:
         return min((group.limit_bytes for group in self._groups if group.limit_bytes), default=None)
 
     def check(self) -> CgroupUsage | None:
-        """Look once, now; warn and raise the flag where they are due.
+        """Check the memory once, now; warn or set `should_stop` if a threshold is passed.
 
         Returns:
             The usage of the group that is nearest to its limit, if one is near; None otherwise.
@@ -119,7 +119,7 @@ class MemoryGuard:
         return usage
 
     def start(self) -> None:
-        """Begin to look. `with guard:` does the same, and ends with the block.
+        """Start the thread. `with guard:` does the same, and stops the thread after the block.
 
         Raises:
             RuntimeError: The guard was started before.
@@ -131,7 +131,7 @@ class MemoryGuard:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the flag stays as it is."""
+        """End the thread; `should_stop` keeps its value."""
         self._ended.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The storages behind tensors: what really takes memory, however many tensors look at it."""
+"""The storages behind tensors: the memory itself, which several tensors may share."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from drivetrain_memory.compat import coo_parts
 
 @dataclass(frozen=True, slots=True)
 class LiveStorage:
-    """A storage while it lives; its size, which may change, is no part of its identity."""
+    """A key of a live storage; equality ignores the size, which may change."""
 
     device: str
     address: int
@@ -32,7 +32,7 @@ def storage_of(tensor: torch.Tensor) -> LiveStorage | None:
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[LiveStorage]:
-    """Yield the storages of a tensor: one for a plain tensor, several for one that is made of others.
+    """Yield the storages of a tensor: one for a plain tensor, several for a tensor made of other tensors.
 
     A DTensor has the storage of its local shard, a quantised tensor those of its parts.
     """

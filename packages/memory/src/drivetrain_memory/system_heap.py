@@ -1,7 +1,7 @@
 """The heap of the system's allocator: how much of it is in use, and how to return the rest to the system.
 
-Only glibc tells, through `mallinfo2` (since 2.33), and only it keeps free pages until `malloc_trim` asks for them.
-Both are functions of its public interface; other systems have neither.
+Only glibc reports its use, by `mallinfo2` (since 2.33), and keeps free pages until a call of `malloc_trim`. Both
+functions are public; other C libraries lack them.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def heap_use() -> HeapUse | None:
 
 
 def trim_heap() -> bool:
-    """Return the free pages of the heap to the system; whether there was a function to ask."""
+    """Return the free pages of the heap to the system; return False if the C library cannot."""
     trim = _functions()[1]
     if trim is None:
         return False

@@ -1,7 +1,7 @@
 """Read and write model weight files: safetensors, torch's own, and Hugging Face's indices of shards.
 
 `open_weights` maps a file, the shards of an index, or a folder into memory, so that a tensor is read on first use.
-`read_torch_file` reads files of `torch.save` without running code from them. `find_ties` finds names of one
+`read_torch_file` reads files of `torch.save` without running code from them. `find_ties` finds the names that share a
 tensor; `find_tied_parameters` and `retie_parameters` keep tied weights tied.
 """
 

@@ -24,7 +24,7 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors to a safetensors file in their order, each at an offset that is a multiple of 64 bytes.
 
     Tensors that are not on the host, or not contiguous, are copied one at a time. Any reader of the format can read
-    the file; it also sees the padding, which `is_padding` recognizes. An existing file is replaced.
+    the file. Such a reader also sees the padding, which `is_padding` recognizes. An existing file is replaced.
 
     Raises:
         WeightFilesError: The format lacks a tensor's dtype, or a tensor's name is reserved.
@@ -40,10 +40,10 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def create_aligned(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Create an aligned file for tensors whose values are written later, and return the tensors as its pages.
+    """Create an aligned file for tensors whose values are written later; return tensors over the file's pages.
 
-    Writes to the returned tensors go to the file; until then the values are zeros. The given ones may be on the meta
-    device, as only their shapes and dtypes are used. Errors are those of `write_aligned`.
+    Writes to the returned tensors change the file, which begins with zeros. `tensors` may be on the meta device, as
+    only their shapes and dtypes are used. The errors are those of `write_aligned`.
     """
     layout = _plan(tensors)
     with path.open("wb") as file:

@@ -17,7 +17,7 @@ class UnsafePickleError(WeightFilesError):
     """A file of `torch.save` that could run code when it is read.
 
     Attributes:
-        found: The names of what the file would import, joined by commas.
+        found: The names of the functions and classes that the file would import, joined by commas.
     """
 
     def __init__(self, message: str, *, found: str) -> None:
@@ -26,4 +26,4 @@ class UnsafePickleError(WeightFilesError):
 
 
 class TiedParametersError(ValueError):
-    """An error in tied parameters: the tensors that should be one differ, or are not in the model."""
+    """An error in tied parameters: tensors to tie differ, or are not in the model."""

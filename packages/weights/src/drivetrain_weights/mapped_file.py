@@ -34,8 +34,7 @@ class _Stamp(NamedTuple):
 class MappedFile:
     """A memory-mapped file of weights: a safetensors file, or one that `torch.save` wrote.
 
-    The file stays open, so that its content is still read if another file replaces it, as a save into the same
-    folder does.
+    The file stays open. If a save into the same folder replaces the file, the old content is still read.
 
     Attributes:
         path: The absolute path of the file.
@@ -44,7 +43,7 @@ class MappedFile:
         metadata: The strings in its header by name; empty if the format has none.
 
     Raises:
-        WeightFilesError: The file is missing, truncated, not a file of weights, or not a file at all.
+        WeightFilesError: The file is missing, truncated, no file of weights, or no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +72,7 @@ class MappedFile:
         self.names = frozenset(self.in_order)
 
     def _map(self, path: Path) -> dict[str, Tensor]:
-        """Return the tensors as the open file's pages, and note where each begins; a subclass reads another form."""
+        """Map the open file and return its tensors; record each tensor's offset. Subclasses read other formats."""
         if path.suffix in TORCH_SUFFIXES:
             return map_tensors(path)
         # safe_open checks the header and the file's size.
@@ -108,14 +107,14 @@ class MappedFile:
         return name in self._starts or self._tensors[name].is_contiguous()
 
     def copy(self, name: str, target: Tensor, *, start: int = 0, buffer: Tensor) -> None:
-        """Copy elements of a tensor, if possible by reads that map no pages into this process's memory.
+        """Copy elements of a tensor, if possible by plain reads, which map no pages into this process's memory.
 
         Args:
             name: The name of the tensor.
             target: A contiguous tensor of one dim, on any device and of any dtype.
-            start: The index of the first element to copy, in the flat tensor; one that is not divisible is copied in
-                full.
-            buffer: A CPU tensor of bytes, at least as many as are copied, for targets of another device or dtype.
+            start: The index of the first element to copy, in the flat tensor. A tensor that is not divisible is
+                copied in full.
+            buffer: A CPU tensor of bytes, as large as the copied elements, for targets of another device or dtype.
         """
         mapped = self._tensors[name]
         if name not in self._starts:
@@ -137,7 +136,7 @@ class MappedFile:
             target.copy_(read)
 
     def expect(self, name: str, *, start: int, size_bytes: int) -> None:
-        """Ask the system to read ahead some bytes of a tensor, from an element on; does nothing without offsets."""
+        """Ask the system to read bytes of a tensor ahead, from element `start`. Without known offsets, do nothing."""
         # To the system, threads that take turns reading a file look like random access, so it reads little ahead.
         if name in self._starts and hasattr(os, "posix_fadvise"):
             begin = self._starts[name] + start * self._tensors[name].element_size()
@@ -152,7 +151,7 @@ class MappedFile:
             os.posix_fadvise(self._file, start, address - begin + size_bytes - start, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Raise WeightFilesError if the file was written to since it was opened; it may have been replaced."""
+        """Raise WeightFilesError if the file was written to after opening. Replacing the file is allowed."""
         # If it was truncated, using the missing pages ends the process; nothing can prevent that.
         if _Stamp.of(self._file) != self._stamp:
             raise self._describe_change()
@@ -174,7 +173,7 @@ class MappedFile:
 
 
 def _map_pages(file: int, entries: Mapping[str, StoredEntry], reader: Any) -> dict[str, Tensor]:
-    """Return the tensors as the file's pages, without reading any; MemoryError if the system refuses to."""
+    """Map a file's pages as tensors, without reading them. Raise MemoryError if the system refuses to map."""
     # Not by the library's own `get_tensor`, which makes the system read each tensor at once (safetensors 0.8).
     if not any(entry.size_bytes for entry in entries.values()):
         return {name: reader.get_tensor(name) for name in entries}

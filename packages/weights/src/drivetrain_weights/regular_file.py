@@ -1,6 +1,6 @@
-"""Open files that must be regular ones, and read JSON of bounded size and depth out of them.
+"""Open regular files only, and read JSON of bounded size and depth from them.
 
-A named pipe in a file's place would be waited for until somebody writes into it, and a device may have no end.
+Opening a named pipe would wait until another process writes to the pipe, and reading a device may never end.
 """
 
 import json
@@ -22,7 +22,7 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file to read, behind any links and without waiting, and return its descriptor."""
+    """Open a regular file for reading, and return its descriptor. Links are followed; a named pipe never blocks."""
     # Opening a device may do something, and a socket cannot be opened.
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))

@@ -1,7 +1,7 @@
 """The layout of safetensors files: the names of dtypes, the header, and where each tensor lies.
 
-The files are plain safetensors, which any reader of the format accepts. They are not written by the library's
-`save_file`, since the offset of each tensor is to be known before the file is written, and its alignment chosen.
+The files are plain safetensors, which any reader of the format accepts. The library's `save_file` does not write
+them: a writer must choose the alignment of each tensor and know its offset before the file is written.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ class FileLayout:
 
 
 def plan_file(entries: Sequence[TensorEntry]) -> FileLayout:
-    """Return the layout of a file of tensors, whose keys must differ, without gaps. Pure."""
+    """Return the layout of a file that holds tensors without gaps. Their keys must differ. Pure."""
     # Widest dtype first, as in the library: every tensor starts at a multiple of its item size.
     order = sorted(range(len(entries)), key=lambda index: -DTYPES[entries[index].dtype].itemsize)
     return _layout(entries, order, {}, alignment_bytes=1)
@@ -86,8 +86,8 @@ def plan_file(entries: Sequence[TensorEntry]) -> FileLayout:
 def plan_aligned_file(entries: Sequence[TensorEntry]) -> FileLayout:
     """Return the layout of a file in which every tensor begins at a multiple of 64 bytes, in the given order. Pure.
 
-    The format allows no gaps between tensors, so padding is a tensor of bytes with a reserved name, which no other
-    may have.
+    The format allows no gaps between tensors, so the padding is a tensor of bytes. Its name is reserved: no other
+    tensor may have it.
     """
     for entry in entries:
         if is_padding(entry.key) or entry.key == _METADATA:
@@ -163,7 +163,7 @@ def read_header(path: Path) -> StoredHeader:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor, which must outlive it. NumPy would lack bfloat16."""
+    """Return a view of a contiguous CPU tensor's memory. The tensor must outlive the view. NumPy lacks bfloat16."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

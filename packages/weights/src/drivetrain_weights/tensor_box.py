@@ -28,7 +28,7 @@ class Box(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def flat_range(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Return its first element and the one after its last in the flat tensor; None if others lie between them."""
+        """Return the box as a range (start, stop) of the flat tensor; None if the box is not contiguous there."""
         if self.sizes[1:] != tuple(shape[1:]):
             return None
         row = prod(shape[1:])
@@ -37,7 +37,7 @@ class Box(NamedTuple):
     def cut(self, num_elements: int) -> "Iterator[Box]":
         """Yield pieces of at most `num_elements` elements, cut along the first dimension longer than 1.
 
-        A single index of that dimension is never cut: one with more elements is a piece of its own.
+        A single index of that dimension is never cut, even if it has more than `num_elements` elements.
         """
         axis = next((axis for axis, size in enumerate(self.sizes) if size > 1), None)
         if axis is None or self.num_elements <= num_elements:
@@ -57,7 +57,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def is_dtensor(value: object) -> TypeGuard["DTensor"]:
-    """Return whether a value is a DTensor; without importing DTensor, which takes as long as importing torch."""
+    """Return whether a value is a DTensor. DTensor is not imported, as that takes as long as importing torch."""
     return hasattr(value, "to_local") and hasattr(value, "placements")
 
 

@@ -11,7 +11,7 @@ from drivetrain_weights.errors import TiedParametersError
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, in the model's order. Works on the meta device.
+    """Return the names of each parameter with several names, in the model's order. Works on the meta device.
 
     Example:
         >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
@@ -25,7 +25,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 def find_ties(
     source: nn.Module | Mapping[str, Tensor], *, rename: Callable[[str], str] = str
 ) -> dict[str, str]:
-    """Return the first name of each tensor that has several, by each of its other names.
+    """Return a dict from the later names of tied tensors to the first name of the same tensor.
 
     Args:
         source: A module, whose parameters and buffers are tied if they are the same object; or tensors by name, which
@@ -48,7 +48,7 @@ def find_ties(
 
 
 def _group_ties(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], object]) -> list[list[str]]:
-    """Return the names of each tensor that has several; `key` is equal for tied tensors, which stay alive."""
+    """Return the names of each tensor with several names. `key` gives equal values for tied, live tensors."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name, tensor in named:
         groups[key(tensor)].append(name)
@@ -56,7 +56,7 @@ def _group_ties(named: Iterable[tuple[str, Tensor]], *, key: Callable[[Tensor], 
 
 
 def memory_key(tensor: Tensor) -> object:
-    """Return a key that tensors over exactly the same memory share; the object's identity if it has no memory."""
+    """Return a key that is equal for tensors over exactly the same memory; without memory, the object's identity."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
     view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
@@ -64,13 +64,13 @@ def memory_key(tensor: Tensor) -> object:
 
 
 def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Tie each group of names to one parameter again, as `find_tied_parameters` found them before loading.
+    """Tie the parameters of each group again, after loading. `find_tied_parameters` returns the groups before.
 
     The first parameter of a group that is not on the meta device replaces the others.
 
     Raises:
-        TiedParametersError: The model lacks a name, or two parameters of a group have different values, so that one
-            would be lost. The model stays unchanged then.
+        TiedParametersError: The model lacks a name, or two parameters of a group differ, so that tying would lose one
+            value. The model stays unchanged.
 
     Example:
         >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})

@@ -30,8 +30,8 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
 
     Raises:
         UnsafePickleError: The file holds objects of other classes.
-        WeightFilesError: The file is missing, truncated or no regular file; or, if it is to be mapped, compressed, or
-            in the format before torch 1.6.
+        WeightFilesError: The file is missing, truncated or no regular file. If `mapped`: the file is compressed or in
+            the format before torch 1.6.
     """
     try:
         check_regular(path)
@@ -58,7 +58,7 @@ def read_torch_file(path: Path, *, mapped: bool = False, arrays: bool = False) -
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors by name of a file that `torch.save` wrote, as its pages, which are read on first use."""
+    """Map a file that `torch.save` wrote, and return its tensors by name. Pages are read on first use."""
     held = read_torch_file(path, mapped=True)
     if not isinstance(held, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in held.items()
@@ -93,7 +93,7 @@ def _describe(held: object) -> str:
 
 
 def _allow(arrays: bool) -> AbstractContextManager[object]:
-    """Return a context in which torch also unpickles arrays of numbers, if wanted and if NumPy is installed."""
+    """Return a context in which torch also unpickles NumPy arrays of numbers, if `arrays` is True."""
     if not arrays:
         return nullcontext()
     try:

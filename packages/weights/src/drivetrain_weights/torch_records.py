@@ -1,4 +1,4 @@
-"""Check that the storages in a file of `torch.save` can be mapped: torch takes whatever lies at their offsets."""
+"""Check that the storages in a file of `torch.save` can be mapped, as torch does not check the bytes there."""
 
 import pickle
 import zipfile
@@ -24,8 +24,8 @@ _ITEM_BYTES = {
 def checked_records(path: Path) -> Generator[None]:
     """Check the records of a file of `torch.save` before and after the block, which maps it.
 
-    Before it, none is compressed or there twice. After it, when torch has found the file to be safe, each has its
-    storage's size. A file that is no archive is left to torch.
+    Before the block, no record may be compressed or occur twice. After the block, when torch has found the file to be
+    safe, each record must have its storage's size. A file that is no archive is not checked.
     """
     if not zipfile.is_zipfile(path):
         yield
@@ -73,18 +73,18 @@ class _Inert:
 
 
 class _StorageSizes(pickle.Unpickler):
-    """An unpickler that imports nothing, and notes how many bytes each storage has."""
+    """An unpickler that imports nothing and records the bytes of each storage."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.found: dict[str, int] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return the size of an item for a storage's class, and a class that does nothing for any other."""
+        """Return the item size in bytes for a storage class, and `_Inert` for any other name."""
         return _ITEM_BYTES.get(global_name, _Inert) if module_name.startswith("torch") else _Inert
 
     def persistent_load(self, pid: Any) -> _Inert:
-        """Note a storage, `("storage", class, key, device, number of items)`."""
+        """Record the bytes of a storage, `("storage", class, key, device, number of items)`."""
         _, item_bytes, key, _, count = pid
         if isinstance(item_bytes, int):
             self.found[key] = item_bytes * count

@@ -73,7 +73,7 @@ def read_index(path: Path) -> WeightIndex:
 
 
 def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
-    """Open the files of a model's weights, and return the one that holds each tensor, in the order of the files.
+    """Open the files of a model's weights, and return a dict from tensor names to files, in the files' order.
 
     Args:
         checkpoint: A safetensors file, a file of `torch.save`, an index of several files (`*.safetensors.index.json`
@@ -98,7 +98,7 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
 
 
 def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> dict[str, MappedFile]:
-    """Open the files of an index, and return each tensor's, in their order; `unlisted` adds what the index lacks."""
+    """Open the files of an index, and return the file of each tensor. `unlisted` adds tensors not in the index."""
     held: dict[str, MappedFile] = {}
     for file in sorted(set(index.weight_map.values())):
         if not (path.parent / file).exists():
@@ -119,14 +119,14 @@ def open_indexed(path: Path, index: WeightIndex, *, unlisted: bool = False) -> d
 
 
 def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> Path:
-    """Return the file of a folder's weights, or the index of several; `kinds` are in order of preference.
+    """Return a folder's file of weights, or its index of several files; `kinds` are in order of preference.
 
-    First comes a file or index of the name that transformers or diffusers give it, then the only other index or file,
-    such as a variant (`model.fp16.safetensors`).
+    A file or index with the usual name of transformers or diffusers comes first. The second choice is the only other
+    index or file, such as a variant (`model.fp16.safetensors`).
 
     Raises:
         NoWeightsError: The folder holds no weights, or only shards without their index.
-        SeveralWeightsError: The folder holds several, none of a usual name.
+        SeveralWeightsError: The folder holds several files of weights, none with a usual name.
     """
     paths = [path for path in folder.iterdir() if not path.name.startswith(_OWN)] if folder.is_dir() else []
     shards: list[Path] = []
@@ -155,7 +155,7 @@ def choose_weights(folder: Path, *, kinds: Iterable[str] = tuple(_SUFFIXES)) -> 
 
 
 def find_variant(folder: Path, variant: str | None) -> Path:
-    """Return what to load from a folder: the folder itself, or the index or file of a variant in it."""
+    """Return the path to load from: the folder itself, or the index or file of a variant in the folder."""
     if variant is None:
         return folder
     files = (f"*.{variant}{suffix}" for suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
@@ -163,12 +163,12 @@ def find_variant(folder: Path, variant: str | None) -> Path:
         if found := sorted(path for path in folder.glob(pattern) if not _SHARD.search(path.name)):
             return found[0]
     raise NoWeightsError(
-        f"variant={variant!r}: {folder} holds no weights called so; leave it out, or fetch them"
+        f"variant={variant!r}: {folder} holds no weights of that variant; leave it out, or fetch them"
     )
 
 
 def _find_others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Path]]:
-    """Return the indices of a kind with the files that none of them lists, and the shards among the latter."""
+    """Return the indices of a kind with the files that no index lists, and the shards among these files."""
     files = [path for path in paths if path.suffix in _SUFFIXES[kind] and path.is_file()]
     indices: dict[Path, WeightIndex] = {}
     for path in paths:
@@ -181,7 +181,7 @@ def _find_others(paths: Iterable[Path], kind: str) -> tuple[list[Path], list[Pat
 
 
 def _read_index_of(path: Path, kind: str) -> WeightIndex | None:
-    """Return an index of files of a kind; None for one of other files, such as TensorFlow's, or of something else."""
+    """Read an index of files of a kind; return None for other JSON, such as TensorFlow's indices."""
     try:
         index = read_index(path)
     except WeightFilesError:

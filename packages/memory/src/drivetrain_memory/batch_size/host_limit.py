@@ -12,10 +12,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) -> int | None:
-    """Return what this process's job may still allocate on the host, in bytes; None where nothing limits it.
+    """Return the bytes that this process's job may still allocate on the host; None without a limit.
 
-    The nearest limit counts, of the job's control group and of those around it. Memory that the kernel can drop, such
-    as the page cache, does not count as used.
+    The job's control group and each group around it may have a limit; the limit with the least memory left counts.
+    Memory that the kernel can drop, such as the page cache, does not count as used.
     """
     nearest = nearest_limit(root=cgroup_root, proc=proc)
     return None if nearest is None else nearest.left_bytes
@@ -23,12 +23,12 @@ def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, proc: Path = PROC) 
 
 @contextmanager
 def limit_host_memory(available_bytes: int | None) -> Generator[None]:
-    """Let allocations on the host fail in the block once this process takes that much more; None sets no limit.
+    """Limit the block's new allocations on the host to `available_bytes`; None sets no limit.
 
     An allocation beyond it raises MemoryError, or torch's RuntimeError about the CPU allocator, where the kernel's
-    out-of-memory killer would otherwise end the process when it writes to the memory. Private memory is counted that
-    is reserved, written to or not. Processes that start in the block inherit the limit, each for itself. Only Linux
-    has it; elsewhere the block runs without.
+    out-of-memory killer would otherwise end the process when it writes to the memory. Reserved private memory counts
+    even before it is written to. Each process that starts in the block inherits the limit for its own memory. Only
+    Linux sets the limit.
     """
     if available_bytes is None or sys.platform != "linux":
         yield

@@ -42,11 +42,11 @@ class ExecutableBatchSize:
     batch_size: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the answer, to be saved."""
+        """Return the batch size as a dict to save."""
         return {"batch_size": self.batch_size}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an answer that was saved."""
+        """Load the batch size from a saved dict."""
         self.batch_size = state_dict["batch_size"]
 
 
@@ -100,9 +100,10 @@ def find_executable_batch_size(
         starting_batch_size: The first batch size to try.
         reduce_batch_size: A function from a batch size that does not fit to the next one; a size below 1 ends the
             search.
-        agree: A function called on every rank after each try, from this rank's outcome to the outcome of all: out of
-            memory if any rank was. None for a single process. `Accelerator.find_executable_batch_size` passes one.
-        remembered: The size to begin with. Each try first writes its own size to it, for checkpoints of that try.
+        agree: A function, called on every rank after each try, from this rank's outcome to that of all ranks: out of
+            memory if any rank ran out. None for a single process. `Accelerator.find_executable_batch_size` passes
+            one.
+        remembered: The size to begin with. Each try first writes its batch size here, for checkpoints of that try.
         limit_host: Whether host allocations beyond the limit of the job's control group raise MemoryError in a try.
 
     Raises:
@@ -135,9 +136,9 @@ def find_executable_batch_size(
 
 
 class SizedFunction(Generic[Arguments, Result]):
-    """A function that gets the batch size of a search as its first argument; as a method, after its object.
+    """A decorated function that gets the batch size from a search as its first argument, in a method after `self`.
 
-    It replaces the function, and binds like it in a class, above or below `classmethod` and `staticmethod`.
+    This object replaces the function. In a class it works above or below `classmethod` and `staticmethod`.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class SizedFunction(Generic[Arguments, Result]):
         self._method = self._bind_method()
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Search, with the arguments of the function but for the batch size."""
+        """Run the search; the arguments are those of the function without the batch size."""
         owner: Any = args[0] if args else None
         # Python 3.13 calls this as the class method of a class without binding it.
         if isinstance(owner, type) and any(
@@ -170,7 +171,7 @@ class SizedFunction(Generic[Arguments, Result]):
         return self._method if first is None else MethodType(self._method, first)
 
     def _bind_method(self) -> Callable[..., Result]:
-        """Return the function that a class has as its method: its object or class comes first."""
+        """Return the method for a class: a function with the object or class as the first argument."""
 
         def method(first: Any, /, *args: Any, **kwargs: Any) -> Result:
             place = (None, first) if isinstance(self._function, classmethod) else (first, type(first))
@@ -238,7 +239,7 @@ def _searching(function: Callable[..., Result], search: _Search) -> Callable[...
 def _try(
     call: Callable[[], Result], search: _Search, tried: list[str], batch_size: int
 ) -> tuple[list[Result], Exception | None]:
-    """Try one batch size: return its result, or the error to raise; neither if it does not fit on all ranks."""
+    """Try one batch size; return its result, or the error to raise, or neither if a rank ran out of memory."""
     results: list[Result] = []
     failure: Exception | None = None
     reason, outcome = "it ran out of memory on another rank", TryOutcome.FITS
@@ -280,7 +281,7 @@ def signature_of_callers(function: Callable[..., object]) -> inspect.Signature:
 
 
 def _name_of(function: Any) -> str:
-    """Return the name of a function, of what a partial one calls, or of the class of another callable."""
+    """Return the name of a function, of the function inside a partial, or of another callable's class."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__)
@@ -289,8 +290,8 @@ def _name_of(function: Any) -> str:
 def accumulation_steps(starting_batch_size: int, batch_size: int, *, steps: int = 1) -> int:
     """Return the micro-batches of `batch_size` that make up one step of `steps` micro-batches of the starting size.
 
-    Rounded up: the global batch never shrinks, and grows by less than one micro-batch on each rank where the size
-    does not divide it.
+    The number is rounded up, so the global batch never shrinks. If the batch size does not divide it evenly, it grows
+    by less than one micro-batch on each rank.
 
     Raises:
         ValueError: A number is below 1, or the batch size is above the starting one.

@@ -19,10 +19,10 @@ class ActivationMemory:
     """The activations of a block.
 
     Attributes:
-        peak_bytes: The most that was saved at one time, over all devices.
-        held_bytes: The bytes that are saved now; after the block, those whose backward has not run.
-        peak_by_device: The bytes on each device at that time.
-        by_module: The peak of each module by name, each at its own time; empty for tensors saved outside any module.
+        peak_bytes: The most bytes that were saved at one time, over all devices.
+        held_bytes: The bytes that are still saved; after the block, the bytes that a later backward needs.
+        peak_by_device: The bytes on each device at the time of the peak.
+        by_module: The peak of each module by name, whenever it was; "" is for tensors saved outside any module.
     """
 
     peak_bytes: int
@@ -32,7 +32,7 @@ class ActivationMemory:
 
 
 class ActivationRecorder:
-    """The count of saved tensors; `record_activations` makes it. A storage counts once, until no graph holds it."""
+    """A counter of saved tensors, made by `record_activations`. A storage counts once, until no graph holds it."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.parameters(), *model.buffers())
@@ -98,7 +98,7 @@ class ActivationRecorder:
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """A saved tensor in a graph; it is counted as long as the graph holds this."""
+    """A saved tensor in a graph; the tensor counts as long as the graph holds this object."""
 
     recorder: ActivationRecorder
     tensor: torch.Tensor
@@ -113,8 +113,8 @@ def record_activations(model: nn.Module) -> Generator[ActivationRecorder]:
     """Measure the tensors that forwards save for their backward, by the module that saves them.
 
     Parameters and buffers of the model are not counted. A saved tensor costs some 10 us, so measure one step, not
-    all. What `torch.compile` saves counts for the module whose forward was compiled; activation checkpointing saves
-    its inputs alone, as it should. Forwards of several threads are counted together, and their modules are mixed up.
+    all. Tensors of compiled code count for the module whose forward was compiled; under activation checkpointing only
+    inputs count. Forwards of several threads are counted together, and their modules are mixed up.
 
     Args:
         model: The model; hooks are put on all of its modules for the block.

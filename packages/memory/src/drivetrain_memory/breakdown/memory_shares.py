@@ -1,4 +1,4 @@
-"""The values that say where memory went; they need no torch."""
+"""The results of a memory breakdown; this module does not import torch."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ REST = "rest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """The memory of the tensors that one module itself holds, without those of the modules in it, in bytes.
+    """The memory of one module's own tensors in bytes, without the tensors of its submodules.
 
     Attributes:
         name: The name in the model, such as "layers.0.attention"; empty for the model itself.
@@ -19,7 +19,7 @@ class ModuleMemory:
         gradients: The bytes of their gradients.
         optimizer_states: The bytes of their optimizer states.
         buffers: The bytes of its buffers.
-        activations: The bytes of tensors that its forward saved for the backward, at its own peak.
+        activations: The bytes of tensors that its forward saved for the backward, at the module's peak.
     """
 
     name: str
@@ -42,9 +42,9 @@ class MemoryBreakdown:
 
     Attributes:
         by_device: The bytes of each kind ("parameters", "gradients", "optimizer_states", "buffers", "activations",
-            "rest") on each device. "rest" is what the device's allocator holds for tensors beside these.
+            "rest") on each device. "rest" is all other tensor memory of the device's allocator.
         modules: The modules that hold memory, in the model's order.
-        shared: The names of tensors that share the storage of one before them, such as tied weights, and its name.
+        shared: A dict from tensors in an earlier tensor's storage, such as tied weights, to the earlier name.
     """
 
     by_device: Mapping[str, Mapping[str, int]]
@@ -61,7 +61,7 @@ class MemoryBreakdown:
         return dict(found)
 
     def by_prefix(self, depth: int) -> tuple[ModuleMemory, ...]:
-        """Return the memory of modules down to a depth of names, what is below them included.
+        """Return the memory of modules down to a depth of names, deeper submodules included.
 
         Args:
             depth: The number of parts of a name: 1 for "layers", 2 for "layers.0".
@@ -80,5 +80,5 @@ class MemoryBreakdown:
         return tuple(found.values())
 
     def largest(self, number: int) -> tuple[ModuleMemory, ...]:
-        """Return the modules that hold most, largest first."""
+        """Return the modules that hold the most memory, largest first."""
         return tuple(sorted(self.modules, key=lambda module: -module.total)[:number])

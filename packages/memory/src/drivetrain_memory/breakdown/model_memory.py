@@ -20,17 +20,17 @@ def memory_breakdown(
     activations: ActivationMemory | None = None,
     allocated: Mapping[str, int] | None = None,
 ) -> MemoryBreakdown:
-    """Say where the memory of a model and its optimizers is now.
+    """Measure the current memory of a model and its optimizers, by kind, device and module.
 
-    Each storage counts once, under the first name that has it: tied weights, views and buffers that several modules
-    share are counted where they come first. A DTensor counts as its local shard. Called on any rank by itself.
+    Each storage counts once, under the first name that refers to it: tied weights, views and shared buffers count for
+    the first module. A DTensor counts as its local shard. Any rank may call this alone.
 
     Args:
         model: The model; a wrapped one (DDP, FSDP) has the wrapper's names.
         optimizers: The optimizers that train it; their states count for the module that holds the parameter.
         activations: The activations that `record_activations` measured; None leaves them out.
-        allocated: The bytes that each device's allocator holds for tensors, by the device's name, which the rest is
-            counted from; None for those of the accelerators of this process.
+        allocated: The bytes of tensors in each device's allocator, by the device's name, from which "rest" is
+            computed. None reads the accelerators of this process.
     """
     count = _Count(model)
     count.add_model()
@@ -108,7 +108,7 @@ class _Count:
 
 
 def _iter_named(model: nn.Module, kind: str) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield module name, tensor name and tensor, tied ones under each of their names."""
+    """Yield module name, tensor name and tensor; yield a tied tensor under each of its names."""
     for owner, module in model.named_modules():
         named = module.named_parameters if kind == "parameters" else module.named_buffers
         for name, tensor in named(recurse=False, remove_duplicate=False):

@@ -47,7 +47,7 @@ class LiveTable:
 
 
 def table_lines(newest: Mapping[str, float], most: Mapping[str, float]) -> list[str]:
-    """Return the lines of the table: each number now and at most."""
+    """Return the table's lines, with the current and the highest value of each number."""
     lines = [f"{seconds_text(newest['seconds']):<28} {'now':>12} {'at most':>12}"]
     for name in _names(newest):
         now, highest = number_text(name, newest[name]), number_text(name, most.get(name, float("nan")))
@@ -62,6 +62,6 @@ def plain_line(newest: Mapping[str, float]) -> str:
 
 
 def _names(newest: Mapping[str, float]) -> list[str]:
-    """Return the columns that are shown: those of the host that are known, and all of devices."""
+    """Return the columns to show: the host's known numbers, and all numbers of devices."""
     hidden = ("seconds", "host/shared_bytes", "children/proportional_bytes", "cgroup/current_bytes")
     return [name for name, value in newest.items() if name not in hidden and value == value]

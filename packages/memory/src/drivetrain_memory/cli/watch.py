@@ -48,9 +48,9 @@ def run(arguments: WatchArguments) -> int:
     """Watch the memory of a process, or of a command, from outside; write a summary and an HTML page.
 
     Returns:
-        The exit code of the command, 128 and the signal's number if a signal ended it; 0 for a process that was
-        watched; 2 for a process that is not there, or a folder that cannot be written. A disk that fails later ends
-        the watch with a warning, not the program.
+        The command's exit code, or 128 plus the signal's number if a signal ended the command. 0 for a watched
+        process. 2 if the process does not exist or the folder cannot be written. A later disk error ends the watch
+        with a warning, but not the program.
     """
     try:
         Path(arguments.out).mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class _Watch:
 
 
 def summary_text(summary: RankSummary) -> str:
-    """Return the end of a watch in a line."""
+    """Return a watch's summary as one line."""
     children = summary.peaks.get("children/resident_bytes")
     below = f", processes below it {bytes_text(children.value)}" if children and children.value else ""
     return (

@@ -1,1 +1,1 @@
-"""Freeing: give memory back, of objects, of caches and of the heap."""
+"""Freeing: the memory of objects, caches and the heap goes back to the system."""

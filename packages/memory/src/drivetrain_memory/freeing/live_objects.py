@@ -1,8 +1,8 @@
-"""The objects of a class that are alive, found while other threads work.
+"""The live objects of a class, found safely while other threads run.
 
-`gc.get_objects()` will not do: its list also holds unfinished objects of other threads. While anything refers to a
-tuple under construction from a generator, CPython raises a SystemError in the constructing thread, such as the one
-that writes a checkpoint in the background.
+`gc.get_objects()` will not do: its list also holds unfinished objects of other threads. If another thread refers to a
+tuple under construction from a generator, CPython raises a SystemError in the constructing thread, such as a thread
+that writes a checkpoint.
 """
 
 import gc
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def live_objects(kind: type[Any]) -> list[Any]:
-    """Return the objects of a class and its subclasses, in no order; those hidden by `gc.freeze` are not found.
+    """Return the objects of a class and its subclasses, in no order; objects hidden by `gc.freeze` are left out.
 
-    It walks through all objects of the process twice, which takes about 0.1 s for half a million.
+    Walks through all objects of the process twice, which takes about 0.1 s for half a million objects.
     """
     # Iterators of C alone: no other thread runs while they hold the objects.
     types = set(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))

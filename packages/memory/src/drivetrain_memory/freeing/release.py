@@ -1,4 +1,4 @@
-"""Free the memory of objects, and return what caches and the heap keep of it."""
+"""Free the memory of objects, and return unused memory of caches and the heap."""
 
 import gc
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from drivetrain_memory.system_heap import trim_heap
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the memory that the accelerator's allocator keeps for later to its driver.
+    """Return unused memory in the cache of the accelerator's allocator to the driver.
 
     Args:
         garbage_collection: Whether to collect garbage first, so that tensors in reference cycles are freed too.
@@ -27,17 +27,17 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Empty objects, free what they held, and return a None for each.
+    """Free the memory that objects hold, and return one None for each object.
 
     Call it as `model, optimizer = release_memory(model, optimizer)`. The memory is free when this returns, although
     the caller's names still refer to the objects: modules lose the values of their parameters and buffers, optimizers
     their states, tensors their values and graphs, loaders the workers that they keep, containers their elements.
-    Every name for such an object sees it empty. Parameters and buffers that another live module has, or that another
+    All other references see the emptied objects. Parameters and buffers that another live module has, or that another
     live optimizer trains, keep their values. If a module was compiled, all compiled code of the process is dropped,
-    since torch has no other way; what is still in use is compiled again at its next call.
+    since torch cannot drop a part; code in use is compiled again at its next call.
 
     Args:
-        *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; others are left as they are.
+        *objects: Modules, optimizers, tensors, loaders, or lists and dicts of these; other objects are unchanged.
 
     Example:
         >>> model, optimizer = torch.nn.Linear(4, 2), None
@@ -60,7 +60,7 @@ def free_memory(*objects: Any) -> list[None]:
     """Release objects as `release_memory` does; without any, collect garbage and return cached memory.
 
     Garbage is collected, the accelerator's cache goes back to its driver, and the free pages of the heap to the
-    system. Objects that are still referenced and were not given stay allocated.
+    system. Referenced objects that are not passed stay allocated.
     """
     return release_memory(*objects)
 
@@ -105,7 +105,7 @@ class _Released:
             container.clear()
 
     def _find_used_elsewhere(self) -> set[int]:
-        """Return the ids of the tensors that live modules and optimizers hold which are not released."""
+        """Return the ids of the tensors of live modules and optimizers that are not to be released."""
         modules = [one for one in self.objects if isinstance(one, nn.Module)]
         released = {id(parameter) for one in modules for parameter in one.parameters()}
         own = {id(inner) for one in modules for inner in one.modules()} | set(map(id, self.objects))

@@ -1,4 +1,4 @@
-"""Reference cycles that hold tensors: garbage that stays until the garbage collector looks for it."""
+"""Reference cycles that hold tensors: garbage that stays in memory until the garbage collector runs."""
 
 import gc
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class TensorCycle:
     """Objects that refer to each other in a circle and hold tensors.
 
     Attributes:
-        types: The types of the objects, in the order of the references, the first again at the end.
+        types: The types of the objects, in the order of the references; the last repeats the first.
         count: The number of such circles.
         tensor_bytes: The bytes of the tensors that they held.
-        line: The user's line that made the newest one, where allocations are traced.
+        line: The user's line that made one of the objects; None if allocations were not traced.
     """
 
     types: tuple[str, ...]
@@ -37,7 +37,7 @@ class TensorCycle:
 
 
 def collect_cycles() -> tuple[TensorCycle, ...]:
-    """Collect garbage, and return the cycles among it that held tensors."""
+    """Collect garbage, and return the garbage cycles that held tensors."""
     before, flags = len(gc.garbage), gc.get_debug()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -73,7 +73,7 @@ def _describe(garbage: Sequence[Any]) -> tuple[TensorCycle, ...]:
 
 
 def circles(edges: dict[int, list[int]]) -> list[list[int]]:
-    """Return one circle of each group of nodes that reach each other, as nodes in order."""
+    """Return one circle, a list of nodes in order, for each group of nodes that reach each other."""
     found: list[list[int]] = []
     done: set[int] = set()
     for start in edges:

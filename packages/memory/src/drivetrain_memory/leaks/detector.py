@@ -28,17 +28,18 @@ _CONFIRMED_SHARE = 0.5  # of the rate before: the rest was garbage, which the in
 class LeakDetector:
     """A detector of memory that grows from step to step, on the host and the accelerator.
 
-    Each `step` measures in some 50 microseconds. Every few steps the measurements are fitted. If one grows beyond
-    warm-up, garbage is collected, and again a few steps later. If memory still grew, an investigation begins: for
-    `investigation_steps` steps allocations are traced, which slows Python down, and the objects that names hold are
-    counted before and after, about a second each. Growth that has ended is dismissed. Called on any rank; nothing is
-    communicated.
+    Each `step` measures in some 50 microseconds. Every few steps the measurements are fitted. If a measurement grows
+    beyond warm-up, garbage is collected, and again a few steps later. If memory grew between these collections, an
+    investigation begins: for `investigation_steps` steps allocations are traced, which slows Python down, and the
+    objects that names hold are counted before and after, about a second each. Growth that has ended is dismissed.
+    Ranks do not communicate.
 
     Args:
         warmup_steps: The number of first steps that are not fitted.
         check_every: The number of steps between two fits.
         investigation_steps: The number of steps of an investigation.
-        least_bytes_per_step: The smallest growth that is a leak; a list of numbers stays below it.
+        least_bytes_per_step: The smallest growth that counts as a leak; a list that gets a number per step grows
+            less.
         trace: Whether an investigation traces where objects are made.
         on_leak: A function that takes the report of each leak that is found; None logs a warning.
 
@@ -95,7 +96,7 @@ class LeakDetector:
         return self._samples.growth()
 
     def step(self) -> None:
-        """Measure at the end of a step; begin or end an investigation where one is due."""
+        """Measure at the end of a step; begin or end an investigation if due."""
         self._step += 1
         if self._investigation is not None:
             if self._step >= self._investigation.first.step + self._investigation_steps:
@@ -136,7 +137,7 @@ class LeakDetector:
         self.close()
 
     def _suspect(self) -> None:
-        """Collect garbage once a measurement grows, and at the next check see what grew nevertheless."""
+        """Collect garbage once a measurement grows; at the next check, investigate if memory still grew."""
         if self._suspected is not None:
             first, self._suspected = self._suspected, None
             if has_grown(first, measure_collected(self._step), self._least_rate):
@@ -147,7 +148,7 @@ class LeakDetector:
             self._suspected = measure_collected(self._step)
 
     def _dismiss(self) -> None:
-        """Fit what follows alone, and look again later than this time: the growth has ended, or was garbage."""
+        """Dismiss growth that has ended or was garbage: fit only later steps, and double the check interval."""
         self._samples.clear()
         self._check_every *= 2
         self._next_check = self._step + max(2 * LEAST_POINTS, self._check_every) * self._samples.stride
@@ -176,12 +177,12 @@ class _Investigation:
         self.first = measure_collected(step)
 
     def stop_tracing(self) -> None:
-        """Stop to trace allocations, unless the user traces them."""
+        """Stop tracing allocations, unless the user started the tracing."""
         if self._traces:
             tracemalloc.stop()
 
     def end(self, step: int, growth: dict[str, Growth], *, least_rate: float) -> LeakReport:
-        """Compare with the state now, and report."""
+        """Compare the state at the beginning with the current state, and return the report."""
         cycles = collect_cycles()
         last = measure_collected(step)
         census = take_census()

@@ -28,7 +28,7 @@ class Leak:
         holder: The name that holds the objects, or the process or place that grows.
         bytes_per_step: The growth in bytes for each step.
         per_step: The number of objects of each type that each step adds.
-        line: The user's line that made the newest of them, where allocations were traced.
+        line: The user's line that made the newest of the objects; None if allocations were not traced.
         samples: The newest objects; empty once the report is made.
     """
 
@@ -125,7 +125,7 @@ def unexplained(
 
 
 def with_graphs(named: Sequence[Leak], others: Sequence[Leak]) -> tuple[list[Leak], list[Leak]]:
-    """Give unexplained memory to growing autograd graphs, whose saved tensors are no Python objects."""
+    """Attribute unexplained memory to growing autograd graphs: their saved tensors are no Python objects."""
     holders = [one for one in named if GRAPH in one.per_step]
     native = [one for one in others if one.kind in ("native", "device")]
     if not holders or not native:
@@ -148,8 +148,8 @@ class LeakReport:
         last_step: The step at which it ended.
         leaks: The memory that grows, the largest first; empty if none does.
         cycles: The reference cycles that held tensors.
-        is_fragmented: Whether the allocator of the host or the device takes more memory while what is in use does not
-            grow.
+        is_fragmented: Whether the allocator of the host or the device takes more memory while the memory in use does
+            not grow.
         growth: The growth of each measurement before the investigation, by name.
     """
 

@@ -24,8 +24,8 @@ class Growth:
         rate: The growth for each step, in the unit of the series.
         least_rate: The lower bound of the rate.
         total: The growth over all points, by the rate.
-        goes_on: Whether the series grows without doubt, and in its last third still.
-        slowed: Whether it grew, and does so no longer: warm-up, or a cache that is full.
+        goes_on: Whether the series certainly grows, in its last third too.
+        slowed: Whether the series grew and then stopped, as after warm-up or when a cache is full.
     """
 
     rate: float
@@ -39,7 +39,7 @@ STEADY = Growth(rate=0.0, least_rate=0.0, total=0.0, goes_on=False, slowed=False
 
 
 def fit_growth(steps: Sequence[int], values: Sequence[float], *, least_total: float = 0.0) -> Growth:
-    """Fit the growth of a series; that of fewer than `LEAST_POINTS` points is steady."""
+    """Fit the growth of a series; a series of fewer than `LEAST_POINTS` points counts as steady."""
     if len(steps) < LEAST_POINTS or len(steps) != len(values):
         return STEADY
     points = thin(list(zip(steps, values, strict=True)))
@@ -67,7 +67,7 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `_MOST_POINTS` points: the median of each of as many equal parts."""
+    """Divide points into at most `_MOST_POINTS` equal parts, and return the median of each part."""
     if len(points) <= _MOST_POINTS:
         return points
     edges = [i * len(points) // _MOST_POINTS for i in range(_MOST_POINTS + 1)]

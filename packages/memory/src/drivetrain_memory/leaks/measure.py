@@ -33,7 +33,7 @@ _NAMES = ("step", *_LEAST_TOTALS, "heap_free", "device_reserved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """The memory of this process at one step, in bytes; None where the system does not tell."""
+    """The memory of this process at one step, in bytes; None for a number that the system does not report."""
 
     step: int
     resident: int  # without pages of files, where the system tells them apart
@@ -71,7 +71,7 @@ def measure_collected(step: int) -> MemorySample:
 
 
 def own_resident_bytes() -> int:
-    """Return the resident memory that no file backs, or all of it where the system does not tell them apart."""
+    """Return the resident bytes that no file backs; all resident bytes if the system does not tell them apart."""
     if _STATUS.exists():
         with _STATUS.open() as lines:
             for line in lines:
@@ -93,7 +93,7 @@ def children_bytes() -> dict[int, int]:
 
 
 class Measurements:
-    """The measurements of a run: of every step, and once there are many, of every second, fourth and so on."""
+    """The measurements of a run: of every step at first, and in longer runs of every second, fourth, ... step."""
 
     def __init__(self) -> None:
         self.stride = 1  # steps from one measurement to the next

@@ -1,8 +1,8 @@
 """The memory that Python objects hold, by the name under which a user reaches them.
 
-Objects are walked from the user's names outwards, breadth first: each counts for the name with the shortest path to
-it. All elements of a container share one name, `losses[*]`: a growing container is one name with a growing count. The
-saved tensors of autograd graphs are not Python objects; their nodes are counted.
+Objects are walked from the user's names outwards, breadth first: an object counts for the name with the shortest path
+to it. All elements of a container share one name, `losses[*]`: a growing container is one name with a growing count.
+The saved tensors of autograd graphs are not Python objects; their nodes are counted.
 """
 
 import gc
@@ -100,7 +100,7 @@ class _Walk:
             pending += [after for after, _ in node.next_functions]
 
     def _iter_referents(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield what an object refers to, each with what to add to the object's name."""
+        """Yield the objects that an object refers to, with the suffixes for their names."""
         kind = type(value)
         if issubclass(kind, dict):
             for key, held in list(value.items()):

@@ -44,7 +44,7 @@ def is_users(file: str | None, libraries: tuple[str, ...]) -> bool:
 
 
 def line_that_made(value: object) -> str | None:
-    """Return the user's file, line and source where an object was made; None if `tracemalloc` did not trace then."""
+    """Return file, number and text of the user's line that made an object; None if `tracemalloc` did not run then."""
     libraries = library_folders()
     for file, line in allocation_frames(value):
         if is_users(file, libraries):
@@ -108,7 +108,7 @@ def _items(namespace: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _frames() -> Iterator[tuple[FrameType, str]]:
-    """Yield the frames of all threads, the innermost first, with the thread's name where it is not the main one."""
+    """Yield the frames of all threads, innermost first, with the thread's name unless it is the main thread."""
     names = {one.ident: one.name for one in threading.enumerate() if one is not threading.main_thread()}
     for ident, top in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented
         frame: FrameType | None = top
@@ -120,7 +120,7 @@ def _frames() -> Iterator[tuple[FrameType, str]]:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return a copy of the locals of a running function, which keeps none of them alive once it is dropped."""
+    """Return a copy of a running function's locals; dropping the copy releases the locals."""
     live = frame.f_locals
     found = dict(live)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:

@@ -25,7 +25,7 @@ class DevicePeak:
 def begin_device_peaks() -> tuple[DevicePeak, ...]:
     """Reset the allocators' peaks and return what each accelerator holds now; nothing without an accelerator.
 
-    The counters move when memory is allocated, not when kernels run: nothing waits for the device.
+    The counters change when memory is allocated, not when kernels run, so this call does not wait for the device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -46,7 +46,7 @@ def read_device_peaks(begun: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
 
 
 def including(outer: tuple[DevicePeak, ...], inner: tuple[DevicePeak, ...]) -> tuple[DevicePeak, ...]:
-    """Return the peaks of a measurement, raised to those of one within it."""
+    """Return the peaks of an outer measurement, raised to those of an inner measurement."""
     pairs = zip(outer, inner, strict=True)
     return tuple(_raise(peak, within.peak_bytes, within.reserved_bytes) for peak, within in pairs)
 

@@ -16,9 +16,9 @@ class ChildPeak:
         pid: The process id.
         peak_bytes: The peak resident memory during the block, in bytes.
         before_bytes: The resident memory when the block began; 0 for a process that began in it.
-        source: "kernel" for the exact peak; "sampled" for the larger of begin and end, if the mark could not be
-            reset.
-        has_ended: Whether the process ended in the block: what it used after the last look is then not known.
+        source: "kernel" for the exact peak; "sampled" for the larger of the values at begin and end, if the kernel's
+            mark could not be reset.
+        has_ended: Whether the process ended in the block; its memory after the last reading is then unknown.
     """
 
     pid: int
@@ -40,7 +40,7 @@ class HostPeak:
 
 
 class HostPeakMeter:
-    """The measurement of a block; begins when it is made."""
+    """A measurement of a block, from construction on."""
 
     def __init__(self, *, children: bool, proc: Path = PROC) -> None:
         self._pid, self._proc = os.getpid(), proc
@@ -93,5 +93,5 @@ class HostPeakMeter:
             self._children.setdefault(key, peak).include(peak.peak_bytes)
 
     def stop(self) -> None:
-        """End what runs beside the block."""
+        """End the sampling thread; do nothing without one."""
         self._own.stop()

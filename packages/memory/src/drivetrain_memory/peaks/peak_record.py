@@ -24,8 +24,8 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
     that other threads allocate during the block counts. Called on any rank by itself.
 
     Args:
-        children: Whether the processes that this one started count too, each by a peak of its own. Without them a
-            block costs some 60 us in place of some 200 us and more.
+        children: Whether child processes count too, each with a separate peak. A block costs some 60 us without child
+            processes, and 200 us or more with them.
 
     Returns:
         A context manager that holds the peaks: inside the block the peaks so far, later those of the block.
@@ -42,12 +42,12 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
 class PeakRecord:
     """The peak memory of a block; `record_peak` makes it.
 
-    The kernel counts every page in memory, those of files included, such as the code of libraries: pages that it may
-    drop whenever it likes. A peak of the host is therefore an upper bound of what the block itself needs.
+    The kernel counts every page in memory. These include pages of files, such as the code of libraries, which it may
+    drop at any time. A peak of the host is therefore an upper bound of what the block itself needs.
 
     Args:
         children: Whether child processes count.
-        proc: The folder of the kernel's process files; where it lacks them, the portable counters serve.
+        proc: The folder of the kernel's process files; without these files, the portable counters are used.
     """
 
     def __init__(self, *, children: bool = True, proc: Path = PROC) -> None:
@@ -91,8 +91,8 @@ class PeakRecord:
     def ended_child_bytes(self) -> int | None:
         """The largest peak of a child that ended and was waited for in the block, in bytes.
 
-        None if the system's number, the largest of all children ever, did not rise above earlier ones and above this
-        process's own peak: a started program inherits the mark of its parent, so a smaller number tells nothing.
+        The system reports only the largest peak of all ended children, and a child's mark begins at its parent's. The
+        value is therefore None unless this number rose in the block, above this process's own peak.
         """
         return self.host.ended_child_bytes
 

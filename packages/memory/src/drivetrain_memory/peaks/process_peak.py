@@ -44,7 +44,7 @@ def read_high_water(pid: int, *, proc: Path = PROC) -> HighWater | None:
 def reset_high_water(pid: int, *, proc: Path = PROC) -> bool:
     """Reset the high-water mark of a process to its current resident memory; return False where the system cannot.
 
-    It takes Linux with a writable /proc, and a process of the same user.
+    The reset needs Linux with a writable /proc, and a process of the same user.
     """
     try:
         (proc / str(pid) / "clear_refs").write_text(_RESET_PEAK)
@@ -56,7 +56,7 @@ def reset_high_water(pid: int, *, proc: Path = PROC) -> bool:
 def lifetime_peak_bytes(*, of_ended_children: bool = False) -> int:
     """Return the peak resident memory of this process, or the largest of any child that ended and was waited for.
 
-    The peak counts since the process began, as the portable interfaces tell it; 0 for children on Windows.
+    The portable interfaces report the peak since the process began; 0 for children on Windows.
     """
     if sys.platform == "win32":
         return 0 if of_ended_children else int(psutil.Process().memory_info().peak_wset)

@@ -39,7 +39,7 @@ class OperationTime:
     Attributes:
         name: The name of the operation.
         count: The number of calls, on all ranks together.
-        own_ms: The time outside of inner operations by rank, in milliseconds; of ranks that ran it.
+        own_ms: The time outside of inner operations, in milliseconds, by each rank that ran the operation.
         total_ms: The time with inner operations by rank, in milliseconds.
     """
 
@@ -120,7 +120,7 @@ def read_traces(directory: Path | str) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def operation_table(operations: Sequence[OperationTime], *, limit: int = 20) -> str:
-    """Return the operations as a table of text: mean own time, that of the slowest rank, and the number of calls."""
+    """Return a text table of operations: mean own time, own time on the slowest rank, and number of calls."""
     rows = [("operation", "mean ms", "slowest ms", "on rank", "calls")]
     rows += [
         (

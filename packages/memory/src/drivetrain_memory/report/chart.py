@@ -90,7 +90,7 @@ def _axes(top: float, seconds: float, strip: int) -> list[str]:
 
 
 def _paths(values: Sequence[float], num_buckets: int, top: float) -> list[str]:
-    """Return the paths of a line, which is broken where there is no number."""
+    """Return the paths of a line, with a gap at each missing number."""
     width = (_WIDTH - _LEFT) / num_buckets
     paths: list[str] = []
     points: list[str] = []

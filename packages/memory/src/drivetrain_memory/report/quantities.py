@@ -7,7 +7,7 @@ from drivetrain_messages import format_size
 
 
 def highest(values: Iterable[float], *, default: float = 0.0) -> float:
-    """Return the highest of the numbers, NaN left out; the default if there is none."""
+    """Return the highest number, ignoring NaN; without any number, the default."""
     return max((value for value in values if not math.isnan(value)), default=default)
 
 

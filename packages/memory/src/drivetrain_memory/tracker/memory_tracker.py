@@ -28,16 +28,16 @@ OTHER_PHASES = "(other)"
 class MemoryTracker:
     """The memory of this rank over its run: host, children, control group and every device.
 
-    A thread takes a sample every `interval_seconds`; phases have exact peaks besides, from the counters that
-    `record_peak` reads. The newest samples stay in a ring of fixed size, all of them are written to
-    `FOLDER/memory-rank-RANK.jsonl`, and a summary to `FOLDER/memory-rank-RANK.json` at the end. `read_summaries`
-    merges those of all ranks. Made on each rank that is to be seen; the ranks do not talk.
+    A thread takes a sample every `interval_seconds`; phases also have exact peaks, from the counters that
+    `record_peak` reads. The newest samples stay in a ring of fixed size. All samples are written to
+    `FOLDER/memory-rank-RANK.jsonl`, and at the end a summary to `FOLDER/memory-rank-RANK.json`. `read_summaries`
+    merges the summaries of all ranks. Create a tracker on each rank; ranks do not communicate.
 
     Args:
         folder: The folder of this run, which the ranks share; None writes nothing.
         rank: The index of this process in the run.
         interval_seconds: The time between two samples; at 0.1 s the thread takes less than 1 % of a core.
-        settings: The times between two looks at what is expensive to read.
+        settings: The times between two readings of expensive sources.
 
     Raises:
         ValueError: The interval or the rank is no number, or out of range.
@@ -120,7 +120,7 @@ class MemoryTracker:
 
     @contextmanager
     def phase(self, name: str) -> Generator[PeakRecord]:
-        """Name what runs in a block, such as "forward"; phases may be nested, and each has an exact peak.
+        """Run the block as a phase with a name, such as "forward", and an exact peak; phases may be nested.
 
         A phase costs some 150 us. Enter phases in the thread that started the tracker.
 
@@ -137,7 +137,7 @@ class MemoryTracker:
             self._phases.leave(before, time.perf_counter() - begin, peak)
 
     def step(self, number: int | None = None) -> None:
-        """Say that a step begins; without a number, the next one."""
+        """Mark the beginning of a step; `number` defaults to the next step."""
         self._step = number if number is not None else (0 if self._step is None else self._step + 1)
 
     def record_breakdown(
@@ -147,7 +147,7 @@ class MemoryTracker:
         *,
         activations: ActivationMemory | None = None,
     ) -> MemoryBreakdown:
-        """Put where the model's memory is now into the summary, in place of an earlier breakdown, and return it."""
+        """Measure the model's memory now; store the breakdown in the summary, in place of the last, and return it."""
         self._breakdown = memory_breakdown(model, optimizers, activations=activations)
         return self._breakdown
 
@@ -164,7 +164,7 @@ class MemoryTracker:
         }
 
     def samples(self) -> list[dict[str, float]]:
-        """Return the newest samples, oldest first: up to 6000, the others are on disk alone."""
+        """Return the newest samples, at most 6000, oldest first; older samples are on disk only."""
         recorder, _ = self._require_started()
         return [dict(zip(recorder.columns, row, strict=True)) for row in recorder.ring]
 
@@ -220,7 +220,7 @@ class PhaseStack:
         self.uses: dict[str, PhaseUse] = {}
 
     def enter(self, name: str) -> str:
-        """Begin a phase within the one that runs; return the path before."""
+        """Begin a phase inside the current phase, and return the previous path."""
         if not name or "/" in name:
             raise ValueError(
                 f"phase {name!r}: give a name without a slash; nested phases are joined by slashes"
@@ -231,7 +231,7 @@ class PhaseStack:
         return before
 
     def leave(self, before: str, seconds: float, peak: PeakRecord) -> None:
-        """End the phase that runs."""
+        """End the current phase."""
         use = self.uses.get(self.path, PhaseUse())
         self.uses[self.path] = PhaseUse(
             count=use.count + 1,

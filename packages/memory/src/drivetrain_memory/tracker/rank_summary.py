@@ -1,4 +1,4 @@
-"""The summary of a rank, and how those of all ranks become one."""
+"""The summary of a rank's memory, and the merge of all ranks' summaries."""
 
 import json
 import os
@@ -50,14 +50,14 @@ class RankSummary:
         num_samples: The number of samples.
         num_lost: The samples that could not be written to disk.
         sampling_cpu_seconds: The processor time that sampling took.
-        host_peak_bytes: The exact peak of the process, of which samples see less.
+        host_peak_bytes: The exact peak of the process, which samples may miss.
         host_source: The source of that peak: "kernel" and "getrusage" are exact, "sampled" is a lower bound.
         device_peaks: The exact peak of tensors on each accelerator.
         peaks: The largest sample of each column.
         phases: The phases by path.
-        timeline: The course in a fixed number of buckets.
+        timeline: The maxima over time, in a fixed number of buckets.
         models: The product names of devices.
-        absent_drivers: The reason for each vendor whose devices are not read.
+        absent_drivers: The reason why a vendor's devices are not read, by vendor.
         breakdown: The memory of the model, if it was recorded.
     """
 
@@ -96,7 +96,7 @@ class RankSummary:
         """Return the summary that `to_json` described.
 
         Raises:
-            ValueError: It was written by another version.
+            ValueError: Another version wrote the summary.
         """
         if (found := described.get("version")) != _VERSION:
             raise ValueError(f"a summary of version {found!r}: this drivetrain-memory reads {_VERSION}")
@@ -131,7 +131,7 @@ class RunMemory:
         return max(summary.started_at + summary.seconds for summary in self.ranks) - self.started_at
 
     def highest(self) -> dict[str, tuple[int, SampledPeak]]:
-        """Return for each column the rank with the largest sample, and the sample."""
+        """Return the largest sample of each column, with its rank."""
         found: dict[str, tuple[int, SampledPeak]] = {}
         for summary in self.ranks:
             for name, peak in summary.peaks.items():
@@ -155,7 +155,7 @@ def merge_summaries(summaries: Iterable[RankSummary]) -> RunMemory:
     """Merge the summaries of ranks, in any order.
 
     Raises:
-        ValueError: There is none, or two of one rank.
+        ValueError: There is no summary, or a rank has two.
     """
     ordered = tuple(sorted(summaries, key=lambda summary: summary.rank))
     if not ordered:

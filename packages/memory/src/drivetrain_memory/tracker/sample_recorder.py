@@ -72,7 +72,7 @@ class SampleRecorder:
         sampling_cpu_seconds: float,
         breakdown: MemoryBreakdown | None = None,
     ) -> RankSummary:
-        """Return the summary of all samples so far, with what is known beside them."""
+        """Return the summary of all samples so far, together with the given values."""
         return RankSummary(
             rank=self._rank,
             host=socket.gethostname(),

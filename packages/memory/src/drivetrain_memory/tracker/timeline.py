@@ -17,7 +17,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The course of a run, by bucket."""
+    """The maxima and phases of a run, by bucket."""
 
     bucket_seconds: float
     columns: tuple[str, ...]
@@ -53,7 +53,7 @@ class Timeline:
 class TimelineBuilder:
     """A timeline that grows by samples up to a number of buckets.
 
-    When all buckets are in use, each two become one of twice the time: no maximum is ever lost.
+    When all buckets are in use, each pair of buckets becomes one bucket of twice the time, and no maximum is lost.
     """
 
     def __init__(self, columns: Sequence[str], *, bucket_seconds: float, num_buckets: int = 512) -> None:
@@ -81,7 +81,7 @@ class TimelineBuilder:
         bucket.phases[""] += 1  # all samples
 
     def build(self) -> Timeline:
-        """Return the course so far."""
+        """Return the timeline so far."""
         return Timeline(
             bucket_seconds=self._bucket_seconds,
             columns=self._columns,
@@ -97,5 +97,5 @@ class TimelineBuilder:
 
 
 def _most(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Return the larger of each two; a number counts more than none."""
+    """Return the larger number of each pair; a known number counts more than NaN."""
     return [b if b > a or a != a else a for a, b in zip(left, right, strict=True)]

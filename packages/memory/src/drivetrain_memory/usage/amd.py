@@ -9,7 +9,7 @@ _MB = 2**20  # the library counts video memory in these
 
 
 class AmdDriver:
-    """The devices that AMD SMI tells of."""
+    """The devices that AMD SMI reports."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -23,7 +23,7 @@ class AmdDriver:
         return tuple(self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices))
 
     def close(self) -> None:
-        """Give the library back."""
+        """Shut the library down."""
         self._library.amdsmi_shut_down()
 
     def _read(self, index: int, handle: object, model: str) -> DeviceReading:

@@ -28,7 +28,7 @@ class DriversFound:
 
 
 def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None) -> DriversFound:
-    """Open the drivers of all vendors whose packages and devices are here; an absent or failing one is no error."""
+    """Open the drivers of all vendors with packages and devices here; an absent or failing driver is no error."""
     drivers: list[DeviceDriver] = []
     absent: dict[str, str] = {}
     for vendor, open_driver in (_OPENERS if openers is None else openers).items():
@@ -42,7 +42,7 @@ def find_drivers(openers: Mapping[str, Callable[[], DeviceDriver]] | None = None
 
 
 class DriverPoller:
-    """A thread that keeps the newest readings of all devices: some drivers answer slowly, nothing else waits."""
+    """A thread that keeps the newest readings of all devices, so that no caller waits for a slow driver."""
 
     def __init__(self, drivers: Sequence[DeviceDriver], *, interval_seconds: float) -> None:
         self._drivers = tuple(drivers)
@@ -54,7 +54,7 @@ class DriverPoller:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread and give the drivers back."""
+        """End the thread and close the drivers."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -62,7 +62,7 @@ class DriverPoller:
             driver.close()
 
     def _look(self) -> bool:
-        """Read all devices; return whether it succeeded."""
+        """Read all devices; return False if a driver failed."""
         try:
             self.newest = tuple(reading for driver in self._drivers for reading in driver.read())
         except Exception:  # a vendor's error of any kind: the numbers end, training does not

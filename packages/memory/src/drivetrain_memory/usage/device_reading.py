@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """The numbers of one device as its driver tells them; None where it tells nothing."""
+    """The numbers that a driver reports of one device; None for a number that it does not report."""
 
     device: str  # the name of the driver and the index of the device in it, such as "nvidia:0"
     model: str
@@ -30,7 +30,7 @@ class DeviceDriver(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the library back."""
+        """Shut the library down."""
         ...
 
 

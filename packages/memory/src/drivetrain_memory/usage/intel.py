@@ -49,7 +49,7 @@ class IntelDriver:
 
 
 def open_intel() -> IntelDriver:
-    """Read the devices of a program that uses torch's XPU backend."""
+    """Return the driver for the devices of torch's XPU backend."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise DriverAbsentError("Intel's devices are read through torch, which this program has not imported")

@@ -1,14 +1,14 @@
 """The memory of this job's control group and its limit, versions 2 and 1.
 
 The kernel counts the page cache of the files that a group reads and writes as the group's memory, and drops it when
-memory is needed. What matters before its limit strikes is the rest:
+memory is needed. Only the rest can make the kernel end a process:
 
     held = current - droppable
     droppable = active_file + inactive_file - dirty - writeback + slab_reclaimable
 
 `active_file` and `inactive_file` are the page cache without shared memory: tmpfs counts as anonymous memory. `dirty`
-and `writeback` are the pages of that cache to be written before the kernel can drop them. Version 1 does not tell the
-reclaimable slab, which counts as held there.
+and `writeback` are the pages of that cache to be written before the kernel can drop them. Version 1 does not report
+the reclaimable slab, so there the slab counts as held.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class CgroupFiles:
 
     @property
     def current_file(self) -> Path:
-        """The file that tells the group's memory."""
+        """The file with the group's current memory."""
         return self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")
 
 
@@ -66,7 +66,7 @@ def find_cgroups(
 ) -> tuple[CgroupFiles, ...]:
     """Return the control group of a process, and the groups around it, as far as they limit memory.
 
-    Each limit can end the process: it counts the memory of all groups within. A group that tells no memory, such as
+    Every group's limit can end the process, as it covers all groups inside. A group that reports no memory, such as
     the root of version 2, is left out.
     """
     found: list[CgroupFiles] = []
@@ -96,14 +96,14 @@ def cgroup_folders(
 
 
 def nearest_limit(*, root: Path = CGROUP_ROOT, proc: Path = PROC) -> CgroupUsage | None:
-    """Return the memory of the limited group around this process that has the least left; None without a limit."""
+    """Return the usage of this process's group with the least memory left below a limit; None without a limit."""
     limited = (group for group in find_cgroups(root=root, proc=proc) if group.limit_bytes is not None)
     usages = [usage for group in limited if (usage := read_cgroup(group)) is not None]
     return min(usages, key=lambda usage: usage.left_bytes or 0, default=None)
 
 
 def read_cgroup(group: CgroupFiles) -> CgroupUsage | None:
-    """Read a group; None if it is gone. The kernel adds its statistics up for it: some 50 us and more."""
+    """Read a group's usage, in 50 us or more, as the kernel sums statistics up; None if the group is gone."""
     try:
         current = int(group.current_file.read_bytes())
         return parse_usage(current, (group.folder / "memory.stat").read_text(), group)
@@ -130,7 +130,7 @@ def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsag
 def _upwards(mount: Path, path: str) -> tuple[Path, ...]:
     """Return the folders of a group and of those around it, up to the mount.
 
-    In a container the mount is often the group itself, and the path, which is seen from outside, leads nowhere.
+    In a container the mount is often the group itself, and the path is the host's, which does not exist here.
     """
     inner = PurePosixPath(path.lstrip("/"))
     if ".." in inner.parts or not (mount / inner).is_dir():

@@ -1,4 +1,4 @@
-"""NVIDIA's and Intel Gaudi's devices: Habana's library HLML has the functions of NVML under names of its own."""
+"""NVIDIA's and Intel Gaudi's devices: Habana's library HLML has NVML's functions under other names."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,7 +11,7 @@ _SENSOR_ON_CHIP = 0  # NVML_TEMPERATURE_GPU, HLML_TEMPERATURE_ON_AIP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlLibrary:
-    """A library of NVML's form."""
+    """A library with NVML's functions."""
 
     vendor: str
     package: str
@@ -51,7 +51,7 @@ HABANA = NvmlLibrary(
 
 
 class NvmlDriver:
-    """The devices that an initialised library tells of, in its own order: NVML's by PCI bus, visible or not."""
+    """The devices that an initialised library reports, in its order: NVML's by PCI bus, hidden ones included."""
 
     def __init__(self, kind: NvmlLibrary, library: Any) -> None:
         self._kind, self._library = kind, library
@@ -66,7 +66,7 @@ class NvmlDriver:
         return tuple(self._read(index, handle, model) for index, (handle, model) in enumerate(self._devices))
 
     def close(self) -> None:
-        """Give the library back."""
+        """Shut the library down."""
         self._call("Shutdown")
 
     def _read(self, index: int, handle: object, model: str) -> DeviceReading:
@@ -88,7 +88,7 @@ class NvmlDriver:
         return getattr(self._library, f"{self._kind.prefix}{name}")(*arguments)
 
     def _ask(self, name: str, *arguments: object) -> Any:
-        """Return an answer; None where the device does not have the number, such as a part of a divided one."""
+        """Return a number of a device; None if the device lacks it, such as a part of a divided device."""
         try:
             return self._call(name, *arguments)
         except self._kind.error_of(self._library):

@@ -14,7 +14,7 @@ _START_TIME = 19  # field 22 of proc_pid_stat(5), counted behind the name: ticks
 
 
 class ProcessKey(NamedTuple):
-    """The identity of a process: the system uses process ids again, and no start time."""
+    """The identity of a process: its id, which the system may reuse, and its start time."""
 
     pid: int
     started: float  # in the system's own unit
@@ -37,7 +37,7 @@ def descendants_of(pid: int, *, proc: Path = PROC) -> tuple[ProcessKey, ...]:
 
 
 def start_time(pid: int, *, proc: Path = PROC) -> float | None:
-    """Return when a process started, in the system's own unit; None if it is gone."""
+    """Return when a process started, in the system's own unit; None if the process is gone."""
     try:
         fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -81,7 +81,7 @@ class ProcessReader:
                 self._process = psutil.Process(pid)
 
     def read(self) -> ProcessUsage | None:
-        """Return what the process holds now; None if it is gone."""
+        """Return the current memory of the process; None if the process is gone."""
         if self._file is not None:
             try:
                 fields = os.pread(self._file, 128, 0).split()
@@ -103,7 +103,7 @@ class ProcessReader:
     def proportional_bytes(self) -> int | None:
         """Return the proportional set size: shared pages divided by the number of processes that share them.
 
-        The kernel walks all pages for it, which takes milliseconds. None if it does not tell.
+        The kernel walks all pages for it, which takes milliseconds. None if the kernel does not report it.
         """
         try:
             lines = (self._proc / str(self._pid) / "smaps_rollup").read_bytes().splitlines()

@@ -1,4 +1,4 @@
-"""A look at all sources: a row of numbers, always in the same columns."""
+"""A sampler of all sources: it returns a row of numbers, always in the same columns."""
 
 import math
 import os
@@ -30,14 +30,14 @@ _DRIVER_COLUMNS = ("used_bytes", "total_bytes", "power_watts", "temperature_cels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """The times between two looks at what is expensive to read; in between, the last number stands.
+    """The times between two readings of expensive sources; in between, the last number is repeated.
 
     Attributes:
-        children_seconds: For the list of child processes: some 10 us for each thread.
-        cgroup_seconds: For the control group, whose statistics the kernel adds up: some 50 us and more.
+        children_seconds: For the list of child processes; a reading takes some 10 us for each thread.
+        cgroup_seconds: For the control group; a reading takes some 50 us or more, as the kernel sums statistics up.
         pinned_seconds: For pinned memory.
-        drivers_seconds: For power, temperature and utilisation; a thread of its own reads them.
-        proportional_seconds: For proportional set sizes: the kernel walks all pages, some 10 ms for a GB.
+        drivers_seconds: For power, temperature and utilisation, which a separate thread reads.
+        proportional_seconds: For proportional set sizes; the kernel walks all pages, some 10 ms for a GB.
     """
 
     children_seconds: float = 1.0
@@ -53,7 +53,7 @@ class SamplerSettings:
 
 
 class UsageSampler:
-    """A reader of everything that is known of the memory of a process, its children and its devices."""
+    """A reader of all known numbers about the memory of a process, its children and its devices."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class UsageSampler:
         self._proportional: tuple[int | None, int | None] = (None, None)
 
     def sample(self) -> list[float] | None:
-        """Return the numbers of now, one for each of `columns`; None if the process ended. NaN is not known."""
+        """Return the current numbers in the order of `columns`, NaN for unknown ones; None if the process ended."""
         now = time.monotonic()
         own = self._process.read()
         if own is None:
@@ -149,7 +149,7 @@ def accelerator_names() -> tuple[str, ...]:
 
 
 def read_allocator(device: str) -> tuple[int, int]:
-    """Return the bytes of tensors on an accelerator, and those that its allocator holds, cache included."""
+    """Return the bytes of tensors on an accelerator, and the bytes that its allocator holds, cache included."""
     torch = _torch()
     assert torch is not None
     # One call tells both numbers, without waiting for the device. It says nothing before the first tensor is there.
@@ -158,7 +158,7 @@ def read_allocator(device: str) -> tuple[int, int]:
 
 
 def pinned_bytes() -> int | None:
-    """Return the pinned host memory that torch's allocator for CUDA holds; None where torch does not tell."""
+    """Return the pinned host memory that torch's allocator for CUDA holds; None if torch does not report it."""
     torch = _torch()
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -167,5 +167,5 @@ def pinned_bytes() -> int | None:
 
 
 def _torch() -> ModuleType | None:
-    """Return torch where the program imported it: a program that is watched from outside needs none."""
+    """Return torch if this program has imported it, else None: watching from outside needs no torch."""
     return sys.modules.get("torch")
