@@ -5,7 +5,7 @@ from typing import Any
 
 
 def ask_keep_last(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask how many checkpoints to keep, if there is a folder for them."""
+    """Ask how many checkpoints to keep, if the run has a folder for checkpoints."""
     if known.get("run.project_dir") is None and known.get("checkpoint.directory") is None:
         return None
     return {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """The checkpoints of one directory. Use one object for all saves: each save reuses the plan of the one before.
+    """The checkpoints of one directory. Use one object for all saves: a save reuses the plan of the previous save.
 
     Args:
         context: The context of this process.
@@ -34,10 +34,10 @@ class Checkpointer:
     Attributes:
         directory: The folder of the checkpoints: a `Path`, or for a URL a `upath.UPath`.
         settings: The `checkpoint` section.
-        continues: Whether this run resumed from a checkpoint of the directory, so that retention may delete the
-            checkpoints of earlier runs; a load from the directory sets it.
-        after_commit: Callbacks for a committed checkpoint; each gets its folder, on all ranks, in the thread that
-            wrote it.
+        continues: Whether this run resumed from a checkpoint of the directory; a load from the directory sets this.
+            If true, retention may delete the checkpoints of earlier runs.
+        after_commit: Callbacks for a committed checkpoint. Every rank calls them with the checkpoint's folder, in the
+            thread that wrote the checkpoint.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Checkpointer:
         """Save a checkpoint. Called on all ranks, by the main thread.
 
         A foreground save returns once the checkpoint is committed and on the disk. A background save returns once
-        this rank's tensors are copied to host memory: as many bytes again, kept for the next save. A thread then
-        writes and commits before the interpreter exits; the next call of a method waits for it and raises its error.
+        this rank's tensors are copied to host memory, which the next save reuses. A thread then writes and commits,
+        at the latest before the interpreter exits. The next call of a method waits for it and raises its error.
 
-        A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets; also
-        DTensors, `FlatShard` and `Replicated` objects, of which each rank writes a part. Earlier checkpoints,
-        including one of the same step, stay untouched until the commit. Old checkpoints are deleted after it.
+        A state may hold tensors, NumPy arrays and plain values in any nesting of dicts, lists, tuples and sets. A
+        tensor may be a DTensor, `FlatShard` or `Replicated`: each rank writes a part of that tensor. Earlier
+        checkpoints, even of the same step, stay until the commit. Old checkpoints are deleted after the commit.
 
         Args:
             step: The optimizer step, the same on all ranks; it names the folder.
@@ -89,9 +89,9 @@ class Checkpointer:
             plan: The effective plan of the run, without secrets: plain values, for the manifest.
             metrics: Metrics of the checkpoint by name, for `settings.keep_best`; the same on all ranks.
             background: Whether training continues while the checkpoint is written; None takes `settings.background`.
-            changes_in_step: A function that returns True for a tensor, given by its name as in `load`, that nothing
-                changes before `wait_for_copies`: `settings.staging="overlap"` copies it in the thread, and the save
-                fails if it changed.
+            changes_in_step: A function that gets a tensor's name, as in `load`, and returns True if nothing changes
+                the tensor before `wait_for_copies`. `settings.staging="overlap"` copies such a tensor in the thread;
+                the save fails if the tensor changed.
             replicas: The tensors that all ranks must hold alike; `staging="overlap"` reads them in the thread.
 
         Returns:
@@ -104,7 +104,7 @@ class Checkpointer:
             FolderNotSharedError: This rank does not see the folder that rank 0 made.
             CheckpointLockedError: Another run writes into the directory.
             OSError: The disk is full, or the folder is not writable; nothing was saved.
-            Exception: The error of `replicas`, on all ranks: they differ; nothing was saved.
+            Exception: The replicas differ between ranks; `replicas` makes the error, and nothing was saved.
         """
         from drivetrain_checkpoint.planning.save_content import Content
         from drivetrain_checkpoint.saving.coordinator import SaveCoordinator
@@ -143,7 +143,7 @@ class Checkpointer:
         return self._background is not None and self._background.is_copying
 
     def wait_for_copies(self) -> None:
-        """Wait until the tensors of the background save may change; the save may still be writing then.
+        """Wait until the tensors of the background save may change. The save may go on writing after that.
 
         Does nothing if `save` copied all tensors itself. `wait` raises the errors of the save.
         """
@@ -154,7 +154,7 @@ class Checkpointer:
         """Wait for the background save, if any, and return its folder. Called on all ranks.
 
         Raises:
-            Exception: The error of the save, as `save` would have raised it; raised once.
+            Exception: The error that `save` would have raised in the foreground. It is raised only once.
         """
         return None if self._background is None else self._background.wait()
 
@@ -179,9 +179,9 @@ class Checkpointer:
         were sharded when they were saved does not matter.
 
         Args:
-            path: The folder or URL of a checkpoint, or of a directory of checkpoints; None takes `self.directory`. Of
-                a directory, the newest valid checkpoint is loaded; all ranks skip a damaged one together, with a
-                warning.
+            path: The folder or URL of a checkpoint, or of a directory of checkpoints; None takes `self.directory`.
+                From a directory, the newest valid checkpoint is loaded: all ranks skip damaged checkpoints together,
+                with a warning.
             like: A function from the name of a tensor, such as `"models/model/fc.weight"` or
                 `"replicated/optimizer/state/0/exp_avg"`, to a DTensor or `FlatShard` with this rank's sharding of it;
                 None, or an object of another shape, loads the tensor whole.

@@ -11,7 +11,7 @@ _IF_DUE = "a call of save_if_due()"
 
 
 def _setting(default: Any, text: str, *, needs: str | None = "a save", **more: object) -> Any:
-    """Return a field with its help, and with what has to be there for it to count; a secret one is not shown."""
+    """Return a field with its help `text` and the condition `needs` of its effect; a `secret` field is not shown."""
     known = {"help": text, "needs": needs, **more}
     metadata = {name: value for name, value in known.items() if value is not None}
     return field(default=default, repr="secret" not in more, metadata=metadata)

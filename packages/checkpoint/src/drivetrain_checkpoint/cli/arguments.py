@@ -32,7 +32,7 @@ Arguments = TypeVar("Arguments")
 
 
 def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
-    """Wrap a command so that an error is one line on stderr and exit code 2 rather than a traceback."""
+    """Wrap a command: an error prints one line on stderr instead of a traceback, and the exit code is 2."""
 
     @wraps(run)
     def report(arguments: Arguments) -> int:
@@ -47,7 +47,7 @@ def report_errors(run: Callable[[Arguments], int]) -> Callable[[Arguments], int]
 
 
 def place_of(text: str) -> Place:
-    """Return the place of a folder or URL; the storage options are those of the `checkpoint` section."""
+    """Return the place of a folder or URL, with the storage options of the `checkpoint` section."""
     options = resolve(CheckpointSettings, section="checkpoint").value.storage_options
     place = locate(text, options)
     if not storage_of(place).is_folder(place):

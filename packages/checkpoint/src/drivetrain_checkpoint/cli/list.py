@@ -62,7 +62,7 @@ def run(arguments: ListArguments) -> int:
 
 
 def _size_bytes(one: CheckpointInfo) -> int:
-    """Return the size by the manifest; without a manifest, the size of the files in the folder."""
+    """Return a checkpoint's size from its manifest; without a manifest, the size of the files in the folder."""
     if one.manifest is not None:
         return one.manifest.size_bytes
     return sum(storage_of(one.folder).sizes_in(one.folder).values())

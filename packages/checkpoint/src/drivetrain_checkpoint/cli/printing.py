@@ -32,7 +32,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics for JSON, which has no infinity and no NaN: they become null."""
+    """Return metrics for JSON; infinities and NaNs become null, because JSON cannot express them."""
     return {name: value if isfinite(value) else None for name, value in metrics.items()}
 
 

@@ -35,7 +35,7 @@ class PruneArguments:
     dry_run: bool = field(default=False, metadata={"help": "Say what would be deleted, and delete nothing."})
 
     def __post_init__(self) -> None:
-        """Check the rules as the `checkpoint` section does."""
+        """Check the rules in the same way as the `checkpoint` section."""
         _ = self.keep
 
     @property
@@ -52,7 +52,7 @@ class PruneArguments:
 
 @report_errors
 def run(arguments: PruneArguments) -> int:
-    """Delete old checkpoints of a folder, and what is left of saves that were never completed."""
+    """Delete the old checkpoints of a folder and the leftovers of incomplete saves."""
     directory = directory_of(arguments.directory)
     if arguments.dry_run:
         _say(plan_of(directory, arguments.keep), "would delete")

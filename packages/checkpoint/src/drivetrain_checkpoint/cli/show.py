@@ -30,7 +30,7 @@ class ShowArguments:
 
 @report_errors
 def run(arguments: ShowArguments) -> int:
-    """Show what a checkpoint consists of: when, by how many ranks and what it was saved, its files and tensors."""
+    """Show the content of a checkpoint: when and by how many ranks it was saved, its models, files and tensors."""
     folder = checkpoint_of(arguments.checkpoint)
     manifest = read_manifest(folder)
     problem = inspect(folder).problem

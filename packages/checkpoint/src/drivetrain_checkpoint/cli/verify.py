@@ -25,7 +25,7 @@ class VerifyArguments:
 
 @report_errors
 def run(arguments: VerifyArguments) -> int:
-    """Read a checkpoint, or all of a folder, whole, and check every block; exit code 1 if something is damaged."""
+    """Check every block of a checkpoint, or of all checkpoints in a folder; return 1 if any block is damaged."""
     place = place_of(arguments.folder)
     if has_manifest(place) or step_of(place) is not None:
         return 0 if _verify(checkpoint_of(arguments.folder)) else WRONG

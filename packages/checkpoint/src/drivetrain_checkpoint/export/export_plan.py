@@ -75,7 +75,7 @@ class ExportPlan:
 
     @property
     def is_sharded(self) -> bool:
-        """True if there is more than one file, and so an index."""
+        """True if the export has more than one file, and therefore an index."""
         return len(self.files) > 1
 
 

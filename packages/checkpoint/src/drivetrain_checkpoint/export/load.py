@@ -15,7 +15,7 @@ from drivetrain_weights import find_ties
 
 
 class IncompatibleNames(NamedTuple):
-    """The names that a load with `strict=False` skipped, as `load_state_dict` returns them.
+    """The names that a load with `strict=False` skipped, in the form that torch's `load_state_dict` returns.
 
     Attributes:
         missing_keys: The model's names that the export lacks; their tensors keep their values.
@@ -59,8 +59,8 @@ def load_model(
     Raises:
         NoCheckpointError: There is no export in the folder.
         CorruptCheckpointError: A file is missing or damaged; the message names it.
-        ValueError: Names or shapes differ from the model's, or the model is on the meta device or sharded. In all of
-            these cases nothing was loaded.
+        ValueError: Names or shapes differ from the model's, or the model is on the meta device or sharded. After any
+            of these errors, the model is unchanged.
     """
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     kind = type(model).__name__
@@ -131,7 +131,7 @@ def match_export(
 
 
 def _check_one_value(exported: ExportedTensors, names: Sequence[str], kind: str) -> None:
-    """Refuse an export that has different values for names that the model ties: all but one would be lost."""
+    """Refuse an export with different values for tied names of the model: all values but one would be lost."""
     for other in names[1:]:
         if exported.places[other] == exported.places[names[0]]:
             continue

@@ -31,11 +31,11 @@ def merge_shards(
     max_shard_size: int | str = "5GB",
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExportPlan:
-    """Write a model of a checkpoint as `save_model` would write it, without building the model.
+    """Write a model of a checkpoint in the form of `save_model`, without building the model.
 
-    Runs in one process, whatever the number of ranks that saved. Holds the tensors of one file of the export at a
-    time, and verifies every block it reads. Names that share a tensor are tied in the export. Values other than
-    tensors, such as a module's extra state, are left out, with a warning that lists them.
+    Runs in one process, whatever the number of ranks that saved. Only the tensors of one file of the export are in
+    memory at a time. Every block is verified when it is read. Names that share a tensor are tied in the export.
+    Values other than tensors, such as a module's extra state, are left out; a warning lists them.
 
     Args:
         folder: The checkpoint's folder or URL.
@@ -66,7 +66,7 @@ def merge_shards(
     plan = plan_names(names, manifest.tensors[model_part(chosen)], max_shard_size=max_shard_size)
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the plan's order; read those of one file at a time, and release each once yielded."""
+        """Yield the tensors in the plan's order. Read one file's tensors at a time; release a tensor once yielded."""
         for in_file in plan.files.values():
             count = _Count(sum(plan.tensors[name].size_bytes for name in in_file), on_bytes)
             wanted = [names.stored[name] for name in in_file]
@@ -80,7 +80,7 @@ def merge_shards(
 
 
 def choose_model(manifest: Manifest, model: str | None) -> str:
-    """Return the name of the chosen model, or of the only one."""
+    """Return the name of the chosen model; if `model` is None, that of the checkpoint's only model."""
     names = ", ".join(manifest.models) or "none"
     if model is None and len(manifest.models) == 1:
         return manifest.models[0]
@@ -138,7 +138,7 @@ def plan_names(
 
 
 class _Count:
-    """A counter that reports blocks as bytes of tensors, of which blocks may hold fewer, or some a second time."""
+    """A counter that reports blocks as bytes of tensors, though a block may hold fewer bytes or repeat some."""
 
     def __init__(self, num_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self._left = num_bytes

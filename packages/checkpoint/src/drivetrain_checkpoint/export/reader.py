@@ -1,4 +1,4 @@
-"""Read an export as a mapping: names and shapes are known at once, each tensor is read on access."""
+"""Read an export as a mapping: names and shapes are read at once, and a tensor when it is accessed."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,10 +28,10 @@ class TensorLocation:
 
 
 class ExportedTensors(Mapping[str, Tensor]):
-    """The tensors of an export by name, each read on access.
+    """The tensors of an export by name; a tensor is read when it is accessed.
 
     Args:
-        places: The location of each tensor; tied names have the same.
+        places: The location of each tensor; tied names have the same location.
 
     Attributes:
         places: The location of each tensor.
@@ -70,8 +70,8 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
     """Open an export that `save_model`, transformers' `save_pretrained`, diffusers or safetensors wrote.
 
     Opens `model.safetensors` if it exists, else `model.safetensors.index.json`, else the only index or file with
-    another name, such as `diffusion_pytorch_model.safetensors.index.json`. Checks the headers of all files, and reads
-    no tensor yet.
+    another name, such as `diffusion_pytorch_model.safetensors.index.json`. Checks the headers of all files, but reads
+    no tensors.
 
     Args:
         folder: The folder with a safetensors file, or with shards and their index; or the path of a file or index.
@@ -109,7 +109,7 @@ def open_export(folder: Path | str, *, device: torch.device | str = "cpu") -> Ex
 
 
 def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") -> ExportedTensors:
-    """Open one safetensors file of any name; check its header, and read no tensor yet."""
+    """Open one safetensors file of any name; check its header, but read no tensors."""
     with checkpoint_errors():
         file = MappedFile(Path(path))
     return _exported(dict.fromkeys(file.in_order, file), device)
@@ -117,7 +117,7 @@ def open_tensor_file(path: Path | str, *, device: torch.device | str = "cpu") ->
 
 @contextmanager
 def checkpoint_errors() -> Generator[None]:
-    """Raise the errors of weight files as those of checkpoints."""
+    """Run the block and raise the errors of weight files as errors of checkpoints."""
     try:
         yield
     except SeveralWeightsError:

@@ -37,7 +37,7 @@ def save_model(
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
 ) -> ExportPlan:
-    """Write a model as `from_pretrained` and other readers of safetensors expect it.
+    """Write a model in the layout that `from_pretrained` and other readers of safetensors expect.
 
     To write tensors one at a time, see `plan_export` and `write_export`.
 
@@ -76,8 +76,8 @@ def write_export(
 
     All files are written under temporary names and synced to the disk before they replace an earlier export in the
     folder: until then, an error or a kill leaves the earlier export untouched. If the process is killed during the
-    brief renames, the folder holds the earlier export, the new one, or, if both have the same file names, none that
-    can be read; never a mixture. Saving again repairs the folder and deletes leftovers.
+    brief renames, the folder holds either the earlier export or the new one, never a mixture. If both have the same
+    file names, the export may be unreadable then. Saving again repairs the folder and deletes leftovers.
 
     Args:
         plan: The plan, as `plan_export` returns it.
@@ -115,7 +115,7 @@ def write_export(
 def write_tensor_file(
     path: Path | str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one safetensors file of any name; an earlier one is replaced once the new one is on the disk.
+    """Write one safetensors file of any name. It replaces an earlier file once the new file is on the disk.
 
     Args:
         path: The path of the file, in an existing folder.
@@ -172,7 +172,7 @@ def _write_files(
 
 
 def _staged(name: str, tensor: Tensor, plan: ExportPlan, memory: set[int]) -> Tensor:
-    """Return a tensor as the library accepts it: dense, on the CPU, in memory shared with no other of its file."""
+    """Return a tensor that the library accepts: dense, on the CPU, sharing no memory with others of the same file."""
     _check_whole(name, tensor)
     planned = plan.tensors[name]
     if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
@@ -210,7 +210,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) 
 
 
 def _replace(plan: ExportPlan, folder: Path) -> None:
-    """Replace an earlier export by the complete new one: rename the shards, then the index, then delete leftovers."""
+    """Replace an earlier export by the complete new export: rename shards, then the index, then delete leftovers."""
     if plan.is_sharded and any((folder / file).exists() for file in plan.files):
         # The old index would list a mixture of old and new shards during the renames.
         (folder / INDEX).unlink(missing_ok=True)

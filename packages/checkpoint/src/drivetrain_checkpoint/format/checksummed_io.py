@@ -26,7 +26,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, name: str, content: Mapping[str, Any]) -> Self:
-        """Return the record of a file with the fields that JSON holds."""
+        """Return the record of a file from its fields in JSON."""
         return cls(name=name, size_bytes=content["size_bytes"], checksums=tuple(content["checksums"]))
 
 
@@ -82,7 +82,7 @@ class HashedWriter:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        """Run the block and add the file's name to an `OSError` without one, such as that of a full disk."""
+        """Run the block; if it raises an `OSError` without a file name, as for a full disk, add the file's name."""
         try:
             yield
         except OSError as error:
@@ -98,7 +98,7 @@ class HashedWriter:
 
 
 class HashedReader:
-    """A reader of ranges of a file that verifies each block it touches; `CorruptCheckpointError` if one differs."""
+    """A reader of ranges of a file. Raises `CorruptCheckpointError` if a block of a range has another checksum."""
 
     def __init__(
         self, path: Place, record: FileRecord, *, on_block: Callable[[], None] = lambda: None
@@ -116,7 +116,7 @@ class HashedReader:
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill buffers of single bytes with verified ranges of the file, in one pass over the blocks that hold them.
 
-        A range is its first byte in the file and the buffer to fill; the ranges are ordered by the first byte.
+        A range is a pair: its first byte in the file, and the buffer to fill. The ranges are sorted by first byte.
         """
         blocks: dict[int, list[tuple[int, memoryview]]] = {}
         for at, view in ranges:
@@ -185,7 +185,7 @@ class HashedReader:
 
 
 def check_size(path: Place, size_bytes: int | None, record: FileRecord) -> None:
-    """Check that a file is there in the size of its record; `CorruptCheckpointError` if not."""
+    """Check that a file exists and has the size in its record; raise `CorruptCheckpointError` if not."""
     if size_bytes is None:
         raise CorruptCheckpointError(f"{path} is missing, though the manifest lists it")
     if size_bytes != record.size_bytes:

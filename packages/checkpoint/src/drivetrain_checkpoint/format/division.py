@@ -1,4 +1,4 @@
-"""The division of tensors into boxes, and the places of these in the files of a checkpoint.
+"""The division of tensors into boxes, and the places of the boxes in the files of a checkpoint.
 
 Tensors of one shape that the ranks hold in the same way share one division. A plan and a manifest therefore grow with
 the number of tensors, and not with that number times the number of ranks.
@@ -55,7 +55,7 @@ def list_in_file_order(tensors: Mapping[str, Division], rank: int) -> list[tuple
 def starts_in_file(tensors: Mapping[str, Division], rank: int, size_bytes: int) -> dict[str, int]:
     """Return the first byte of each tensor in a rank's file of a part, in the order of the file. Pure.
 
-    The boxes follow one another without gaps up to the end of the file; those of one tensor lie together.
+    The boxes follow one another without gaps up to the end of the file. The boxes of one tensor lie together.
     """
     held = list_in_file_order(tensors, rank)
     bytes_of = {division: division.bytes_of(rank) for division in set(tensors.values())}

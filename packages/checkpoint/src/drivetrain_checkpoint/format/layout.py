@@ -39,7 +39,7 @@ def step_folder(directory: Place, step: int) -> Place:
 
 
 def step_of(folder: Place) -> int | None:
-    """Return the step in a folder's name, or None if it is not the name of a checkpoint."""
+    """Return the step in a folder's name; None if the name is not that of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -69,7 +69,7 @@ def path_in_state(part: str, name: str) -> str | None:
 
 
 def check_model_names(names: Iterable[str]) -> None:
-    """Check that the names of models can be file names, and differ in more than case; `StateError` if not."""
+    """Raise `StateError` unless the names of models can be file names and differ in more than case."""
     met: set[str] = set()
     for name in names:
         if not _MODEL_NAME.fullmatch(name):
@@ -84,18 +84,18 @@ def check_model_names(names: Iterable[str]) -> None:
 def tree_file(part: str, attempt: int) -> str:
     """Return the name of the file that holds the names and plain values of a part.
 
-    The attempt is 0 in a new folder, and higher if committed files must stay until the next commit.
+    The attempt is 0 in a new folder. It is higher in a folder whose committed files must stay until the next commit.
     """
     return f"{part}{_suffix(attempt)}.json"
 
 
 def tensor_file(part: str, rank: int, attempt: int) -> str:
-    """Return the name of the file that holds the tensors of a part that a rank wrote."""
+    """Return the name of the file with the tensors that a rank wrote of a part."""
     return f"{part}.r{rank}{_suffix(attempt)}.safetensors"
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank in the name of a tensor file, None if it is the name of another file."""
+    """Return the rank in the name of a tensor file; None for the name of any other file."""
     match = _PART_FILE.fullmatch(name)
     return int(match["rank"]) if match and match["rank"] else None
 
@@ -119,6 +119,6 @@ def own_files(folder: Place) -> list[Place]:
 
 
 def next_attempt(folder: Place) -> int:
-    """Return the attempt number after the highest of the files in `folder`; 0 if it holds none."""
+    """Return the number after the highest attempt among the files in `folder`; 0 for a folder without files."""
     matches = (_PART_FILE.fullmatch(path.name) for path in own_files(folder))
     return max((int(match["attempt"] or 0) + 1 for match in matches if match), default=0)

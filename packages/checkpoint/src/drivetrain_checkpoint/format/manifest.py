@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, which lists its content. It is written last and atomically, and commits it."""
+"""The manifest of a checkpoint: it lists the content. Written last and atomically, it commits the checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -27,20 +27,20 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        step: The optimizer step at which it was saved.
-        sequence: The number of the save among those into its directory, from 1: the highest is the newest.
-        save_id: A random id, by which the ranks check that they see the same checkpoint.
-        saved_at: The time at which rank 0 committed it: UTC, ISO 8601.
+        step: The optimizer step at which the checkpoint was saved.
+        sequence: The number of the save in its directory, counted from 1: the newest save has the highest number.
+        save_id: A random id; the ranks compare ids to check that they see the same checkpoint.
+        saved_at: The time at which rank 0 committed the checkpoint: UTC, ISO 8601.
         world_size: The number of ranks that saved.
         mesh: The sizes of the parallel dimensions, by name; empty without a mesh.
         attempt: The attempt number in the names of the files; 0 unless the step was saved before.
         models: The names of the models.
         files: The sizes and checksums of the files, by file name.
         tensors: The tensors, by part of the checkpoint and by name, in the order in which they lie in the files.
-        libraries: The versions of the libraries that wrote it.
+        libraries: The versions of the libraries that wrote the checkpoint.
         plan: The effective plan of the run; None if none was given.
         metrics: The metrics of the checkpoint by name.
-        starts: The first byte of each tensor, by file and by name, if the manifest says it: of format 2 alone.
+        starts: The first byte of each tensor, by file and by name; only a manifest of format 2 holds this.
     """
 
     step: int
@@ -123,7 +123,7 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def check_files(folder: Place, manifest: Manifest) -> None:
-    """Check that every file is there in full size, else CorruptCheckpointError; a load verifies what it reads."""
+    """Raise CorruptCheckpointError if a file is missing or has another size. A load verifies the content it reads."""
     sizes = storage_of(folder).sizes_in(folder)
     for record in manifest.files.values():
         check_size(folder / record.name, sizes.get(record.name), record)
@@ -213,7 +213,7 @@ def _from_json(content: dict[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check that a manifest is consistent: it may be crafted by an attacker, with a checksum that matches."""
+    """Check that a manifest is consistent: an attacker may have written it, with a checksum that matches."""
     counts = {"step": manifest.step, "sequence": manifest.sequence, "attempt": manifest.attempt}
     for name, count in counts.items():
         if type(count) is not int or count < 0:
@@ -258,5 +258,5 @@ def _check_division(name: str, division: Division) -> None:
 
 
 def _checksum(content: Mapping[str, Json], version: object) -> str:
-    """Return the checksum of a manifest; since format 3 the order of the tensors counts, which tells their places."""
+    """Return the checksum of a manifest. Since format 3 it covers the tensors' order, which gives their places."""
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=version == 2).encode())

@@ -30,10 +30,10 @@ def as_bytes_tensor(value: Any) -> Tensor:
 
 
 def from_bytes_tensor(bits: Tensor, *, dtype: str, shape: Sequence[int]) -> Any:
-    """Return the array of which `as_bytes_tensor` made a tensor of bytes; it shares the tensor's memory.
+    """Return the array that `as_bytes_tensor` converted to a tensor; the array shares the tensor's memory.
 
     Raises:
-        CorruptCheckpointError: The dtype is not plain bytes.
+        CorruptCheckpointError: Values of the dtype are not plain bytes; see `is_plain`.
     """
     kind = numpy.dtype(dtype)
     if not is_plain(kind):

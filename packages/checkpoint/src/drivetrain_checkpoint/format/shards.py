@@ -14,7 +14,7 @@ from drivetrain_weights.tensor_box import Box, box_of_dtensor, boxes_of_range, i
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A tensor with the same bits on all ranks, of which each rank may write a part."""
+    """A tensor with the same bits on all ranks; each rank may write a part of the tensor."""
 
     tensor: Tensor
 
@@ -30,7 +30,7 @@ class Replicated:
 
 
 class FlatShard(Protocol):
-    """A tensor of which each rank holds one contiguous range of elements, in row-major order, as ZeRO shards it.
+    """A tensor sharded as by ZeRO: each rank holds one contiguous range of the elements, in row-major order.
 
     Any object with these two attributes and `flat_range` qualifies.
 
@@ -73,14 +73,14 @@ class LoadedFlatShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proportional:
-    """The division to load a tensor in that has elements for a range of another tensor's: a scale for each 256, say.
+    """The part to load of a tensor that describes another tensor, such as one scale for every 256 elements.
 
-    Of a stored tensor of n elements, the elements from `start * n / of` to `stop * n / of` are read, flat, and those
-    of which only a part belongs to the range too.
+    If the stored tensor has n elements, its elements from `start * n / of` to `stop * n / of` are read, flat. An
+    element that lies only partly in this range is read too.
 
     Attributes:
         start: The index of this rank's first element in the other tensor, in row-major order.
-        stop: The index after its last.
+        stop: The index after this rank's last element in the other tensor.
         of: The number of elements of the other tensor.
     """
 
@@ -89,7 +89,7 @@ class Proportional:
     of: int
 
     def range_of(self, size: int) -> tuple[int, int]:
-        """Return the range to read of a tensor of `size` elements."""
+        """Return the start and stop of the elements to read from a stored tensor of `size` elements."""
         return self.start * size // self.of, -(-self.stop * size // self.of)
 
 
@@ -113,7 +113,7 @@ def is_flat_shard(leaf: Leaf) -> bool:
 def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     """Return the shards of a tensor that this rank holds, without a copy.
 
-    A plain tensor counts as held by rank 0 only, since its values may differ between ranks.
+    For a plain tensor, only rank 0 returns a shard, because the values may differ between ranks.
     """
     if isinstance(leaf, Replicated):
         return (TensorShard(whole(leaf.tensor.shape), leaf.tensor),)
@@ -152,8 +152,8 @@ class ReadTarget:
 def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
     """Allocate CPU memory for a tensor.
 
-    Where `like` is a `Proportional`, or is sharded and has the tensor's shape, the memory is for this rank's shard;
-    else for the whole tensor.
+    If `like` is a `Proportional`, or is sharded and has the tensor's shape, the memory holds this rank's shard.
+    Otherwise it holds the whole tensor.
     """
     shape = box.sizes
     if isinstance(like, Proportional):
@@ -173,7 +173,7 @@ def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
 
 
 def _of_range(shape: Sequence[int], start: int, elements: Tensor) -> list[TensorShard]:
-    """Return the boxes of a range of elements, as views of it."""
+    """Return a range of elements as boxes, which are views of `elements`."""
     shards: list[TensorShard] = []
     at = 0
     for box in boxes_of_range(shape, start, start + elements.numel()):

@@ -1,8 +1,8 @@
-"""Encode states as tagged JSON and tensors: they are read back with equal values and types, without running code.
+"""Encode states as tagged JSON and tensors. Decoding gives equal values and types, without running code.
 
-Types that JSON has stand for themselves. Every other type is an object with one key that begins with `$`:
-`{"$tuple": [1, 2]}`, `{"$float": "nan"}`, `{"$tensor": "optimizer/state/0/exp_avg"}`. A dict with keys that are not
-plain strings, or begin with `$`, is `{"$dict": [[key, value], ...]}`.
+Values of JSON's own types are written as they are. A value of another type is an object with one key that begins with
+`$`: `{"$tuple": [1, 2]}`, `{"$float": "nan"}`, `{"$tensor": "optimizer/state/0/exp_avg"}`. A dict is written as
+`{"$dict": [[key, value], ...]}` if a key is not a plain string or begins with `$`.
 """
 
 import base64
@@ -46,7 +46,7 @@ class Encoded:
         json: The tagged JSON, which refers to tensors by name.
         tensors: The tensors to store, by name; sharded ones as DTensor, `Replicated` or `FlatShard`. Tensors of
             the same memory share one entry.
-        leaves: The same tensors and their aliases, each by the name of its own place in the state.
+        leaves: The same tensors and their aliases, by the path in the state.
     """
 
     json: Json
@@ -77,7 +77,7 @@ def decode(json: Json, tensors: Mapping[str, Leaf], *, allow_pickle: bool = Fals
     """Restore the state that `encode` split; tensors are not copied.
 
     Raises:
-        CorruptCheckpointError: The JSON names a missing tensor, or holds an unknown tag, as of a newer version.
+        CorruptCheckpointError: The JSON names a missing tensor, or holds a tag that only a newer version knows.
         PickleNotAllowedError: The JSON holds a pickle, and `allow_pickle` is false.
     """
 
@@ -180,7 +180,7 @@ class _Encoder:
         return {"$dict": self.pairs(values, path)}
 
     def name_of(self, leaf: Leaf, path: Path) -> str:
-        """Record a tensor and return its stored name: the name of an earlier tensor of the same memory, if any."""
+        """Record a tensor and return its stored name. A tensor of the same memory as an earlier one has that name."""
         tensor = (
             leaf.tensor if isinstance(leaf, Replicated) else leaf.to_local() if is_dtensor(leaf) else leaf
         )
@@ -248,7 +248,7 @@ def _type_name(value: object) -> str:
 
 
 def _memory_of(leaf: Leaf) -> object:
-    """Return a key that is equal for tensors of the same memory; the object's id if it has no memory on this rank."""
+    """Return a key that is equal for tensors of the same memory; the id of an object without memory on this rank."""
     if isinstance(leaf, Replicated):
         return _memory_of(leaf.tensor)
     if is_flat_shard(leaf):

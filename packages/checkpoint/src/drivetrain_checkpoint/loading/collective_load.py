@@ -1,4 +1,4 @@
-"""Load the newest valid checkpoint, or a named one: the same on all ranks, with every byte verified."""
+"""Load the newest valid checkpoint, or a named checkpoint: the same on all ranks, with every byte verified."""
 
 import errno
 import logging
@@ -48,11 +48,11 @@ class LoadResult:
 
     Attributes:
         path: The checkpoint's folder.
-        step: The optimizer step at which it was saved.
+        step: The optimizer step at which the checkpoint was saved.
         models: The state of each model by name; tied tensors are one tensor again.
         replicated: The states that are the same on all ranks, by name.
         per_rank: The states of this rank alone, by name; None if the world size changed.
-        per_rank_missing: The reason why `per_rank` is None; None if it is not.
+        per_rank_missing: The reason why `per_rank` is None; None if `per_rank` was loaded.
         saved_world_size: The number of ranks that saved.
         plan: The effective plan of the run that saved; None if none was given.
     """
@@ -73,7 +73,7 @@ def load_newest(context: Context, directory: Place, how: LoadOptions) -> LoadRes
     Called on all ranks.
 
     Raises:
-        NoCheckpointError: No checkpoint is valid; the message says what is wrong with each.
+        NoCheckpointError: No checkpoint is valid; the message names the fault of each checkpoint.
     """
     problems: list[str] = []
     for folder in _find_valid(context, directory, problems):
@@ -108,7 +108,7 @@ def load_from(context: Context, folder: Place, how: LoadOptions) -> LoadResult:
 
 
 def _explain_none(folder: Place) -> str | None:
-    """Return why a folder is neither a checkpoint nor the remains of one; None if it may be."""
+    """Return why a folder is no checkpoint; None if it may be a checkpoint or the remains of a checkpoint."""
     if has_manifest(folder) or own_files(folder):
         return None
     if step_folders(folder / "checkpoints"):
@@ -136,7 +136,7 @@ def newest(context: Context, directory: Place) -> Place | None:
 
 
 def newest_plan(context: Context, directory: Place) -> Mapping[str, Any] | None:
-    """Return the plan of the checkpoint that `newest` returns, or None. Called on all ranks."""
+    """Return the plan in the checkpoint that `newest` returns; None without a plan. Called on all ranks."""
     folder = newest(context, directory)
     if folder is None:
         return None
@@ -144,7 +144,7 @@ def newest_plan(context: Context, directory: Place) -> Mapping[str, Any] | None:
 
 
 def _find_valid(context: Context, directory: Place, problems: list[str]) -> list[Place]:
-    """Return the valid checkpoints that rank 0 sees, newest first; add the faults of the others to `problems`."""
+    """Return the valid checkpoints that rank 0 sees, newest first; add the faults of invalid ones to `problems`."""
 
     # Exchanges names rather than places: a place may hold credentials of its host.
     def look() -> tuple[list[str], list[str]]:
@@ -163,7 +163,7 @@ def _find_valid(context: Context, directory: Place, problems: list[str]) -> list
 
 
 def _try(context: Context, folder: Place, how: LoadOptions) -> LoadResult | CorruptCheckpointError:
-    """Read the states of this rank; if any rank fails, return this rank's error or the first of another rank."""
+    """Read the states of this rank. If a rank fails, return this rank's error, or else the first failed rank's."""
     loaded: LoadResult | None = None
     damage: CorruptCheckpointError | None = None
 

@@ -35,12 +35,12 @@ class CheckpointInfo:
 
     @property
     def sequence(self) -> int:
-        """The number of the save among those into the directory; 0 without a readable manifest."""
+        """The number of the save in the directory, counted from 1; 0 without a readable manifest."""
         return 0 if self.manifest is None else self.manifest.sequence
 
 
 def find_checkpoints(directory: Place) -> tuple[CheckpointInfo, ...]:
-    """Return all checkpoints of a directory, last saved first regardless of step; those without a manifest last."""
+    """Return all checkpoints of a directory, last saved first whatever the step; folders without a manifest last."""
     found = in_threads(inspect, step_folders(directory), most=_MOST_AT_ONCE)
     return tuple(sorted(found, key=lambda one: one.sequence, reverse=True))
 

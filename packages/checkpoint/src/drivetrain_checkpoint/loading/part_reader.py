@@ -54,7 +54,7 @@ def read_parts(
 def read_tensors(
     folder: Place, manifest: Manifest, part: str, names: Sequence[str], *, on_block: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """Read some tensors of a part, whole and on the CPU; each block that holds any of their bytes is read once."""
+    """Read some tensors of a part, whole and on the CPU; a block that holds bytes of several is read once."""
     tensors = manifest.tensors[part]
     targets = _make_targets({name: tensors[name] for name in names}, lambda _: None)
     _read_targets(folder, manifest, part, targets, on_block)
@@ -62,7 +62,7 @@ def read_tensors(
 
 
 def read_tree(folder: Place, manifest: Manifest, part: str, *, on_block: Callable[[], None]) -> Json:
-    """Read the tagged JSON of a part, as `state_tree.encode` made it."""
+    """Read the tagged JSON of a part; see `state_tree.encode`."""
     name = tree_file(part, manifest.attempt)
     if name not in manifest.files:
         raise CorruptCheckpointError(f"{folder}: the manifest does not list {name}")
@@ -104,7 +104,7 @@ def _read_targets(
 
 
 def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
-    """Fill the targets of the reads from one file; partial and short reads go through a temporary buffer."""
+    """Read from one file into the targets of the reads; partial and short reads use a temporary buffer."""
     rows: list[tuple[Read, Tensor]] = []
     short: list[tuple[list[Read], Tensor]] = []
     ranges: list[tuple[int, memoryview]] = []
@@ -129,7 +129,7 @@ def _read_file(reader: HashedReader, wanted: Sequence[Read]) -> None:
 
 
 def _bundled(wanted: Iterable[Read]) -> Iterator[list[Read]]:
-    """Yield the reads of one file, short ones that follow one another without a gap together."""
+    """Yield the reads of one file as lists; short reads without a gap between them form one list."""
     bundle: list[Read] = []
     end = -1
     for read in wanted:

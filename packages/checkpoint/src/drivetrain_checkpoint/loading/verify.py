@@ -20,8 +20,8 @@ class CorruptRange:
     Attributes:
         file: The path of the file.
         start: The first byte that is damaged or cannot be verified.
-        stop: The byte after the last one.
-        why: The fault of these bytes.
+        stop: The byte after the last damaged byte.
+        why: The fault of the bytes.
     """
 
     file: Place
@@ -38,7 +38,7 @@ def verify_checkpoint(
 ) -> tuple[CorruptRange, ...]:
     """Read every file of a checkpoint and check every block against its checksum.
 
-    A load verifies only what it reads, and stops at the first fault; this reads all files and reports all damage.
+    A load verifies only the bytes it reads, and stops at the first fault. This function reports all damage.
 
     Args:
         folder: The checkpoint's folder or URL.

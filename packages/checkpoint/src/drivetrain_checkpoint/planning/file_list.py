@@ -20,7 +20,7 @@ class WrittenBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A tensor file that a rank will write: the boxes that it holds, in its order, its header, and their offsets."""
+    """The plan of a tensor file that a rank will write: its boxes in file order, its header, the boxes' offsets."""
 
     part: str
     rank: int
@@ -33,14 +33,14 @@ class PlannedFile:
 
 
 class TensorFiles:
-    """The files of a plan, computed on demand and cached: the next save has the same."""
+    """The files of a plan, computed on demand and cached, because the next save has the same files."""
 
     def __init__(self, divisions: Divisions) -> None:
         self.divisions = divisions
         self._files: dict[int, tuple[PlannedFile, ...]] = {}
 
     def files_of(self, rank: int) -> tuple[PlannedFile, ...]:
-        """Return the tensor files of a rank: one for each part of the checkpoint of which it writes any tensor."""
+        """Return the tensor files of a rank: one file for each part whose tensors the rank writes."""
         if rank not in self._files:
             held = {part: list_in_file_order(tensors, rank) for part, tensors in self.divisions.items()}
             self._files[rank] = tuple(_file(part, rank, tensors) for part, tensors in held.items() if tensors)
@@ -48,7 +48,7 @@ class TensorFiles:
 
 
 def _file(part: str, rank: int, tensors: Sequence[tuple[str, Division]]) -> PlannedFile:
-    """Return a file; the key of a box is the tensor's name, with the box in brackets unless it is the whole."""
+    """Return a file; a box's key is the tensor's name, with the box in brackets unless it is the whole tensor."""
     taken = {name for name, _ in tensors}
     suffixes = {
         division: [

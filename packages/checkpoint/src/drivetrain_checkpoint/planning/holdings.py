@@ -1,4 +1,4 @@
-"""Holdings of each rank in a save, and their exchange: the names of tensors once, then one number for each."""
+"""The tensors that each rank holds in a save. Ranks exchange the tensors' names once, then a number per tensor."""
 
 import json
 from array import array
@@ -13,7 +13,7 @@ from drivetrain_checkpoint.planning.write_plan import AvailableBoxes, Held, Tens
 
 @dataclass(frozen=True, slots=True)
 class MainNames:
-    """The names of the tensors that rank 0 describes, by part: other ranks may hold parts of these."""
+    """The names of the tensors that rank 0 describes, by part; other ranks may hold pieces of these tensors."""
 
     names: dict[str, list[str]]  # of models and replicated states, in the order of the state
     aliases: frozenset[TensorName]  # further names of these, such as those of tied weights
@@ -21,7 +21,7 @@ class MainNames:
 
 @dataclass(frozen=True, slots=True)
 class RankHoldings:
-    """The holdings of a rank, as it tells them to the others."""
+    """The holdings of a rank, in the form that it sends to the other ranks."""
 
     held: Held  # among the tensors that rank 0 names
     own: dict[TensorName, AvailableBoxes]
@@ -33,9 +33,9 @@ class Holdings:
     """The boxes that a rank can write, by tensor, in the order of the state.
 
     Attributes:
-        shared: The holdings of models and replicated states; on rank 0 all of their tensors.
-        own: The holdings of the rank's own states.
-        aliases: On rank 0, further names of tensors of `shared`, such as those of tied weights; empty elsewhere.
+        shared: The boxes of models and replicated states; rank 0 lists all tensors of these.
+        own: The boxes of the rank's own states.
+        aliases: On rank 0, further names of tensors in `shared`, such as of tied weights; empty on other ranks.
     """
 
     shared: dict[TensorName, AvailableBoxes] = field(default_factory=dict[TensorName, AvailableBoxes])
@@ -52,11 +52,11 @@ class Holdings:
         return content.hexdigest()
 
     def main_names(self) -> MainNames:
-        """Return the names for the other ranks. Called on rank 0."""
+        """Return the names of tensors to send to the other ranks. Called on rank 0."""
         return MainNames(_by_part(self.shared), frozenset(self.aliases))
 
     def told(self, main: MainNames) -> RankHoldings:
-        """Return the holdings for the other ranks, by the names of rank 0."""
+        """Return this rank's holdings to send to the other ranks, with tensors numbered as in rank 0's names."""
         names = _listed(main.names)
         known = main.aliases.union(names)
         return RankHoldings(
@@ -67,11 +67,11 @@ class Holdings:
 
 
 def joined(main: MainNames, ranks: Sequence[RankHoldings]) -> tuple[list[TensorName], list[Held]]:
-    """Return the names of all tensors of a save, and what each rank holds of them, for `plan_writes`. Pure.
+    """Return the names of all tensors of a save and each rank's boxes, as arguments of `plan_writes`. Pure.
 
     Raises:
-        StateError: A rank holds a tensor of models or replicated states that rank 0's state lacks: no load would
-            restore it.
+        StateError: A rank's models or replicated states hold a tensor that rank 0's state lacks: no load would
+            restore the tensor.
     """
     for rank, told in enumerate(ranks):
         if told.unknown is not None:

@@ -20,8 +20,8 @@ class Read(NamedTuple):
 
     Attributes:
         target: The tensor to fill; contiguous if `rows` is None.
-        rows: The box that the byte range holds, if only a part of it is wanted; else None.
-        part: The box inside `rows` that `target` holds, if only a part is wanted; else None.
+        rows: The box of elements in the byte range; None if all of these elements are wanted.
+        part: The box of wanted elements inside `rows`, which `target` gets; None if `rows` is None.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Read(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """A read of each tensor that has one division and is wanted in the same shards."""
+    """A read that is the same for all tensors with one division and the same wanted shards."""
 
     start: int  # from the first byte of the tensor in the file on
     size_bytes: int
@@ -48,7 +48,7 @@ _Stretches: TypeAlias = Mapping[int, Sequence[_Stretch]]  # by the rank in whose
 def plan_reads(
     manifest: Manifest, part: str, wanted: Mapping[str, Sequence[TensorShard]]
 ) -> Iterator[tuple[int, list[Read]]]:
-    """Yield the reads of each file, in byte order, with the rank that wrote the file."""
+    """Yield each file's reads in byte order, after the rank that wrote the file."""
     known: dict[object, _Stretches] = {}
     stretches: dict[str, _Stretches] = {}
     for name, shards in wanted.items():
@@ -107,7 +107,7 @@ def _of_box(
 
 
 def _first_in(box: Box, run: Box) -> int:
-    """Return the index in a box, in row-major order, of the first element of a box inside it."""
+    """Return where the first element of `run` lies in `box`: the index in row-major order."""
     strides = (prod(box.sizes[axis + 1 :]) for axis in range(len(box.sizes)))
     return sum((a - b) * stride for a, b, stride in zip(run.offsets, box.offsets, strides, strict=True))
 

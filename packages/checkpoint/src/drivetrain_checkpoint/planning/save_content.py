@@ -1,4 +1,4 @@
-"""Split the states of this rank into trees of plain values and the shards of tensors that it holds."""
+"""Split the states of this rank into trees of plain values and shards of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """The states to save, as `Checkpointer.save` takes them."""
+    """The states to save; see the arguments of `Checkpointer.save`."""
 
     models: Mapping[str, Mapping[str, StateTree]]
     replicated: Mapping[str, StateTree]
@@ -38,12 +38,12 @@ class OwnContent:
     )
 
     def tensor(self, entry: WrittenBox) -> Tensor:
-        """Return the elements of an entry to write, as a view."""
+        """Return the elements of a box to write, as a view."""
         return piece_of(self.shards[entry.tensor], entry.box)
 
 
 def own_content(content: Content, rank: int, *, allow_pickle: bool) -> OwnContent:
-    """Split this rank's states into plain values and tensors, uncopied; `StateError` names what cannot be stored."""
+    """Split this rank's states into plain values and uncopied tensors; raise `StateError` for any other value."""
     given: dict[str, Any] = {
         "models": content.models, "replicated": content.replicated, "per_rank": content.per_rank
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """Plan the parts of tensors that each rank writes: each element once, bytes balanced across ranks. Pure.
 
-torch's DCP has planners for this too, but they do not support flat shards, pickle the metadata and have no checksums.
-This format needs only the greedy choice below, and file headers that are known before anything is written.
+torch's DCP has planners too, but they pickle the metadata, and support neither flat shards nor checksums. This format
+needs only the greedy choice below, and file headers that are known before anything is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,19 +35,19 @@ class AvailableBoxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The holdings of a rank among the tensors of a plan, in columns: most tensors are held like another one."""
+    """The boxes that a rank can write of each tensor in a plan; tensors with equal boxes share a kind."""
 
     kinds: tuple[AvailableBoxes, ...]  # the distinct ways in which it holds a tensor
     kind_of: Sequence[int]  # for each tensor the index of its kind; -1 if the rank does not have it
 
     def kind(self, index: int) -> AvailableBoxes | None:
-        """Return a kind by its index, None for -1."""
+        """Return a kind by its index in `kinds`; None for -1, the index of a tensor that the rank does not have."""
         return None if index < 0 else self.kinds[index]
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A box that is written for each of a number of tensors, which all are held in the same way."""
+    """A box to write of each of several tensors that the ranks hold in the same way."""
 
     box: Box
     size_bytes: int
@@ -59,9 +59,9 @@ class _Unit:
 def plan_writes(names: Sequence[TensorName], ranks: Sequence[Held]) -> Divisions:
     """Plan which boxes each rank writes.
 
-    A rank writes the boxes that it alone holds. A box that several ranks hold goes to the one of them with the fewest
-    bytes, split into pieces if it is large. The first rank that has a tensor describes it. The same arguments give
-    the same plan on every rank.
+    A rank writes the boxes that it alone holds. If several ranks hold a box, the rank with the fewest bytes so far
+    writes it; a large box is split into pieces first. The first rank that has a tensor gives its shape and dtype. The
+    same arguments give the same plan on every rank.
 
     Raises:
         StateError: The ranks disagree about a tensor, or their boxes leave a gap in it or overlap.
@@ -135,7 +135,7 @@ def _check_whole(name: TensorName, tensor: AvailableBoxes, boxes: Sequence[Box])
 def _assigned(
     units: Sequence[_Unit], num_ranks: int
 ) -> Mapping[int, list[tuple[Box, list[tuple[int, int]]]]]:
-    """Return for the tensors of each unit the boxes with their writers: pairs of a rank and how many it writes."""
+    """Return the boxes of each unit's tensors with their writers: pairs of a rank and its number of tensors."""
     shared_bytes = sum(unit.size_bytes * unit.count for unit in units if len(unit.holders) > 1)
     most = max(_LEAST_CUT_BYTES, shared_bytes // (4 * num_ranks))
     load = [0] * num_ranks
@@ -177,7 +177,7 @@ def _divide(
     boxes: Sequence[tuple[Box, Sequence[tuple[int, int]]]],
     divisions: list[Division | None],
 ) -> None:
-    """Set the divisions of tensors that are held alike: one for each run of them that the same ranks write."""
+    """Set the divisions of tensors that are held alike: consecutive tensors with the same writers share one."""
     ends = [list(accumulate(count for _, count in writers)) for _, writers in boxes]
     at = [0] * len(boxes)  # the writer of each box
     for start, stop in pairwise(sorted({0, *(end for one in ends for end in one)})):

@@ -36,8 +36,8 @@ class BackgroundSaves:
     ) -> None:
         """Copy the tensors that this rank writes, and start to write them. Called on all ranks, by the main thread.
 
-        `wait` must have been called for the last save. The thread calls `on_commit` with the folder of the committed
-        checkpoint. It copies the tensors for whose paths `changes_in_step` returns True; None copies all of them now.
+        `wait` must have been called for the last save. The thread calls `on_commit` with the committed folder. It
+        copies the tensors whose paths make `changes_in_step` return True; if that is None, this call copies all.
         """
         assert self._thread is None
         staged = stage_save(self._context, save, self._buffer, changes_in_step)
@@ -55,13 +55,13 @@ class BackgroundSaves:
         return self._overlap is not None
 
     def wait_for_copies(self) -> None:
-        """Wait until the saved tensors may change; the save may still be writing then."""
+        """Wait until the saved tensors may change. The save may go on writing after that."""
         if self._overlap is not None:
             self._overlap.wait()
             self._overlap = None
 
     def wait(self) -> Place | None:
-        """Wait for the last save; return its folder or raise its error, once: None if none was started since."""
+        """Wait for the last save; return its folder or raise its error. Further calls return None until `start`."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -72,7 +72,7 @@ class BackgroundSaves:
         return self._folder
 
     def free_memory(self) -> None:
-        """Free the host memory of the copies, once no save is being written."""
+        """Free the host memory of the copies. Called while no save is being written."""
         self._buffer = HostBuffer()
 
     def _run(self, save: Save, store: Store | None, on_commit: Callable[[Place], object]) -> None:

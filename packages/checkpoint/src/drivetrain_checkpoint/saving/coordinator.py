@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveCoordinator:
-    """The planner of saves into a directory, in agreement with the other ranks; the plan is reused by later saves."""
+    """The planner of saves into a directory, which agrees with the other ranks; later saves use the plan again."""
 
     def __init__(self, context: Context, directory: Place, settings: CheckpointSettings) -> None:
         self._context = context
@@ -54,7 +54,7 @@ class SaveCoordinator:
     ) -> Save:
         """Agree on a save; write nothing but an empty folder. Called on all ranks, by the main thread.
 
-        Its errors are those of `Checkpointer.save`.
+        Raises the errors of `Checkpointer.save`.
         """
         context, topology = self._context, self._context.topology
         doing = f"the save of step {step}"
@@ -116,7 +116,7 @@ class SaveCoordinator:
         return own_content(content, self._context.topology.rank, allow_pickle=self._settings.allow_pickle)
 
     def _agree(self, told: Sequence[tuple[str, str]], holdings: Holdings) -> TensorFiles:
-        """Plan which rank writes what, again only if the ranks hold other shards than last time."""
+        """Plan which rank writes what; keep the last plan if the ranks hold the same shards as last time."""
         if len({folder for folder, _ in told}) > 1:
             shown = ", ".join(f"rank {rank}: {folder}" for rank, (folder, _) in enumerate(told))
             raise ValueError(
@@ -134,7 +134,7 @@ class SaveCoordinator:
     def _start(self, step: int, content: Content, continues: bool) -> tuple[Manifest, str | None]:
         """Make the folder and begin the manifest. Called on rank 0.
 
-        Files of a committed checkpoint of this step stay until the new ones are committed.
+        If this step has a committed checkpoint, its files stay until the new files are committed.
         """
         if self._spared is None:  # at the first save only: later on, this run's own checkpoints are there too
             earlier = [] if continues else find_checkpoints(self._directory)

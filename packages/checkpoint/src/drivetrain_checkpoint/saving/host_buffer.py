@@ -22,7 +22,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 class HostBuffer:
-    """A host memory buffer for copies of tensors; pinned if any of them is on an accelerator.
+    """A host memory buffer for copies of tensors; pinned if any of the tensors is on an accelerator.
 
     The buffer grows to the size of the largest save and is kept: only the first save pays for the allocation.
     """
@@ -35,8 +35,8 @@ class HostBuffer:
     ) -> "tuple[list[Tensor], Overlap | None]":
         """Copy tensors into the buffer, overwriting the copies of the last call; return contiguous CPU tensors.
 
-        The overlap, None if it has nothing to do, copies the tensors whose indices are in `later`, and sums up the
-        replicas.
+        The overlap copies the tensors whose indices are in `later`, and sums up the replicas. It is None if there are
+        neither.
         """
         copies = self.allocate_like(tensors)
         pairs = list(zip(copies, tensors, strict=True))
@@ -50,7 +50,7 @@ class HostBuffer:
         return copies, Overlap(overlapped, replicas) if overlapped or replicas is not None else None
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized contiguous CPU tensors like the given ones, in the memory of the last call's."""
+        """Return uninitialized contiguous CPU tensors like the given ones; they reuse the memory of the last call."""
         starts = [0]
         for tensor in tensors:
             size_bytes = tensor.numel() * tensor.element_size()
@@ -70,8 +70,8 @@ class HostBuffer:
 class Overlap:
     """The copies that a thread makes, while training continues, of tensors that only an optimizer step changes.
 
-    Its `parts` are pairs of a host tensor and the tensor to copy into it; tensors on an accelerator are copied on a
-    side stream. Beside the copies, it sums up the replicas.
+    The argument `parts` holds pairs of a host tensor and the tensor to copy into it. Tensors on an accelerator are
+    copied on a side stream. The thread also sums up the replicas.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], replicas: Replicas | None = None) -> None:
@@ -87,7 +87,7 @@ class Overlap:
         self._is_over = Event()
 
     def run(self, on_block: Callable[[], None]) -> None:
-        """Make the copies, in the writing thread; `ChangedWhileCopiedError` if a tensor changed before its copy."""
+        """Make the copies in the writing thread; raise `ChangedWhileCopiedError` if a tensor changed too early."""
         try:
             for copy, tensor in self._parts:
                 self._on_stream(tensor, lambda one, copy=copy: copy.copy_(one, non_blocking=True))
@@ -105,11 +105,11 @@ class Overlap:
             self.give_up()
 
     def wait(self) -> None:
-        """Wait until the tensors may change again."""
+        """Wait until the tensors are copied, so that training may change them."""
         self._is_over.wait()
 
     def give_up(self) -> None:
-        """Release the tensors, copied or not, and let `wait` return."""
+        """Drop the references to the tensors, copied or not, and let `wait` return."""
         self._parts.clear()
         self._read.clear()
         self._samples.clear()
@@ -153,13 +153,13 @@ def _is_accelerated(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """Return a few elements, evenly spaced over a tensor; None if it is empty, or flattening it would copy it."""
+    """Return a few elements, evenly spaced over a tensor; None if it is empty or cannot be flattened uncopied."""
     if not tensor.is_contiguous() or tensor.numel() == 0:
         return None
     return tensor.view(-1)[:: -(-tensor.numel() // _SAMPLE)].clone()
 
 
 def _bytes(sample: Tensor | None) -> Tensor:
-    """Return the bytes of a sample: compared as bytes, NaNs are equal."""
+    """Return the bytes of a sample. NaNs compare as equal in this form."""
     assert sample is not None
     return sample.contiguous().view(torch.uint8)

@@ -11,18 +11,18 @@ class Replicas(Protocol):
 
     Call order:
 
-    1. `tensors`, on all ranks by the main thread, as the save begins: nothing may change them before `sums` is over.
+    1. `tensors`, on all ranks by the main thread, as the save begins; the tensors must not change until `sums` ends.
     2. `sums`, on all ranks by the thread that copies tensors for the save.
-    3. `explain`, on rank 0, if the sums of some rank differ; then `refuse` on all ranks.
+    3. `explain`, on rank 0, if the sums of a rank differ; then `refuse` on all ranks.
     """
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors; empty once `sums` has read them."""
+        """The tensors of this rank; empty once `sums` has read them."""
         ...
 
     def sums(self) -> Tensor:
-        """Return an integer for each tensor that tells its bits from others, int64 in host memory.
+        """Return one checksum of the bits of each tensor, int64 in host memory.
 
         The first call reads the tensors, on the current streams, and waits for their devices.
         """
@@ -33,5 +33,5 @@ class Replicas(Protocol):
         ...
 
     def refuse(self, told: str) -> NoReturn:
-        """Raise the error with the message that rank 0 has made."""
+        """Raise the error, with the message that `explain` returned on rank 0."""
         ...

@@ -13,11 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def plan_retention(found: Sequence[CheckpointInfo], settings: CheckpointSettings) -> tuple[Place, ...]:
-    """Return the folders to delete.
+    """Return the folders to delete; `found` are the checkpoints of the directory, last saved first.
 
-    These are the valid checkpoints that no rule of the settings keeps, and the leftovers of incomplete saves.
-    Committed checkpoints that are damaged are left for inspection. Without a valid checkpoint nothing is deleted. The
-    checkpoints of the directory are `found`, last saved first.
+    Deleted are the valid checkpoints that no rule of the settings keeps, and the leftovers of incomplete saves.
+    Committed checkpoints that are damaged are left for inspection. Without a valid checkpoint nothing is deleted.
     """
     valid = [one for one in found if one.is_valid]
     if settings.keep_last is None or not valid:
@@ -41,9 +40,9 @@ def plan_retention(found: Sequence[CheckpointInfo], settings: CheckpointSettings
 
 
 def delete(folders: Sequence[Place]) -> None:
-    """Delete checkpoints, each manifest first: an interrupted deletion leaves an incomplete save, not a damaged one.
+    """Delete checkpoints, manifests first: an interrupted deletion leaves an incomplete save, no damaged checkpoint.
 
-    Log a warning for a folder that cannot be deleted: the checkpoint that was just saved is valid all the same.
+    If a folder cannot be deleted, log a warning: the checkpoint that was just saved is valid all the same.
     """
     for folder in folders:
         try:

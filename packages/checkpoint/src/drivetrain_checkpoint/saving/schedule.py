@@ -25,8 +25,8 @@ class SaveReason:
     """The reasons why a save is due.
 
     Attributes:
-        reasons: The reasons: `"steps"`, `"minutes"`, names of signals, or those given to `request_stop`.
-        stop: The signal or request that the run is to end for; None without one.
+        reasons: The reasons: `"steps"`, `"minutes"`, names of signals, or reasons given to `request_stop`.
+        stop: The signal or request for which the run must end; None if the run goes on.
     """
 
     reasons: tuple[str, ...]
@@ -37,13 +37,13 @@ class SaveSchedule:
     """A schedule that decides after each optimizer step whether a save is due, identically on all ranks.
 
     Until `close`, it handles the signals of `settings.save_on_signals`, and calls their previous handlers too. A
-    repeated signal has no further effect: a scheduler and a launcher often both send it. After a stop they
-    end the process with `RESUME_EXIT_CODE`, if it does not end already.
+    repeated signal has no further effect: a scheduler and a launcher often both send it. After a stop and `close`, a
+    signal ends the process with `RESUME_EXIT_CODE`, if the process is not ending already.
 
     Args:
         context: The context of this process.
-        settings: The `checkpoint` section, of which it uses `save_every_steps`, `save_every_minutes`,
-            `save_on_signals` and `stall_seconds`.
+        settings: The `checkpoint` section; only `save_every_steps`, `save_every_minutes`, `save_on_signals` and
+            `stall_seconds` are used.
 
     Raises:
         ValueError: The system has no such signal, or this is not the main thread.
@@ -71,10 +71,10 @@ class SaveSchedule:
         """Ask all ranks to save after the same step and to end. May be called on any rank, by any thread.
 
         Args:
-            reason: The words with which the log is to say why the run ends.
+            reason: The reason why the run ends, in words for the log.
 
         Raises:
-            ValueError: The reason is empty, or the name of an interval, "steps" or "minutes".
+            ValueError: The reason is empty, or is "steps" or "minutes", which are names of intervals.
         """
         if reason in ("", _STEPS, _MINUTES):
             raise ValueError(
@@ -106,7 +106,7 @@ class SaveSchedule:
         return SaveReason(tuple(reasons), stop)
 
     def close(self) -> None:
-        """Restore the previous signal handlers; after a stop, a signal that would kill ends the process with 75."""
+        """Restore the previous signal handlers. After a stop, a fatal signal still ends the process with code 75."""
         for number, handler in self._handlers.items():
             if self._has_stopped and handler is signal.SIG_DFL:
                 signal.signal(number, _end_saved)
@@ -125,10 +125,10 @@ class SaveSchedule:
 
 
 def _end_saved(number: int, frame: FrameType | None) -> None:
-    """End the process as one that has saved, unless it does so already.
+    """End the process with the exit code of a saved run, unless the process is ending already.
 
-    A process takes a second to end, in which a launcher that learns of the stop late signals its ranks. Killed by the
-    signal, they would look as if nothing was saved.
+    A process takes a second to end. In that second, a launcher that learns of the stop late may signal its ranks. A
+    rank killed by the signal would look as if nothing was saved.
     """
     del number, frame
     if not isinstance(sys.exception(), SystemExit):

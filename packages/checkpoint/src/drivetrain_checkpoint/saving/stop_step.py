@@ -18,12 +18,12 @@ _ENDED = "ended"
 
 
 class AgreedStep:
-    """A rank's end of an agreement on a step.
+    """The part of this rank in an agreement of all ranks on a step.
 
-    Any rank may ask for a step. A thread on every rank then publishes the rank's next step and holds the rank there
-    until all ranks have published theirs; the ranks agree on the latest of them. Until a rank asks, a step costs a
-    lock and a comparison. After a rank has closed its end, there are no more agreements. The thread alone uses the
-    store, which is None in one process.
+    Any rank may ask for an agreement. A thread on every rank then publishes the rank's next step, and holds the rank
+    at that step until all ranks have published theirs. The ranks agree on the latest step. Until a rank asks, a step
+    costs a lock and a comparison. After a rank has called `close`, there are no more agreements. Only the thread uses
+    the store, which is None in one process.
     """
 
     def __init__(self, store: Store | None, *, topology: Topology, patience_seconds: float) -> None:
@@ -45,11 +45,11 @@ class AgreedStep:
             self._thread.start()
 
     def ask(self, reason: str) -> None:
-        """Ask for a step. May be called by a signal handler, on any rank."""
+        """Ask the ranks to agree on a step. May be called by a signal handler, on any rank."""
         self._asked.append(reason)
 
     def reached(self, step: int) -> list[str]:
-        """Return the reasons for which ranks asked for a step if this is the agreed one, else an empty list.
+        """Return the reasons for which ranks asked, if `step` is the agreed step; otherwise an empty list.
 
         Called on all ranks, by the main thread, once per step.
 
@@ -82,7 +82,7 @@ class AgreedStep:
             self._thread.join(timeout=10)
 
     def _take_part(self, store: Store) -> None:
-        """Ask for agreements and take part in them, until a rank closes its end."""
+        """Ask for agreements and take part in them, until a rank calls `close`."""
         number, goes_on, rounds = 0, True, StoreRounds(store, rank=self._topology.rank)
         try:
             while goes_on and not self._stopping.wait(_POLL_SECONDS):
@@ -104,7 +104,7 @@ class AgreedStep:
         return [self._asked.popleft() for _ in range(len(self._asked))]
 
     def _agree(self, rounds: StoreRounds, number: int) -> bool:
-        """Agree on a step and wait until this rank has reached it; return False if a rank has closed its end."""
+        """Agree on a step and wait until this rank has reached it; return False if a rank has called `close`."""
         with self._changed:  # reached() holds the main thread at this step until the ranks have agreed
             self._gate = self._step + 1
         rounds.answer(number, (self._gate, self._take_requests()))

@@ -18,13 +18,13 @@ _LOOK_SECONDS = 1.0  # between two looks at the processes of other ranks
 
 
 class StoreGather:
-    """A rank's end of the exchange about one save, each gather a round. Used by one thread only.
+    """The part of this rank in the exchange about one save; each `gather` is a round. Used by one thread only.
 
     Args:
         store: A connection to the store, used by this thread alone.
         save_id: The id of the save, which keeps the keys of different saves apart.
-        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails;
-            one on this host whose process has ended is noticed at once.
+        stall_seconds: The time without progress on any rank, in seconds, after which a `gather` fails. A rank of this
+            host whose process has ended is noticed at once.
 
     Raises:
         OtherRankFailedError: From `gather`: a rank has not answered or has ended, or the store is gone.
@@ -45,7 +45,7 @@ class StoreGather:
         self._rounds.count("progress", add=1)
 
     def gather(self, outcome: Outcome) -> list[Outcome]:
-        """Return the outcomes of all ranks, in order; on ranks other than 0, None for the values but rank 0's."""
+        """Return the outcomes of all ranks, in order. On ranks other than 0, all values but rank 0's are None."""
         self._number += 1
         self._is_concluded = False
         number, rounds = self._number, self._rounds
@@ -65,7 +65,7 @@ class StoreGather:
             ) from error
 
     def close(self) -> None:
-        """Wait on rank 0, which may host the store, until the others have read the last conclusion; delete the keys.
+        """Delete the keys. Rank 0, which may host the store, waits first until all have read the last conclusion.
 
         Errors of the store are ignored: the outcome of the save is already known.
         """
@@ -85,7 +85,7 @@ class StoreGather:
             return
 
     def _wait(self, read: Callable[[], Any], rank: int) -> Any:
-        """Wait for what a rank publishes, as long as any rank makes progress."""
+        """Wait for a value that a rank publishes, as long as any rank makes progress."""
         seen, since = self._rounds.count("progress"), time.monotonic()
         ended, looked = None, since
 
@@ -111,7 +111,7 @@ class StoreGather:
         raise OtherRankFailedError(f"the save was given up: {why}{hint}")
 
     def _ended(self) -> int | None:
-        """Return a rank whose process has ended before it answered, or before it concluded; None if none has."""
+        """Return a rank whose process ended before it answered or concluded; None if all such processes run."""
         for rank in self._ranks:
             identity = self._rounds.read(f"process/{rank}")
             if identity is None or not has_ended(identity):

@@ -41,7 +41,7 @@ class Save:
         spared: The names of checkpoints of an earlier run, which retention never deletes.
         replicas: The tensors that all ranks must hold alike for the commit; None for no comparison.
         overlap: The copies to make before anything is written, while training continues.
-        check: The check that this rank sees the folder, made before it copies or writes; None once it was made.
+        check: A check that this rank sees the folder, to run before any copy or write; None once it has run.
     """
 
     folder: Place
@@ -104,11 +104,11 @@ class Save:
         return records
 
     def digest(self) -> str:
-        """Return a hash of the replicas' sums, the same on all ranks that hold the same."""
+        """Return a hash of the replicas' sums; ranks with equal replicas return equal hashes."""
         return "" if self.replicas is None else xxhash.xxh3_128_hexdigest(bytes_of(self.replicas.sums()))
 
     def commit(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Commit the files that all ranks have written, by writing the manifest. Called on rank 0."""
+        """Write the manifest, which commits the files that all ranks have written. Called on rank 0."""
         files = {record["name"]: FileRecord.from_json(record["name"], record) for record in records}
         sizes = storage_of(self.folder).sizes_in(self.folder)
         if lost := sorted(name for name, record in files.items() if sizes.get(name) != record.size_bytes):
@@ -126,7 +126,7 @@ class Save:
 
     @contextmanager
     def discarded_on_error(self) -> Generator[None]:
-        """Run a step of the save that fails on all ranks or on none; delete the files of the save if it fails."""
+        """Run the block, which fails on all ranks or on none; if it fails, delete the files of the save."""
         try:
             yield
         except BaseException:
@@ -167,7 +167,7 @@ def _delete_unlisted(folder: Place, *, keep: Mapping[str, FileRecord]) -> None:
 def stage_save(
     context: Context, save: Save, buffer: HostBuffer, changes_in_step: Callable[[str], bool] | None
 ) -> Save:
-    """Return the same save with host copies of the tensors; an error if a rank lacks memory. Called on all ranks."""
+    """Return the same save with host copies of the tensors; raise if a rank lacks memory. Called on all ranks."""
     with save.discarded_on_error():
         return on_each_rank(
             context, lambda: save.staged(buffer, changes_in_step), doing=f"the save of step {save.step}"
@@ -183,8 +183,8 @@ def run_save(
 ) -> None:
     """Write a save, commit it, then delete old checkpoints; after an error nothing was saved. Called on all ranks.
 
-    Each block that is written calls `on_block`. The outcomes of all ranks come by `gather`, on ranks other than 0 the
-    value of rank 0 alone; None gathers them with the process group.
+    `on_block` is called after each written block. `gather` collects the outcomes of all ranks; on ranks other than 0,
+    only rank 0's value is needed. None gathers with the process group.
     """
 
     def write() -> tuple[list[dict[str, Any]], str]:

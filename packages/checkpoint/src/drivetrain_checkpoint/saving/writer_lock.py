@@ -1,4 +1,4 @@
-"""Allow one writer per directory of checkpoints: a locked file names the writer, and all ranks must see it."""
+"""Allow one writer per directory of checkpoints: a locked file names the writer, and all ranks must see the file."""
 
 import json
 import logging
@@ -49,10 +49,10 @@ class WriterLock:
             os.register_at_fork(after_in_child=forget)
 
     def take(self) -> str:
-        """Take the lock, if not yet held; writers in the same process count as one run and share it.
+        """Take the lock, if not yet held. Writers in the same process count as one run and share the lock.
 
         Returns:
-            A random token, written to the lock file: a rank that does not read it there sees another directory.
+            A random token, also written to the lock file: a rank that reads another token sees another directory.
 
         Raises:
             CheckpointLockedError: Another process holds the lock; the message names it.
@@ -123,7 +123,7 @@ def check_shared(directory: Place, token: str, rank: int) -> None:
 
 
 def _lock(descriptor: int, directory: Path) -> bool:
-    """Try to lock a file, and return whether no other process holds the lock; without lock support, always True."""
+    """Try to lock a file; return False if another process holds the lock. Without lock support, return True."""
     if fcntl is None:
         return True
     try:
@@ -138,7 +138,7 @@ def _lock(descriptor: int, directory: Path) -> bool:
 
 
 def _close(descriptor: int, opened_by: int) -> None:
-    """Unlock and close a file; unlock explicitly, since a forked child that has it open would keep the lock."""
+    """Unlock and close a file. A mere close would keep the lock while a forked child has the file open."""
     if fcntl is not None and os.getpid() == opened_by:
         with suppress(OSError):  # the file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)

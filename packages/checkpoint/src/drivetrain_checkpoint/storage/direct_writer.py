@@ -24,7 +24,7 @@ _ALIGNMENT = 4096  # of offsets, sizes and memory for direct I/O: a multiple of 
 
 
 class DiskWriter:
-    """A writer of a new file, past the page cache where Linux can: one buffer fills while the other is written."""
+    """A writer of a new file, with direct I/O where Linux allows it: one buffer fills while the other is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
@@ -63,7 +63,7 @@ class DiskWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file as it is, once the write under way has ended."""
+        """Wait for the write under way, then close the file without writing the rest."""
         if self._under_way is not None:
             self._under_way.wait()
         self._file.close()

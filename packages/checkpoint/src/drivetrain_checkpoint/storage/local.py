@@ -54,9 +54,9 @@ def make_folder(folder: Path) -> None:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Create or replace a file atomically; it is on the disk when this returns.
+    """Create or replace a file atomically; the file is on the disk when this returns.
 
-    The other entries of the folder are on the disk before it.
+    The other entries of the folder are synced to the disk before this file.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     sync_folder(path.parent)

@@ -1,4 +1,4 @@
-"""The places of checkpoints, and the storage of each: here alone a local disk and an object store are told apart.
+"""The places of checkpoints and their storage. Only this module tells a local disk from an object store.
 
 A place is a `Path`, or for a URL such as `s3://bucket/run` a `UPath`, which joins and prints like a `Path`.
 """
@@ -21,7 +21,7 @@ _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 def storage_of(place: Place) -> Storage[Any]:
-    """Return the storage of a place, which takes places of its kind."""
+    """Return the storage of a place: the local disk for a `Path`, the object store for a `UPath`."""
     return local if isinstance(place, Path) else remote
 
 
@@ -52,7 +52,7 @@ def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Plac
 
 
 def on_disk(where: Path | str) -> Path:
-    """Return the path that a user gives where a URL is not supported.
+    """Return the path of a folder or file that a user gives; a URL is not supported here.
 
     Raises:
         ValueError: `where` is a URL.

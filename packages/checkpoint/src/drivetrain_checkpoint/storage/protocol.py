@@ -13,7 +13,7 @@ class Writer(Protocol):
     """A writer of a new file: call `write` repeatedly, `finish`, then `close`; `close` without `finish` aborts."""
 
     def write(self, data: memoryview) -> None:
-        """Append `data`, which may be changed afterwards."""
+        """Append `data`. The caller may change `data` after this returns."""
         ...
 
     def finish(self) -> None:
@@ -21,7 +21,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the file. An unfinished file is not valid, and an object store keeps none of it."""
+        """Close the file. An unfinished file is not valid, and an object store discards it."""
         ...
 
 
@@ -30,12 +30,12 @@ class Reader(Protocol):
 
     @property
     def num_readers(self) -> int:
-        """The number of threads beyond which reads do not get faster."""
+        """The number of threads that read fastest; more threads bring nothing."""
         ...
 
     @property
     def size_bytes(self) -> int | None:
-        """The size of the file in bytes; None if unknown after opening."""
+        """The size of the file in bytes; None if opening the file does not tell the size."""
         ...
 
     def read_at(self, start: int, views: Sequence[memoryview]) -> int:
@@ -48,7 +48,7 @@ class Reader(Protocol):
 
 
 class Storage(Protocol[Place]):
-    """The files and folders of one kind of place. Listings and contents are current, never cached ones."""
+    """The files and folders of one kind of place. Listings and contents are never cached."""
 
     def make_folder(self, folder: Place) -> None:
         """Prepare a folder for writing, with its parents."""
@@ -63,7 +63,7 @@ class Storage(Protocol[Place]):
         ...
 
     def put(self, path: Place, content: bytes) -> None:
-        """Create or replace a file atomically, and durably after everything else in the folder."""
+        """Create or replace a file atomically; all other files of the folder are durable before this one."""
         ...
 
     def read_whole(self, path: Place, *, most_bytes: int = MOST_BYTES) -> bytes:
@@ -85,11 +85,11 @@ class Storage(Protocol[Place]):
         ...
 
     def sees(self, folder: Place) -> bool:
-        """Return whether this process sees a folder that another has just made, whatever a file system has cached."""
+        """Return whether this process sees a folder that another process has just made, bypassing cached listings."""
         ...
 
     def is_folder(self, folder: Place) -> bool:
-        """Return whether a folder exists; an object store has only those that hold something."""
+        """Return whether a folder exists; in an object store, an empty folder does not exist."""
         ...
 
     def remove(self, paths: Iterable[Place]) -> None:

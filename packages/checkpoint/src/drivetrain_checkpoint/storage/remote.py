@@ -1,4 +1,4 @@
-"""The storage in an object store, by URL, through fsspec: no renames, no folders, objects appear when complete."""
+"""The storage in an object store, through fsspec: no renames and no folders; an object appears when complete."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def locate(url: str, options: Mapping[str, Any]) -> "UPath":
 
 
 class RemoteReader:
-    """A reader of an object at any offset, with one request per read, and none to open it."""
+    """A reader of an object at any offset; each read is one request, and opening needs no request."""
 
     size_bytes = None  # would take another request, and the listing of the folder has given it
     num_readers = 8
@@ -80,7 +80,7 @@ def put(path: "UPath", content: bytes) -> None:
 
 
 def read_whole(path: "UPath", *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the current content of an object, never a cached one."""
+    """Return the current content of an object, never a cached copy."""
     with as_os_error(path):
         fs: Any = path.fs
         fs.invalidate_cache(path.path)
@@ -91,7 +91,7 @@ def read_whole(path: "UPath", *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def sizes_in(folder: "UPath") -> dict[str, int]:
-    """Return the sizes in bytes of the objects directly below a prefix, by name: one listing, never a cached one."""
+    """Return the sizes in bytes of the objects directly below a prefix, by name, from one listing without a cache."""
     return {name: entry["size"] for name, entry in _list(folder).items() if entry["type"] == "file"}
 
 
@@ -101,7 +101,7 @@ def folders_in(directory: "UPath") -> list[str]:
 
 
 def sees(folder: "UPath") -> bool:
-    """Return True if this process can list the store; an empty folder does not exist there, so it cannot be checked.
+    """Return True if this process can list the store. A store has no empty folders, so the folder is not checked.
 
     Raises:
         OSError: This process lacks the permission, or cannot reach the store.
@@ -111,7 +111,7 @@ def sees(folder: "UPath") -> bool:
 
 
 def is_folder(folder: "UPath") -> bool:
-    """Return whether there is any object below a prefix."""
+    """Return whether any object lies below a prefix."""
     return bool(_list(folder))
 
 

@@ -1,4 +1,4 @@
-"""Run calls in threads, which unlike those of `concurrent.futures` may start while the interpreter shuts down."""
+"""Run calls in threads that may start while the interpreter shuts down, unlike threads of `concurrent.futures`."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +10,10 @@ Item = TypeVar("Item")
 
 
 class Task(Generic[Value]):
-    """A call that runs in a thread of its own, also at interpreter shutdown, when a background save may still run.
+    """A call that runs in its own thread, even at interpreter shutdown, when a background save may still run.
 
     If no thread can be started, the constructor runs the call itself. This happens if the process has reached its
-    limit of threads, or is shutting down under Python 3.12.0 or 3.12.1, which then start no more.
+    limit of threads, or is shutting down under Python 3.12.0 or 3.12.1.
     """
 
     def __init__(self, call: Callable[[], Value]) -> None:
@@ -47,7 +47,7 @@ class Task(Generic[Value]):
 
 
 def in_threads(function: Callable[[Item], Value], items: Iterable[Item], *, most: int) -> Iterator[Value]:
-    """Yield a function's result for each item, in order; raise its first error once all running calls have ended."""
+    """Yield a function's results in the order of the items; raise the first error after all running calls."""
     if most <= 1:
         yield from map(function, items)
         return

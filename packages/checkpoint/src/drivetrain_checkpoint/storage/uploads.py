@@ -1,6 +1,6 @@
-"""Upload new objects, which are invisible until they are finished, and leave nothing if they are aborted.
+"""Upload new objects. An object is invisible until it is finished; an aborted upload leaves nothing.
 
-Beside them stand the functions of S3 that fsspec lacks, through s3fs, and the errors of all stores as one kind.
+This module also adds functions of S3 that fsspec lacks, through s3fs, and turns every store's errors into `OSError`.
 """
 
 import logging
@@ -49,7 +49,7 @@ def check_bucket(fs: Any, path: str) -> None:
 
 
 def abort_uploads(fs: Any, path: str) -> None:
-    """Abort every upload below a prefix: the parts left by a killed process would stay, invisible and billed."""
+    """Abort every upload below a prefix: the parts that a killed process left are invisible, but billed."""
     bucket, prefix, _ = fs.split_path(path)
     try:
         found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
@@ -87,7 +87,7 @@ class S3Upload:
                     self._send()
 
     def finish(self) -> None:
-        """Make the object appear: a small one with one request, a larger one once all parts are uploaded."""
+        """Make the object appear: send a small object with one request, or wait for a larger object's parts."""
         with as_os_error(self._path):
             if self._upload_id is None:
                 self._fs.pipe_file(self._path.path, bytes(self._part))
@@ -100,7 +100,7 @@ class S3Upload:
             self._upload_id = None
 
     def close(self) -> None:
-        """Abort the upload unless it is finished; wait for its parts first: S3 would keep one that arrives later."""
+        """Abort the upload unless it is finished. Wait for the parts first: S3 would keep parts that arrive later."""
         for task in self._on_their_way:
             task.wait()
         if self._upload_id is not None:

@@ -70,7 +70,7 @@ def find_accelerate_state(directory: Path) -> Path | None:
             drivetrain checkpoints.
 
     Returns:
-        The folder found, or None.
+        The folder; None if no folder of `save_state` is here.
     """
     if not directory.is_dir() or (directory / MANIFEST).exists() or step_folders(directory):
         return None
@@ -125,7 +125,7 @@ def _is_state(folder: Path) -> bool:
 
 
 def _what(path: Path) -> tuple[str | None, int]:
-    """Return the kind of a file and its number in its series; the kind is None if it is not recognized."""
+    """Return the kind of a file and its number in its series; the kind is None for an unknown file name."""
     if path.name in _INDICES:
         return "models", 0
     match = _NUMBERED.fullmatch(path.name)
@@ -135,7 +135,7 @@ def _what(path: Path) -> tuple[str | None, int]:
 
 
 def _check_whole(folder: Path, others: Iterable[Path]) -> None:
-    """Refuse sharded states, of which each rank wrote a part."""
+    """Refuse states that are sharded: each rank wrote only a part."""
     for path in others:
         if not path.is_dir():
             continue

@@ -39,8 +39,8 @@ class AccelerateState:
         generators: The random number generators of one rank, as `drivetrain_state.load_rng_state` takes them; None if
             they are missing or could not be read.
         num_accumulated: The number of times that the run had entered `accumulate()`; None if unknown.
-        world_size: The number of ranks that saved, as far as the files here show.
-        left_out: The files and entries that were not read, each with the reason.
+        world_size: The number of ranks that saved, judged from the files in the folder.
+        left_out: The files and entries that were not read, and why.
     """
 
     folder: Path
@@ -59,13 +59,13 @@ class AccelerateState:
 def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int = 0) -> AccelerateState:
     """Read the output of Accelerate's `save_state`.
 
-    Its pickles are read with `torch.load(weights_only=True)`: they may hold tensors, plain values and NumPy arrays,
-    and no code in them runs. Tensors of models and optimizers are read on use; until then the files must not change.
+    `torch.load(weights_only=True)` reads the pickles: they may hold tensors, plain values and NumPy arrays, and no
+    code in them runs. Tensors of models and optimizers are read on use; until then the files must not change.
 
     Args:
         folder: The folder that was given to `save_state`.
         rank: The rank whose random number generators to read.
-        local_rank: The index of the accelerator whose generator to take, if the rank saved those of all its devices.
+        local_rank: The index of the accelerator whose generator to take. It counts only if the rank saved several.
 
     Raises:
         ForeignStateError: A file could run code, or a model or optimizer is sharded; the message names the file and
@@ -121,7 +121,7 @@ def _read_mapping(path: Path, *keys: str, mapped: bool = False) -> dict[str, Any
 def _read_generators(
     files: AccelerateFiles, rank: int, local_rank: int, left_out: list[str]
 ) -> tuple[dict[str, Any] | None, int | None]:
-    """Read a rank's generators and accumulation count, or note in `left_out` why not: a run can do without them."""
+    """Read a rank's generators and accumulation count. If that fails, note why in `left_out`: both are optional."""
     path = files.generators.get(rank)
     if path is None:
         return None, None
@@ -143,7 +143,7 @@ def _read_generators(
 
 
 def _converter(key: str, local_rank: int) -> tuple[str, Callable[[Any], Any] | None]:
-    """Return the name of a generator in `load_rng_state` and the conversion of its state; None if not recognized."""
+    """Return a generator's name in `load_rng_state` and the conversion of its state; None for an unknown key."""
     if key == "random_state":
         return "python", lambda state: {
             "version": state[0],
@@ -179,7 +179,7 @@ def _numpy_state(state: Any) -> dict[str, Any]:
 
 
 def _read_pickle(path: Path, *, mapped: bool = False) -> Any:
-    """Read an untrusted file of `torch.save`, running no code in it; while it is mapped, it must not change."""
+    """Read an untrusted file of `torch.save` without running its code. A file that is `mapped` must not change."""
     with checkpoint_errors():
         try:
             return read_torch_file(path, mapped=mapped, arrays=True)
