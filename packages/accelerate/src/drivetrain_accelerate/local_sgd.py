@@ -1,4 +1,4 @@
-"""Steps on gradients of each rank alone, and the mean of the ranks' weights every few steps."""
+"""Local SGD: each rank steps on its own gradients, and every few steps the ranks average their weights."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A block in which each rank trains its replica by itself, until the weights are averaged again.
+    """A block in which each rank trains its own replica, and the weights are averaged every few steps.
 
-    The method is that of Stich, "Local SGD converges fast and communicates little" (2019). It refuses sharded models.
+    The method is from Stich, "Local SGD converges fast and communicates little" (2019). Sharded models are refused.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LocalSGD:
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        """Keep gradients on their rank from now on. Called on all ranks."""
+        """Stop reducing gradients over ranks. Called on all ranks."""
         if self.enabled:
             prepared = self.accelerator.inner.prepared_of(self.model)
             if isinstance(prepared, SupportsLocalSteps):
@@ -48,13 +48,13 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Average the weights, and reduce gradients again from now on. Called on all ranks."""
+        """Average the weights, and reduce gradients over ranks again. Called on all ranks."""
         with self._held:
             if self.enabled and kind is None:
                 self._average()
 
     def step(self) -> None:
-        """Count a step, and average the weights with every `local_sgd_steps`-th. Called on all ranks."""
+        """Count a step, and average the weights in every `local_sgd_steps`-th step. Called on all ranks."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

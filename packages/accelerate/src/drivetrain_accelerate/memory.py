@@ -1,4 +1,4 @@
-"""Free memory, and find a batch size that fits, with Accelerate's rule of the next smaller one."""
+"""Free memory, and find a batch size that fits. Accelerate's rule chooses the next smaller size."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -18,7 +18,7 @@ _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
 def release_memory(*objects: Any) -> list[None]:
     """Forget objects, collect garbage and return cached memory; return a None for each object.
 
-    Call it as `model, optimizer = release_memory(model, optimizer)`: what has other references stays as it is.
+    Call `model, optimizer = release_memory(model, optimizer)`. Objects with other references stay in memory.
     """
     count = len(objects)
     del objects
@@ -75,7 +75,7 @@ def find_executable_batch_size(
 
 
 def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises an error of memory where cuDNN finds no algorithm for the memory left."""
+    """Return a function that raises an OutOfMemoryError if cuDNN finds no algorithm, for lack of memory."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Look at the modules of a model: wrappers, compiled modules, repeated blocks."""
+"""Inspect and compile the modules of a model: wrappers, compiled modules, repeated blocks."""
 
 import sys
 from collections.abc import Generator, Mapping
@@ -14,12 +14,12 @@ from drivetrain_backends.modules.autocast_forward import restore_forward
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(module)` returned."""
+    """Return whether a module was returned by `torch.compile(module)`."""
     return COMPILED_MODULE in dict(module.named_children()) and hasattr(module, "dynamo_ctx")
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a module inside a module, or itself, is what `torch.compile` returned."""
+    """Return whether a module, or any module inside, was returned by `torch.compile`."""
     return any(is_compiled_module(each) for each in module.modules())
 
 
@@ -29,17 +29,17 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is such a list, or has one inside."""
+    """Return whether a module is, or contains, a list of modules of one class."""
     return any(map(is_repeated_blocks, module.modules()))
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of this name among a module and those inside of it; None if there is none."""
+    """Return the class of this name from the classes of a module and its submodules; None if none has it."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
-    """Return the modules of a model, each after those that it holds."""
+    """Return the modules of a model, each after its own submodules."""
     pairs = list(_bottom_up(model, ""))
     return pairs if return_fqns else [module for _, module in pairs]
 
@@ -58,7 +58,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the number of ranks that share each layer of a model of transformers'; None if it does not say so."""
+    """Return a transformers model's number of tensor parallel ranks; None if the model does not have it."""
     return getattr(model, "tp_size", None)
 
 
@@ -99,16 +99,16 @@ def _unwrap_children(model: nn.Module) -> None:
 
 
 def recompiled(compiled: Any, inner: nn.Module) -> nn.Module:
-    """Return a wrapper of torch.compile with the same options around another module; the given one stays whole."""
+    """Return a copy of torch.compile's wrapper, with the same options, around another module."""
     build, arguments, *_ = compiled.__reduce__()
     return build(inner, *arguments[1:])
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of a model, with the same weights, in which each repeated block is compiled by itself.
+    """Return a copy of a model, with the same weights, whose repeated blocks are compiled one by one.
 
-    Blocks of one class share their compiled code, which takes less time to compile than the whole. What holds no
-    such blocks is compiled whole.
+    Blocks of one class share their compiled code, which takes less time to compile than the whole model. Modules
+    without repeated blocks are compiled whole.
     """
     if is_repeated_blocks(module):
         return nn.ModuleList(_compile(block, compile_kwargs) for block in module.children())
@@ -127,7 +127,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile each repeated block of a model in place, and each module that holds none; names stay as they are."""
+    """Compile each repeated block in place, and each module without such blocks; keep all names."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)
@@ -139,6 +139,6 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of a model one by one, in place, and the rest of its modules too."""
+    """Compile as `compile_regions_deepspeed` does, in place, and return the module."""
     compile_regions_deepspeed(module, **compile_kwargs)
     return module

@@ -1,6 +1,6 @@
-"""Save objects and weights in torch's own format, and load objects without running code that a file holds.
+"""Save objects and weights in torch's own format, and load objects without running code from a file.
 
-Weights are written as `from_pretrained` reads them: one file, or several with an index.
+Weights are written in the layout that `from_pretrained` reads: one file, or several files with an index.
 """
 
 import json
@@ -39,9 +39,9 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that safetensors can hold: contiguous, and of tensors that are the same one the first.
+    """Return a state dict for safetensors: tensors are contiguous, and of identical tensors only the first is kept.
 
-    Overlapping tensors with values of their own stay, as copies.
+    Tensors that overlap in memory without being identical are copied.
     """
     seen: dict[Any, str] = {}
     storages: set[Any] = set()
@@ -122,9 +122,9 @@ def write_pickled_weights(weights: Mapping[str, Any], folder: Path, *, max_shard
 
 
 def plan_shards(weights: Mapping[str, Any], limit_bytes: int) -> dict[str, list[str]]:
-    """Return the names of the weights in each file, by its name; files are filled in the order of the weights.
+    """Return the names of the weights in each file, by the file's name. Files are filled in the weights' order.
 
-    Names of the same memory stand in one file, which stores it once.
+    Weights that share memory go into one file, and the file stores the memory once.
     """
     shards: list[list[str]] = [[]]
     shard_of: dict[Any, list[str]] = {}
@@ -145,7 +145,7 @@ def plan_shards(weights: Mapping[str, Any], limit_bytes: int) -> dict[str, list[
 
 
 def _memory(value: Any) -> Any:
-    """Return the identity of a value's memory: equal for values with one storage."""
+    """Return a key for a value's memory; values with the same storage have equal keys."""
     if isinstance(value, torch.Tensor) and value.numel() > 0 and value.layout == torch.strided:
         return value.device, value.untyped_storage().data_ptr()
     return id(value)

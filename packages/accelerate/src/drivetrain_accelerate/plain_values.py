@@ -1,4 +1,4 @@
-"""Show, join and look into plain values: names of objects, sizes, nested dicts and attributes."""
+"""Helpers for plain values: names of objects, sizes in bytes, nested dicts and nested attributes."""
 
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in the unit that suits it, such as `1.5 GB`, of 1,024 steps."""
+    """Return a number of bytes as text in a suitable unit, such as `1.5 GB`; units are powers of 1,024."""
     for unit in _UNITS:
         if size < _STEP:
             return f"{round(size, 2)} {unit}"
@@ -33,14 +33,14 @@ def convert_bytes(size: float) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return the attribute of an attribute, by names that are joined by dots."""
+    """Return a nested attribute by its path of names, joined by dots."""
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj
 
 
 def shown(path: str, meaning: str, *, is_settable: bool = False) -> Any:
-    """Return a property whose value stands at a path of dots from its object."""
+    """Return a property that reads a nested attribute, given as a dotted path from its object."""
     holder, _, name = path.rpartition(".")
 
     def write(shown_by: Any, value: Any) -> None:

@@ -81,7 +81,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load weights that `save_fsdp_model`, here or Accelerate's, wrote with these arguments on any number of ranks.
+    """Load weights that `save_fsdp_model` (also Accelerate's) wrote with these arguments on any number of ranks.
 
     Called on all ranks. Missing files raise a FileNotFoundError, and files of another model a ValueError.
     """
@@ -146,7 +146,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load the state that `save_fsdp_optimizer`, here or Accelerate's, wrote with these arguments.
+    """Load a state that `save_fsdp_optimizer` (also Accelerate's) wrote with these arguments on any number of ranks.
 
     Called on all ranks. Missing files raise a FileNotFoundError, and files of another optimizer a ValueError.
     """

@@ -1,1 +1,1 @@
-"""Prepared loaders with the attributes that programs for Accelerate read, over drivetrain-data's."""
+"""Prepared loaders: drivetrain-data's loaders with the attributes that programs for Accelerate read."""

@@ -1,4 +1,4 @@
-"""The indices or samples of one process, from samplers and datasets that programs build without a loader."""
+"""The indices or samples of one process, for programs that use samplers and datasets without a loader."""
 
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that follows from a seed and the epoch, which each loop raises, the same on all processes."""
+    """A random order, equal on all processes, that depends on a seed and the epoch. Each loop raises the epoch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed: int | None = kwargs.pop("data_seed", None)
@@ -22,7 +22,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the order of the epoch, and go on to the next one."""
+        """Yield the order of the current epoch, and raise the epoch."""
         own: torch.Generator | None = self.generator
         self.generator = own or torch.Generator()
         self.generator.manual_seed(self.epoch + self.initial_seed)
@@ -35,7 +35,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process out of those of a batch sampler."""
+    """The share of one process in the batches of a batch sampler."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class BatchSamplerShard(BatchSampler):
                 yield part
 
     def _whole(self) -> Iterator[list[int]]:
-        """Take every batch of this process's turn; a turn that not all processes get is dropped, or filled."""
+        """Give whole batches to the processes in turn; drop or fill a last round that has too few batches."""
         size, count = self.batch_size, self.num_processes
         first: list[list[int]] = []
         turn: list[list[int]] = []
@@ -116,16 +116,16 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches behind the first."""
+        """Yield the batches after the skipped ones."""
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     @property
     def total_length(self) -> int:
-        """The number of batches with those that are left out."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """Return the number of batches that are left."""
+        """Return the number of batches without the skipped ones."""
         return max(0, self.total_length - self.skip_batches)
 
 
@@ -149,7 +149,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and tell the dataset if it wants to know."""
+        """Choose the epoch, and pass it to the dataset if that has `set_epoch`."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -190,7 +190,7 @@ def _check_divides(split_batches: bool, batch_size: int | None, num_processes: i
 def _fill_turn(
     turn: list[list[int]], first: list[list[int]], size: int | None, count: int
 ) -> list[list[int]]:
-    """Return a batch for each process: of a size, filled with the first samples; without one, the first batches."""
+    """Return a batch for each process, filled with the first samples if `size` is given, or with first batches."""
     if size is None:
         return [*turn, *_cycle_values(first, count - len(turn))]
     rest = list(chain.from_iterable(turn))
@@ -199,5 +199,5 @@ def _fill_turn(
 
 
 def _cycle_values(values: list[Value], count: int) -> list[Value]:
-    """Return as many values as asked for, from the beginning and again from there."""
+    """Return `count` values; after the last value, begin again with the first."""
     return list(islice(cycle(values), count))

@@ -1,4 +1,4 @@
-"""The base of prepared loaders: drivetrain's sharded loader, which a program takes for a torch DataLoader."""
+"""The base of prepared loaders: drivetrain's sharded loader in the form of a torch DataLoader."""
 
 from collections.abc import Iterator
 from typing import Any, Self
@@ -17,13 +17,13 @@ from drivetrain_data.torchdata_view import TorchdataView
 
 
 class DataLoaderStateMixin:
-    """The part of a loader that tells where its loop is."""
+    """The methods that report a loop over a loader to the gradient state."""
 
     end_of_dataloader: bool = False  # whether the current batch is the epoch's last
     remainder: int = -1  # samples of the last step over all ranks; -1 if it is full, or unknown
 
     def reset(self) -> None:
-        """Forget where the last loop was."""
+        """Forget the position of the last loop."""
         self.end_of_dataloader = False
         self.remainder = -1
 
@@ -38,7 +38,7 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """A DataLoader whose batches come from drivetrain's sharded loader; other attributes are those of the user's."""
+    """A DataLoader with the batches of drivetrain's sharded loader and the other attributes of the user's loader."""
 
     users_loader: DataLoader[Any]
     base_dataloader: DataLoader[Any]  # whose attributes this one shows
@@ -95,7 +95,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] as isinstance asks for it
-        """The class that isinstance finds beside the loader's own: torchdata's, where that reads."""
+        """The class for isinstance: that of torchdata's loader if the user's loader is one, or else the own class."""
         return torchdata_kind(self.users_loader) or type(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         yield from self.sharded
 
     def _draw(self) -> None:
-        """Draw from the global generator the seed of workers, as a loop over torch's DataLoader does."""
+        """Draw a seed from the global generator, as torch's DataLoader does for its workers in every loop."""
         # Nothing is read with it: dropout's masks, for one, are then drawn as with Accelerate. The rest of an epoch
         # has its draw behind it, in the state of the generator that was loaded with the loader's.
         base: Any = self.users_loader
@@ -132,12 +132,12 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The place of the run, which loaders share."""
+        """The gradient state, which all loaders share."""
         return GradientState()
 
     @property
     def batch_sampler(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] torch's is an attribute
-        """The batches of indices of this process, as the tails of its loops are treated at the moment."""
+        """The batches of indices of this process, with the present treatment of an uneven tail."""
         shown = self.base_dataloader.batch_sampler
         if isinstance(shown, BatchSamplerShard):
             shown.even_batches = sharded_of(self.sharded).even != "uneven"
@@ -145,7 +145,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def skip_batches(self) -> int:
-        """The number of batches that the loader's epochs leave out."""
+        """The number of batches that each epoch of the loader skips."""
         return self.sharded.num_batches if isinstance(self.sharded, SkippedBatches) else 0
 
     @property
@@ -156,20 +156,20 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def full_batch_size(self) -> int | None:
-        """The number of samples of a full batch on one rank, a batch sampler's own if it has one; None if unknown."""
+        """The number of samples in a full batch on one rank, as the batch sampler or the loader says, or None."""
         own = getattr(getattr(self.users_loader, "batch_sampler", None), "batch_size", None)
         return sharded_of(self.sharded).batch_size or own
 
     @property
     def data_position(self) -> DataPosition:
-        """The place of the loop over the loader in its data."""
+        """The position of the current loop in the loader's data."""
         sharded = sharded_of(self.sharded)
         return {"epoch": sharded.epoch, "position": sharded.position, "stride": sharded.position_after(1)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was received.
 
-        Any number of processes can load it; with `use_stateful_dataloader`, it is a state of torchdata's loader.
+        Any number of processes can load it. With `use_stateful_dataloader`, it has the form of torchdata's state.
         """
         sharded = sharded_of(self.sharded)
         return TorchdataView(sharded).state_dict() if self.use_stateful_dataloader else sharded.state_dict()
@@ -183,7 +183,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             sharded.load_state_dict(state_dict)
 
     def begin_anew(self) -> None:
-        """Forget the position in the epoch that was loaded: the next loop reads the epoch from its beginning."""
+        """Forget a loaded position in the epoch: the next loop reads the epoch from its beginning."""
         sharded = sharded_of(self.sharded)
         epoch = sharded.epoch
         sharded.set_epoch(epoch + 1)  # a loaded position is kept for its own epoch
@@ -194,12 +194,12 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 
 def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:
-    """Return a sharded loader without the view that skips its first batches."""
+    """Return the sharded loader itself if the given one is a view that skips batches."""
     return loader.loader if isinstance(loader, SkippedBatches) else loader
 
 
 def _make_shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches[Any]) -> Any:
-    """Return the loader whose attributes a prepared loader has; nothing is read by it."""
+    """Return a loader that lends its attributes to the prepared loader. No batch is read through it."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if not is_stock(loader) or isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader
@@ -214,7 +214,7 @@ def _make_shown_loader(loader: Any, sharded: ShardedLoader[Any] | SkippedBatches
 
 
 def _find_stateful_kind() -> type[DataLoader[Any]]:
-    """Return torchdata's class, which may be missing or too old."""
+    """Return torchdata's class; raise an ImportError if torchdata is missing or too old."""
     if not is_torchdata_stateful_dataloader_available():
         raise ImportError(
             "use_stateful_dataloader=True: torchdata 0.8 or newer is not installed; pip install 'torchdata>=0.8', or "
@@ -226,7 +226,7 @@ def _find_stateful_kind() -> type[DataLoader[Any]]:
 
 
 def make_stateful(loader: Any) -> DataLoader[Any]:
-    """Return torchdata's loader with the data and options of torch's."""
+    """Return torchdata's loader with the data and options of a torch DataLoader."""
     kind = _find_stateful_kind()
     if isinstance(loader, kind):
         return loader
@@ -244,5 +244,5 @@ def make_stateful(loader: Any) -> DataLoader[Any]:
 
 
 def build_loader(use_stateful_dataloader: bool, dataset: Any, **options: Any) -> DataLoader[Any]:
-    """Return a loader of torchdata's kind if it is asked for, else of torch's."""
+    """Return a DataLoader of torchdata if `use_stateful_dataloader` is true, or else of torch."""
     return (_find_stateful_kind() if use_stateful_dataloader else DataLoader)(dataset, **options)

@@ -1,6 +1,6 @@
-"""Prepared loaders: of this process's part of the data, and of data that the main process reads for all.
+"""Prepared loaders: each process reads its part of the data, or the main process reads for all.
 
-Programs also prepare a loader, skip its batches and find its sampler without an Accelerator.
+Programs without an Accelerator can also prepare a loader, skip batches and find a loader's sampler.
 """
 
 import logging
@@ -63,7 +63,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yield this process's batches, and tell all that ask where the loop is."""
+        """Yield this process's batches, and report the loop's position to the gradient state."""
         self.begin()
         try:
             self._draw()
@@ -86,10 +86,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def _reach_end(self, plan: BatchPlan) -> None:
-        """Take note of the epoch's last batch."""
+        """Record that the current batch is the last of the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop, and tell the dataset and the samplers that want to know."""
+        """Choose the epoch of the next loop, also for the dataset and the samplers if they have `set_epoch`."""
         check_epoch(sharded_of(self.sharded), epoch)
         self.iteration = epoch
         sharded_of(self.sharded).set_epoch(epoch)
@@ -114,14 +114,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return getattr(self.users_loader, "sampler", None)
 
     def set_sampler(self, sampler: Sampler[Any]) -> None:
-        """Refuse: the order was divided among the ranks when the loader was prepared."""
+        """Raise a RuntimeError: the order was divided among the ranks when the loader was prepared."""
         raise RuntimeError(
             f"set_sampler({type(sampler).__name__}): the order of a prepared loader is divided among processes; "
             "build a DataLoader with the sampler and prepare() it"
         )
 
     def begin(self) -> None:
-        """Record that a loop begins, and how many samples its last step will have, if that is known."""
+        """Record that a loop begins. If the number of samples in its last step is known, record it too."""
         super().begin()
         total = self.total_batch_size
         is_known = not self.skip_batches or isinstance(self.dataset, IterableDataset)
@@ -130,7 +130,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """The loader of this process's part of data that the main process reads for all. Constructed on all ranks."""
+    """The loader of this process's part, if the main process reads for all ranks. Constructed on all ranks."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             self.remainder = sum(plan.real_counts)
 
     def begin(self) -> None:
-        """Record that a loop begins; its last step is unknown until the main process has read it."""
+        """Record that a loop begins. Its last step's size is unknown until the main process has read that step."""
         DataLoaderStateMixin.begin(self)
 
 
@@ -182,7 +182,7 @@ class SkipDataLoader(DataLoaderShard):
 def choose_kind(
     base: Any, sharded: ShardedLoader[Any], *, is_dispatched: bool | None, is_placed: bool = True
 ) -> type[DataLoaderShard]:
-    """Return the class of a prepared loader: a dispatcher where one process reads for all."""
+    """Return the class for a prepared loader: a dispatcher if one process reads for all ranks."""
     if is_dispatched is None:
         is_dispatched = is_placed and isinstance(getattr(base, "dataset", None), IterableDataset)
     return DataLoaderDispatcher if is_dispatched or sharded.is_dispatched else DataLoaderShard
@@ -200,9 +200,9 @@ def shard_for_process(
     non_blocking: bool,
     data_seed: int | None = None,
 ) -> ShardedLoader[Any]:
-    """Return the loader of a process's part of the data, in rank 0's order; for None, of this rank's.
+    """Return the loader of a process's part of the data, by default of this process. The order is rank 0's.
 
-    A program may read for other processes than there are. Called on all ranks.
+    The numbers may describe processes that do not exist. Called on all ranks.
     """
     state = PartialState()
     own = Shard(state.process_index, state.num_processes)
@@ -233,7 +233,7 @@ def _seed_of(loader: Any, data_seed: int | None) -> int:
 
 
 def refuse_slicing(slice_fn: Callable[..., Any] | None, argument: str) -> None:
-    """Refuse a program's own slicing of batches."""
+    """Raise a ValueError if a program gives a function of its own to slice batches."""
     if slice_fn is not None:
         raise ValueError(
             f"{argument}=: batches are sliced along dimension 0 of their tensors; "
@@ -286,9 +286,9 @@ def prepare_data_loader(
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a prepared loader that leaves out the first batches of its epochs, without reading them.
 
-    After `load_state` a loader goes on where the checkpoint left it, at any number of processes, and comes back as it
-    is: programs skip the batches that they have counted themselves. Where a program loads an optimizer's state alone,
-    as transformers' Trainer does, its count has to fit what was read; else it is a DataStateError.
+    After `load_state` a loader continues at its saved position by itself, and is returned unchanged: programs also
+    skip the batches that they have counted. If a program loads only an optimizer's state, as transformers' Trainer
+    does, its count must match the samples that were read. Otherwise a DataStateError is raised.
     """
     if not isinstance(dataloader, DataLoaderAdapter):
         dataloader = DataLoaderShard.over(dataloader, shard_loader(dataloader, Shard(0, 1)))
@@ -304,7 +304,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler of single indices that a loader's batches are made of; None if it has none."""
+    """Return the sampler that gives the single indices of a loader's batches; None if there is none."""
     if isinstance(dataloader, DataLoaderAdapter):
         dataloader = dataloader.users_loader
     batches: Any = getattr(dataloader, "batch_sampler", None)

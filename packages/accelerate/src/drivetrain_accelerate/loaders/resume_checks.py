@@ -1,9 +1,9 @@
-"""Check the batches that a program counts by itself against where a resumed run reads on.
+"""Compare the batches that a program skips by its own count with the saved position of a resumed run.
 
-A program that loads an optimizer's state alone, as transformers' Trainer does, may have saved before or after it
-used a batch: batches of the same size are its own business. Of another size, they are other samples than those that
-were read. A loader that has loaded a whole state goes on by itself: a program that then passes over as many batches,
-by `continue` up to the first that it has not trained on, would train nothing on them.
+A program may load only an optimizer's state, as transformers' Trainer does, and may have saved it before or after it
+used a batch. Counts of batches of the same size are therefore not checked. Batches of another size hold other samples
+than those read before. A loader with a loaded state continues by itself. If the program then skips the same number of
+batches with `continue`, it never trains on them.
 """
 
 import logging
@@ -25,7 +25,7 @@ _INSTEAD = (
 
 
 def check_skipped(sharded: ShardedLoader[Any], num_batches: int) -> None:
-    """Check the number of batches that a program skips in the epoch it goes on in."""
+    """Check the number of batches that a program skips in the first epoch after a resume."""
     state = GradientState()
     saved, stride = state.resumed_from, sharded.position_after(1)
     if not num_batches or saved is None:
@@ -42,7 +42,7 @@ def check_skipped(sharded: ShardedLoader[Any], num_batches: int) -> None:
 
 
 def check_epoch(sharded: ShardedLoader[Any], epoch: int) -> None:
-    """Warn of an epoch that a program has counted in steps, which other sizes of batches change."""
+    """Warn if the size of batches has changed, and the epoch that a program computed from steps is wrong."""
     state = GradientState()
     saved, stride = state.resumed_from, sharded.position_after(1)
     state.resumed_from = None
@@ -71,7 +71,7 @@ class PassedBatches:
             self._num_received += 1
 
     def check(self, num_steps: int) -> None:
-        """Check them at the first backward, and no more at later ones."""
+        """Raise a DataStateError at the first backward if the program skips batches twice; later calls do nothing."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -90,7 +90,7 @@ class PassedBatches:
 
 
 def count_passed_batches(loader: DataLoaderAdapter) -> PassedBatches | None:
-    """Return the count for a loop that begins; None if it does not go on in an epoch, or the program has skipped."""
+    """Return a counter for a new loop; None if the loop does not resume, or the program skips batches already."""
     sharded = sharded_of(loader.sharded)
     if not sharded.is_resumed or isinstance(loader.sharded, SkippedBatches):
         return None

@@ -1,4 +1,4 @@
-"""The hook that brings the weights and inputs of a module to its device and back, and how models get these."""
+"""The hook that moves a module's weights and inputs to its device and back, and functions that add it to models."""
 
 import inspect
 from collections.abc import Collection, Generator, Mapping
@@ -27,7 +27,7 @@ _META = torch.device("meta")
 
 @dataclass(eq=False, repr=False)
 class AlignDevicesHook(ModelHook):
-    """A hook by which a module computes on a device, whatever the device of its inputs and weights."""
+    """A hook that moves a module's weights and inputs to one device for the forward."""
 
     execution_device: Where | None = None
     offload: bool = False
@@ -49,7 +49,7 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights of the module, or take them off every device."""
+        """Move the weights of the module to its device; with `offload`, to the meta device."""
         # A dispatch sees to the weights of a module whose forward it has replaced.
         is_dispatched = any(
             isinstance(vars(module).get(each), MethodWrapper) for each in ("forward", OLD_FORWARD)
@@ -71,7 +71,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _offloaded(self, module: nn.Module) -> list[str]:
-        """Return the names of the tensors that leave the device: no map holds buffers that are not saved."""
+        """Return the names of the tensors to offload; buffers that are not saved stay, since no map holds them."""
         found = named_module_tensors(
             module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
@@ -93,7 +93,7 @@ class AlignDevicesHook(ModelHook):
         return self._sent(args, self.execution_device), self._sent(kwargs, self.execution_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Send the weights back, and the output to the device of the inputs."""
+        """Remove offloaded weights from the device, and send the output to the device of the inputs."""
         if self.offload:
             for name in self._offloaded(module):
                 set_module_tensor_to_device(module, name, _META)
@@ -105,7 +105,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put offloaded weights back on the devices that they came from."""
+        """Move offloaded weights back to their original devices."""
         if self.offload and self.weights_map is not None:
             for name in self._offloaded(module):
                 if (device := self.original_devices.get(name, _META)) != _META:
@@ -120,7 +120,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
-    """Return a nested value with its tensors on a device, but for the items of a dict that are to be kept."""
+    """Return a nested value with its tensors moved to a device; a dict's items with the keys `kept` stay."""
     if kept and type(value) is dict:
         items: dict[str, Any] = value
         return {name: item if name in kept else move_to_device(item, device) for name, item in items.items()}
@@ -133,9 +133,9 @@ def move_except(value: Any, device: torch.device, kept: Collection[str]) -> Any:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the weights of a module are on no device between its forwards.
+    """Return whether the weights of a module are on the meta device between its forwards.
 
-    Those of a model that `dispatch_model` offloaded always are: in host memory, or pages of a file.
+    Weights that `dispatch_model` has offloaded are never there: host memory or the pages of a file hold them.
     """
     hook = hook_of(module)
     return isinstance(hook, AlignDevicesHook) and hook.offload
@@ -143,7 +143,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Generator[None]:
-    """Have the weights of a module on a device inside of the block, and where they were afterwards."""
+    """Run the block with the weights of a module on a device; afterwards, move the weights back."""
     hook = hook_of(module)
     if isinstance(hook, AlignDevicesHook) and hook.offload:
         before = hook.execution_device
@@ -187,7 +187,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, str | Tensor],
     device_to_put_offload: Where = "cpu",
 ) -> dict[str, str | Tensor]:
-    """Fill the values of the weights of an offloaded module into a state dict."""
+    """Replace the entries of an offloaded module in a state dict by the values of its weights."""
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
     with align_module_device(module, device_of(device_to_put_offload)):
@@ -199,7 +199,7 @@ def get_state_dict_from_offload(
 
 @dataclass(frozen=True)
 class _Hooks:
-    """The options that the hooks of all modules share, and how they are added."""
+    """The options that the hooks of all modules share, and the methods that add the hooks."""
 
     weights_map: Mapping[str, Tensor] | None
     offload_buffers: bool
@@ -208,7 +208,7 @@ class _Hooks:
     tied_params_map: TiedCopies | None
 
     def add_to_each(self, module: nn.Module, name: str, device: Where | None, *, offload: bool) -> None:
-        """Add a hook to each module inside of one, of this name, that holds weights itself."""
+        """Add a hook to a module and its submodules, wherever a module itself holds weights; `name` is its name."""
         whole = type(module).__name__ in (self.preload_module_classes or ())
         if any(True for _ in named_module_tensors(module, recurse=whole)):
             weights = self.weights_map if offload else None
@@ -228,7 +228,7 @@ class _Hooks:
     def add_to_blocks(
         self, module: nn.Module, name: str, devices: Mapping[str, Where | None], offload: Mapping[str, bool]
     ) -> None:
-        """Add hooks to the modules that are named, inside of one of this name."""
+        """Add hooks to the submodules that `devices` names; `name` is the full name of `module`."""
         device, is_offloaded = devices.get(name), name in devices and offload.get(name, False)
         if is_offloaded:
             self.add_to_each(module, name, device, offload=True)
@@ -264,7 +264,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Have a module and those inside that hold weights compute on a device, unless they have hooks."""
+    """Make a module and its submodules with weights compute on a device, unless they have hooks."""
     if hook_of(module) is None and module.state_dict():
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
@@ -287,7 +287,7 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Offload each module inside of one that holds weights itself, and bring it to a device at its forward."""
+    """Add a hook to each submodule with weights of its own: it moves the weights to a device for the forward."""
     hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     hooks.add_to_each(module, module_name, execution_device, offload=offload)
 
@@ -303,7 +303,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Have each named module inside of one compute on its device, offloaded or not."""
+    """Make each named submodule compute on its device; with `offload`, keep its weights elsewhere."""
     hooks = _Hooks(weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping):
         flags = offload if isinstance(offload, dict) else dict.fromkeys(execution_device, offload)

@@ -1,4 +1,4 @@
-"""Device maps: plan one from the sizes of a model and the memory of the devices, check one, and shorten one."""
+"""Plan a device map from the sizes of a model and the memory of the devices; check and shorten device maps."""
 
 import logging
 import warnings
@@ -22,9 +22,9 @@ _LAST = ("mps", "cpu", "disk")  # behind the accelerators, in this order
 
 
 def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict[int | str, int]:
-    """Return the memory budget of each device in bytes, accelerators first; by default 95 % of what is free.
+    """Return the memory budget of each device in bytes, accelerators first; by default 95 % of the free memory.
 
-    Sizes such as "5GB" become bytes in place, as transformers relies on.
+    Sizes such as "5GB" in `max_memory` are replaced by bytes, since transformers relies on the change.
     """
     if max_memory is None:
         free = memory_budgets()
@@ -46,7 +46,7 @@ def get_balanced_memory(
     special_dtypes: dict[str, str | torch.device] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, int]:
-    """Return budgets by which a model is spread evenly over the accelerators."""
+    """Return memory budgets that spread a model evenly over the accelerators."""
     budgets = get_max_memory(max_memory)
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
     layout = ModelLayout.of(model, dtype=plain, special_sizes=sizes)
@@ -56,7 +56,7 @@ def get_balanced_memory(
 
 
 def present_classes(model: nn.Module, classes: str | Collection[str] | None) -> list[str]:
-    """Return the named classes of which the model has modules: libraries name those of every model of a family."""
+    """Return the named classes that the model has modules of; libraries also name classes of related models."""
     return sorted({*listed(classes or ())} & {type(module).__name__ for module in model.modules()})
 
 
@@ -73,8 +73,8 @@ def infer_auto_device_map(
 ) -> dict[str, Where]:
     """Plan where each part of a model goes. Nothing is moved or loaded.
 
-    Where no plan keeps the budgets in a forward, a warning says so, and the budgets hold what is stored alone; a
-    DeviceMapError refuses a budget of the disk that does not hold what is left.
+    If no plan keeps the budgets during a forward, a warning says so, and the plan keeps them between forwards only. A
+    DeviceMapError says that the disk's budget is too small for the rest.
     """
     plain, sizes = planned_sizes(model, dtype, special_dtypes)
     budgets = get_max_memory(max_memory)
@@ -105,7 +105,7 @@ def plan_budgets(
     no_split_module_classes: list[str] | None,
     dtype: str | torch.dtype | None = None,
 ) -> dict[int | str, int | str]:
-    """Return the budgets of a planned map, named by its way of filling devices."""
+    """Return the budgets for a planned map; `way` is a word such as "balanced" or "sequential"."""
     if way not in _WAYS:
         raise ValueError(f"device_map={way!r}: give a map, or one of {', '.join(map(repr, _WAYS))}")
     if way == "sequential":
@@ -115,7 +115,7 @@ def plan_budgets(
 
 
 def _list_parts(module: nn.Module, name: str, whole: Collection[str]) -> Iterator[str]:
-    """Yield the name of each module that is not divided, and of each tensor beside those."""
+    """Yield the names of modules that are not divided, and of the tensors outside such modules."""
     children = list(module.named_children())
     if name and (not children or type(module).__name__ in whole):
         yield name
@@ -142,7 +142,7 @@ def check_device_map(model: nn.Module, device_map: dict[str, str | int | torch.d
 def clean_device_map(
     device_map: dict[str, int | str | torch.device], module_name: str = ""
 ) -> dict[str, int | str | torch.device]:
-    """Make modules whose parts are all on one device one entry of a map."""
+    """Replace the entries of a module's parts by one entry if all parts are on one device."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     devices = {device_map[name] for name in inside}

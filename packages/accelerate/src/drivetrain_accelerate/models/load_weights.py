@@ -1,4 +1,4 @@
-"""Build models without memory, and load checkpoints: into a dict, into a model, or into one dispatched at once."""
+"""Build models without memory, and load checkpoints into a dict, a model, or a model that is dispatched."""
 
 import logging
 from collections.abc import Mapping
@@ -65,11 +65,11 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model, each straight to its device; those for the disk stay in the checkpoint's files.
+    """Load each weight of a model straight to its device; weights for the disk stay in the checkpoint's files.
 
-    The offload options change nothing: no weight takes host memory twice, and the map places buffers like parameters.
-    With `broadcast_from_rank0`, all ranks call it and rank 0 reads. A ValueError refuses `full_state_dict=False`, a
-    WeightsMismatchError other names or shapes.
+    The offload options change nothing: no weight takes host memory twice, and the map places buffers as parameters.
+    With `broadcast_from_rank0`, all ranks must call the function, and rank 0 reads. A ValueError refuses
+    `full_state_dict=False`, and a WeightsMismatchError other names or shapes.
     """
     if not full_state_dict:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Place a model by a device map, or all of it on the host or the disk, and fetch its weights when they are used."""
+"""Place a model by a device map, or wholly on the host or the disk, and fetch its weights when they are used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ Folder = str | PathLike[str]
 
 @dataclass(kw_only=True)
 class WeightSources:
-    """The places of a model's weights, by name."""
+    """The files and dtypes of a model's weights, by name."""
 
     mapped: dict[str, MappedFile] = field(default_factory=dict[str, MappedFile])
     dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])  # converted to at use
@@ -48,7 +48,7 @@ class WeightSources:
 
 
 def remember_sources(model: nn.Module, sources: WeightSources) -> None:
-    """Note where a load has left the weights of a model, for its dispatch."""
+    """Store the places of a model's weights after a load, for the model's dispatch."""
     setattr(model, _LOADED, sources)
 
 
@@ -66,7 +66,7 @@ def dispatch_model(
 ) -> AnyModule:
     """Place each part of a model by a device map, and prefetch offloaded weights while earlier modules compute.
 
-    A ValueError says what the map does not cover, or that nothing says where weights for the disk go.
+    A ValueError names tensors without a device in the map, or asks for a folder for weights on the disk.
     """
     in_use("accelerate.big_modeling.check_device_map", check_device_map)(model, device_map)
     _forget(model)
@@ -96,7 +96,7 @@ def cpu_offload(
     state_dict: dict[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Keep all weights of a model in host memory, and prefetch each while earlier modules compute."""
+    """Keep all weights of a model in host memory, and prefetch each weight while earlier modules compute."""
     return _offload(model, "cpu", execution_device, state_dict, None, offload_buffers, preload_module_classes)
 
 
@@ -107,7 +107,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Write the weights of a model to a file, and use them from there."""
+    """Write the weights of a model to a file, and fetch them from the file at each use."""
     return _offload(
         model, "disk", execution_device, None, offload_dir, offload_buffers, preload_module_classes
     )
@@ -122,7 +122,7 @@ def _offload(
     offload_buffers: bool,
     preload_module_classes: list[str] | None,
 ) -> AnyModule:
-    """Dispatch a model whose weights are all in one place, by default for the device of the first parameter."""
+    """Dispatch a model with all weights in one place; `device` defaults to that of the first parameter."""
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if place == "disk" and device.type == "meta":
@@ -146,7 +146,7 @@ def _dispatch(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> AnyModule:
-    """Dispatch a model, and show libraries what they look for but for the map."""
+    """Dispatch a model, and add the hooks that libraries look for, but not the device map."""
     layout = ModelLayout.of(model)
     placements = placements_of(layout, device_map, main_device=main_device, offload_buffers=offload_buffers)
     dispatch(
@@ -162,7 +162,7 @@ def _dispatch(
 
 
 def _forget(model: nn.Module) -> None:
-    """Make a dispatched model ordinary, and take the hooks away that showed libraries its devices."""
+    """Undo the dispatch of a model, and remove the hooks that it showed to libraries."""
     forget_dispatch(model)
     for module in model.modules():
         if isinstance(hook := hook_of(module), DispatchedHook) and hook.is_shown:
@@ -170,9 +170,9 @@ def _forget(model: nn.Module) -> None:
 
 
 def _show_hooks(model: nn.Module, placements: Mapping[str, Placement], main_device: Where | None) -> None:
-    """Give the modules of a dispatched model the hooks that libraries look for, which do not run.
+    """Give the modules of a dispatched model the hooks that libraries look for. These hooks do not run.
 
-    Each says which device computes the module. `_old_forward` is the forward as the dispatch has made it.
+    A hook tells the device that computes its module. `_old_forward` is the forward that the dispatch has set.
     """
     devices = {name.rpartition(".")[0]: placement.device for name, placement in placements.items()}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -187,7 +187,7 @@ def _show_hooks(model: nn.Module, placements: Mapping[str, Placement], main_devi
 def _cover(
     layout: ModelLayout, device_map: Mapping[str, Where], sources: WeightSources, *, has_folder: bool
 ) -> dict[str, Where]:
-    """Return a map without names that the model lacks, in which tensors without a device stay where they are."""
+    """Return a map without unknown names, in which tensors without an entry get their present device."""
     names, tensors = {*layout.modules, *layout.tensors}, layout.tensors.items()
     known = {name: device for name, device in device_map.items() if name in names}
     left = {name: tensor.device for name, tensor in tensors if nearest_entry(name, known) is None}
@@ -211,7 +211,7 @@ def _fill_from_sources(
     offload_dir: Folder | None,
     offload_index: Mapping[str, Entry] | None,
 ) -> WeightSources:
-    """Give the tensors of a model that have no memory their values; return where the weights on the disk are."""
+    """Fill the model's tensors on the meta device with values; return the places of weights on the disk."""
     layout = ModelLayout.of(model)
     remembered = vars(model).pop(_LOADED, None)
     sources = remembered if isinstance(remembered, WeightSources) else WeightSources()
@@ -231,7 +231,7 @@ def _fill_from_sources(
 def _value_of(
     known: str, names: tuple[str, ...], loader: OffloadedWeightsLoader, sources: WeightSources
 ) -> Tensor:
-    """Return the values of a tensor; if they are in a file, note it under every name that the tensor has."""
+    """Return the values of a tensor; if a file holds them, record the file under all names of the tensor."""
     if known in loader.state_dict:
         return loader.state_dict[known].detach()
     file, stored = loader.file_of(known)
@@ -245,10 +245,10 @@ def _value_of(
 
 
 class DispatchedHook(AlignDevicesHook):
-    """The hook that libraries find on a module of a dispatched model; by it they reach weights outside of a forward.
+    """The hook on a module of a dispatched model, by which libraries reach weights outside of a forward.
 
-    peft merges adapters in this way: `pre_forward`, a change of the weights, `post_forward`. The hook does not run in
-    forwards, to which the dispatch sees. Made anew for another module, it does.
+    peft merges adapters so: it calls `pre_forward`, changes the weights, and calls `post_forward`. The dispatch
+    handles forwards, so the hook does not run in them. A new hook that a library makes of this class does run.
     """
 
     def __init__(
@@ -267,12 +267,12 @@ class DispatchedHook(AlignDevicesHook):
 
     @property
     def is_shown(self) -> bool:
-        """True if it belongs to a module of a dispatched model, in whose forwards it does not run."""
+        """True if the hook belongs to a module of a dispatched model; it does not run in the module's forwards."""
         return self._module is not None
 
     @property
     def offload(self) -> bool:  # type: ignore[override] so that it is no attribute that a new hook is made with
-        """True if the module's weights are elsewhere than where it computes; they are fetched for its forward."""
+        """True if the module's weights are stored elsewhere and fetched to the computing device for its forward."""
         module = None if self._module is None else self._module()
         return bool(self._stored) or (
             module is not None and any(map(is_offloaded, _tensors(module).values()))
@@ -285,7 +285,7 @@ class DispatchedHook(AlignDevicesHook):
 
     @property
     def weights_map(self) -> Mapping[str, Tensor] | None:  # type: ignore[override]
-        """The offloaded weights by name, to read; what is set instead is written to them by `post_forward`."""
+        """The offloaded weights by name, read-only; if new values are set here, `post_forward` stores them."""
         module = None if self._module is None else self._module()
         if module is None or not self.offload:
             return None
@@ -301,7 +301,7 @@ class DispatchedHook(AlignDevicesHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put the offloaded weights of the module on the device that computes, until `post_forward`."""
+        """Move the module's offloaded weights to the device that computes, until `post_forward` is called."""
         place = None if self.execution_device is None else place_of(self.execution_device)
         for name, tensor in _tensors(module).items():
             if is_offloaded(tensor) and isinstance(place, torch.device):
@@ -312,7 +312,7 @@ class DispatchedHook(AlignDevicesHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Write what has changed of these weights to where they are stored."""
+        """Write changed weights to the place where the weights are stored."""
         present = _tensors(module)
         for name, stored in self._stored.items():
             value = self._changed.get(name, present[name])

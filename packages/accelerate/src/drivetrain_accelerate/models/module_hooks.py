@@ -1,4 +1,4 @@
-"""Hooks that run before and after the forward of a module, and see to its weights."""
+"""Hooks that run before and after the forward of a module, for instance to move its weights."""
 
 import re
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ DEVICE_MAP = "hf_device_map"
 
 
 class ModelHook:
-    """A base of hooks; each method does nothing. With `no_grad`, the forward runs without gradients."""
+    """The base class of hooks, whose methods do nothing. With `no_grad`, the forward runs without gradients."""
 
     no_grad = False
 
@@ -52,13 +52,13 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """A hook that runs others, each method in their order."""
+    """A hook that runs several other hooks in order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Run those of all hooks."""
+        """Call `init_hook` of all hooks, and return the module."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
@@ -66,19 +66,19 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run those of all hooks; each gets the arguments that the one before returned."""
+        """Call `pre_forward` of all hooks; each hook gets the arguments that the hook before has returned."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run those of all hooks; each gets the output that the one before returned."""
+        """Call `post_forward` of all hooks; each hook gets the output that the hook before has returned."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Run those of all hooks."""
+        """Call `detach_hook` of all hooks, and return the module."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -104,7 +104,7 @@ def add_hook_to_module(module: AnyModule, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: AnyModule, recurse: bool = False) -> AnyModule:
-    """Remove the hook of a module, if it has one."""
+    """Remove the hook of a module; with `recurse`, of its submodules too."""
     for each in list(module.modules()) if recurse else [module]:
         _remove(each)
     if recurse:
@@ -113,12 +113,12 @@ def remove_hook_from_module(module: AnyModule, recurse: bool = False) -> AnyModu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and of all modules inside; a dispatched model is then ordinary again."""
+    """Remove the hooks of a module and of all modules inside; undo the dispatch of a dispatched model."""
     remove_hook_from_module(module, recurse=True)
 
 
 def forget_dispatch(module: nn.Module) -> None:
-    """Make the dispatched models in a module ordinary; each keeps its `hf_device_map`, as libraries read it later."""
+    """Undo the dispatch of all models in a module; keep `hf_device_map`, since libraries read it later."""
     for model in [each for each in module.modules() if is_dispatched(each)]:
         device_map = vars(model).get(DEVICE_MAP)
         remove_hooks(model)
@@ -155,7 +155,7 @@ def _call_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(eq=False)
 class LayerwiseCastingHook(ModelHook):
-    """A hook by which a layer computes in another dtype than the one its weights are stored in."""
+    """A hook that converts a layer's weights to the compute dtype for the forward, and back to the storage dtype."""
 
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -203,7 +203,7 @@ def attach_layerwise_casting_hooks(
 
 
 class CpuOffload(ModelHook):
-    """A hook that moves a model to its device when it is called, where it stays."""
+    """A hook that moves a model to its device when it is called. The model stays on the device afterwards."""
 
     def __init__(
         self, execution_device: Where | None = None, prev_module_hook: "UserCpuOffloadHook | None" = None
@@ -222,7 +222,7 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the model of the other hook to the host, and this one and its inputs to the device."""
+        """Move the previous hook's model to the host, and this model and its inputs to the device."""
         device = place_of(self.execution_device)
         assert isinstance(device, torch.device)
         if self.prev_module_hook is not None:
@@ -233,7 +233,7 @@ class CpuOffload(ModelHook):
 
 @dataclass(eq=False)
 class UserCpuOffloadHook:
-    """A model and its hook, for the program to move the model to the host."""
+    """A model and its hook; the program moves the model to the host by `offload`."""
 
     model: nn.Module
     hook: ModelHook
@@ -252,7 +252,7 @@ def cpu_offload_with_hook(
     execution_device: Where | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in host memory until it is called; then it stays on the device until the next one moves it."""
+    """Keep a model in host memory until it is called, then on the device until the next model is called."""
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)

@@ -61,7 +61,7 @@ def compute_module_sizes(
 def planned_sizes(
     model: nn.Module, dtype: Any, special_dtypes: Mapping[str, Any] | None
 ) -> tuple[torch.dtype | None, dict[str, int]]:
-    """Return the dtype for torch, if torch has it, and the bytes of the tensors with other dtypes."""
+    """Return the dtype, None if torch has no such dtype, and the bytes of tensors whose dtype differs."""
     tensors = ModelLayout.of(model).tensors
     special = {name: each for name, each in (special_dtypes or {}).items() if name in tensors}
     if isinstance(dtype, CustomDtype):
@@ -85,7 +85,7 @@ def compute_module_total_buffer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the names of the layers of that size."""
+    """Return the bytes of a model, the bytes of its largest layer, and the names of the layers of that size."""
     sizes = compute_module_sizes(model)
     whole = getattr(model, "_no_split_modules", None) or []
     return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(whole))
@@ -94,21 +94,21 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: list[tuple[str, nn.Module]], module_sizes: dict[str, int], no_split_module_classes: list[str]
 ) -> tuple[int, list[str]]:
-    """Return the bytes of the largest layer among some parts of a model, and the names of those of that size."""
+    """Return the bytes of the largest layer in parts of a model, and the names of the layers of that size."""
     names = list(_layers(modules, listed(no_split_module_classes or ())))
     largest = max((module_sizes.get(name, 0) for name in names), default=0)
     return largest, [name for name in names if module_sizes.get(name, 0) == largest]
 
 
 def _layers(parts: Iterable[NamedPart], whole: Collection[str]) -> Iterable[str]:
-    """Yield the names of the parts that are not divided."""
+    """Yield the names of the layers in the parts: modules without submodules, and classes in `whole`."""
     for part in parts:
         inside = _inside(part, whole)
         yield from _layers(inside, whole) if inside else (part[0],)
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names in which no other name is."""
+    """Return the names of the modules and tensors that contain no others."""
     outer = {around for name in module_sizes for around in enclosing_modules(name) if around}
     return [name for name in module_sizes if name and name not in outer]
 
@@ -119,7 +119,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: list[NamedPart],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Return the bytes of a module together with those that share weights with it, and these modules."""
+    """Return the bytes of a module and the modules that share its weights, and these modules' names and modules."""
     names, modules, size = list[str](), list[nn.Module](), module_size
     for tied in tied_params:
         found = next(
@@ -140,7 +140,7 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
-    """Return the name of the first module of at most a size, the module, and the parts without it."""
+    """Return the first module within a size, as its name and the module, and the other parts."""
     limit = convert_file_size_to_int(size_limit)
     whole = listed(no_split_module_classes or ())
     shared = [name for group in tied_parameters or () for name in group]

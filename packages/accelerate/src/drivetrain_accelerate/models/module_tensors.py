@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module: list them, put one on a device, tie those that modules share."""
+"""List the parameters and buffers of a module, move one to a device, and tie shared parameters."""
 
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -25,13 +25,13 @@ _NON_PERSISTENT = "_non_persistent_buffers_set"  # torch has no public name for 
 
 
 def device_of(where: Where) -> torch.device:
-    """Return the device of a tensor by its place in a device map: meta for the disk."""
+    """Return the device that a value of a device map stands for; for the disk, the meta device."""
     place = place_of(where)
     return torch.device("meta") if place == "disk" else place
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a dtype that is given by its name, such as "float16"."""
+    """Return a dtype, given as a dtype or by a name such as "float16"."""
     if not isinstance(dtype, str):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
@@ -76,8 +76,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put a parameter or buffer on a device, with its present values or new ones.
 
-    Integer and boolean values keep their dtype. `clear_cache` changes nothing: what is freed is used again. A
-    ValueError refuses an unknown name, another shape, and a tensor without values if none are given.
+    Integer and boolean values keep their dtype. `clear_cache` changes nothing: freed memory is used again anyway. A
+    ValueError refuses an unknown name, another shape, and a meta tensor if no values are given.
     """
     owner, _, name = tensor_name.rpartition(".")
     module = module.get_submodule(owner) if owner else module
@@ -112,7 +112,7 @@ def set_module_tensor_to_device(
 
 
 def _wrap_like(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
-    """Return a tensor of the kind of the old one: a parameter of the same class and attributes, or a buffer."""
+    """Return the new tensor as the old one is: a parameter of the same class and attributes, or a buffer."""
     if not isinstance(old, nn.Parameter):
         return new
     kind, attributes = type(old), dict(vars(old))
@@ -141,14 +141,14 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two names mean one device: "cuda" is the first of its kind."""
+    """Return whether two names mean the same device; "cuda" means "cuda:0"."""
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model, maybe inside of a wrapper or compiled, is one of peft."""
+    """Return whether a model is a peft model, also if it is compiled or in a wrapper."""
     inner = uncompiled(getattr(model, "module", model))
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
@@ -157,15 +157,15 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return a list of names for each parameter that has several names."""
     del kwargs
     return find_groups(model)
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter or buffer again: the first of them that has values, which stay.
+    """Make the names in each group refer to one parameter or buffer again: the first that has values.
 
-    A TiedParametersError for a name that the model lacks, or different shapes in a group, leaves the model unchanged.
+    A TiedParametersError refuses unknown names and different shapes in a group; the model is then unchanged.
     """
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     kept: list[Tensor | None] = []
@@ -197,7 +197,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]
 ) -> None:
-    """Warn of weights with several names that a device map gives to several devices."""
+    """Warn of tied weights whose names a device map assigns to different devices."""
     for group in tied_params:
         devices = {
             name: device_map[nearest]

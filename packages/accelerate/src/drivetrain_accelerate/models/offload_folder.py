@@ -1,4 +1,4 @@
-"""Folders of offloaded weights, in Accelerate's format: a file of values for each, and index.json."""
+"""Folders of offloaded weights in Accelerate's format: one file of values for each weight, and index.json."""
 
 import json
 import mmap
@@ -22,7 +22,7 @@ Entry = dict[str, Any]
 
 
 class ValuesFile(MappedFile):
-    """A file of the values of one tensor and nothing else, memory-mapped."""
+    """A memory-mapped file that holds only the values of one tensor."""
 
     def __init__(self, path: Path, name: str, entry: Entry) -> None:
         self._name, self._entry = name, entry
@@ -43,7 +43,7 @@ class ValuesFile(MappedFile):
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return the dtype that an index names, such as "bfloat16"."""
+    """Return the dtype for a name in an index, such as "bfloat16"."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise WeightFilesError(f"{INDEX} says dtype {name!r}, which this torch does not have")
@@ -56,7 +56,7 @@ def offload_weight(
     offload_folder: str | PathLike[str],
     index: dict[str, Entry] | None = None,
 ) -> dict[str, Entry] | None:
-    """Write a weight to a file of its values."""
+    """Write the values of a weight to a file; add the weight to `index` if given."""
     values = weight.detach().to("cpu").contiguous()
     path = Path(offload_folder) / f"{weight_name}.dat"
     path.unlink(missing_ok=True)  # what another process has mapped stays as it is
@@ -67,12 +67,12 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Entry) -> Tensor:
-    """Return the weight in a file of values, as the file's pages."""
+    """Return the weight in a file of values, memory-mapped."""
     return ValuesFile(Path(weight_file), "", weight_info).tensor("")
 
 
 def save_offload_index(index: dict[str, Entry] | None, offload_folder: str | PathLike[str]) -> None:
-    """Add entries to the index of a folder, which is written if there is none."""
+    """Add entries to the index of a folder; without an index, write one."""
     if not index:
         return
     text = json.dumps({**read_offload_index(offload_folder), **index}, indent=2)
@@ -80,7 +80,7 @@ def save_offload_index(index: dict[str, Entry] | None, offload_folder: str | Pat
 
 
 def read_offload_index(folder: str | PathLike[str]) -> dict[str, Entry]:
-    """Return the index of a folder; empty if it has none."""
+    """Return the index of a folder; an empty index if the folder has none."""
     path = Path(folder) / INDEX
     return read_json(path) if path.exists() else {}
 
@@ -96,7 +96,7 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: dict[str, Tens
 
 @dataclass(eq=False, repr=False)
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A mapping of the names with a prefix, read without it."""
+    """A view of the entries of a mapping whose names begin with a prefix; keys are read without the prefix."""
 
     dataset: Mapping[str, Tensor]
     prefix: str
@@ -109,12 +109,12 @@ class PrefixedDataset(Mapping[str, Tensor]):
         return (name for name in self.dataset if name.startswith(self.prefix))
 
     def __len__(self) -> int:
-        """Return the number of names that the prefix begins."""
+        """Return the number of names that begin with the prefix."""
         return sum(1 for _ in self)
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """The weights of a state dict, and those of an offload folder or an index, by name; each read at its use."""
+    """The weights of a state dict, an offload folder or an index, by name. A weight is read when it is used."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight if self.device is None else weight.to(self.device)
 
     def file_of(self, key: str) -> tuple[MappedFile, str]:
-        """Return the file of a weight that is not in memory, and the weight's name in it."""
+        """Return the file of a weight that is not in memory, and the weight's name in the file."""
         entry = self.index[key]
         stored = entry.get("safetensors_file")
         if stored is None:

@@ -1,4 +1,4 @@
-"""Quantise the linear layers of a model by bitsandbytes, while it is loaded or in memory."""
+"""Quantise the linear layers of a model by bitsandbytes, while the model is loaded or when it is in memory."""
 
 from collections.abc import Collection
 from os import PathLike
@@ -29,7 +29,7 @@ def load_and_quantize_model(
     offload_folder: str | PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001 no weight takes host memory twice
 ) -> AnyModule:
-    """Load a model with its linear layers quantised, each packed as it is read; or quantise a model in memory."""
+    """Load a model and quantise each linear layer as it is read, or quantise a model that is in memory."""
     config = bnb_quantization_config
     quantization = _quantization(model, config, config.keep_in_fp32_modules or ())
     is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -122,7 +122,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> AnyModule:
-    """Replace the linear layers of a model by those of bitsandbytes, which quantise their weights when they move."""
+    """Replace linear layers by those of bitsandbytes, whose weights are quantised when they move to a device."""
     quantization = _quantization(model, bnb_quantization_config)
     for name, module in list(model.named_modules()):
         full = ".".join([*(current_key_name or ()), name])
@@ -134,7 +134,7 @@ def replace_with_bnb_layers(
 
 
 def _make_unpacked(weight: Tensor, config: BnbQuantizationConfig) -> nn.Parameter:
-    """Return a weight that bitsandbytes packs when it moves."""
+    """Return a weight of bitsandbytes that is packed when it moves to a device."""
     import bitsandbytes
 
     library: Any = bitsandbytes.nn
@@ -149,7 +149,7 @@ def _make_unpacked(weight: Tensor, config: BnbQuantizationConfig) -> nn.Paramete
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the names of the modules that stay in full precision: the output head, and those tied to others."""
+    """Return the names of modules to keep in full precision: the output head and modules with tied weights."""
     tied = [name for group in find_tied_parameters(model) for name in group]
     prefix: Any = getattr(model, "base_model_prefix", None)
     is_base = prefix is not None and not hasattr(model, prefix)
