@@ -18,7 +18,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     brackets of a name count faster.
 
     Raises:
-        ValueError: A bracket is not closed, nested or empty, a range is no range, or there are more than a million.
+        ValueError: A bracket is open, nested or empty, a range is invalid, or the list has over a million hosts.
     """
     hosts: list[str] = []
     for word in _split(text):

@@ -59,7 +59,7 @@ class JobVariables:
         return ", ".join(f"{name}={self._environment.get(name, '(unset)')}" for name in names)
 
     def contradict(self, why: str, *names: str) -> ClusterError:
-        """Return the error of variables that contradict each other."""
+        """Return the error for variables that contradict each other."""
         return ClusterError(
             f"{self._cluster}: {self.show(*names)} contradict each other: {why}. Leave the variables as the "
             "cluster sets them, or say --cluster none and give the ranks with --node-rank"
@@ -69,15 +69,15 @@ class JobVariables:
 def job_port(job_id: str, step: int = 0) -> int:
     """Return a port for a step of a job, which other jobs on the same node are unlikely to use.
 
-    Two jobs with numbers less than 1,491 apart never have the same port for steps 0 to 12, nor two with less than
-    19,391 apart for the same step. A job whose name is no number gets a port by its checksum.
+    Two jobs whose numbers differ by less than 1,491 never share a port in steps 0 to 12. In the same step, any
+    difference below 19,391 suffices. A job whose name is no number gets a port by the name's checksum.
     """
     number = int(job_id) if job_id.isascii() and job_id.isdecimal() else crc32(job_id.encode())
     return _FIRST_PORT + (number * _STEPS_APART + step) % _NUM_PORTS
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[tuple[str, ...] | None, dict[str, str]]:
-    """Return the accelerators that a task was bound to, None without a binding, and their source.
+    """Return the accelerators that a task was bound to (None without a binding), and the variable of the binding.
 
     A variable that is set but empty, or that says "NoDevFiles" as Slurm does, binds the task to no accelerator.
     """

@@ -18,17 +18,17 @@ class JobPlacement:
 
     Attributes:
         cluster: The name of the cluster plug-in.
-        job_id: The job, as the cluster names it; used as the name of the run.
+        job_id: The cluster's name for the job, which is also the name of the run.
         tasks_per_node: The number of tasks that the cluster started on this node.
         local_task: The index of this task on its node, from 0.
         num_tasks: The number of tasks on all nodes together.
         task_rank: The index of this task among all of them, from 0.
-        master_addr: The host name or address of node 0; empty if the cluster tells no task where node 0 is, so that
-            the user must.
+        master_addr: The host name or address of node 0; empty if the cluster does not say where node 0 is, so
+            that the user must.
         master_port: A port for the rendezvous that other jobs on the node are unlikely to use.
         devices: The accelerators that the cluster bound this task to, as its visibility variable names them; None if
             it bound none.
-        hosts: The host name of each node by its rank, where the cluster states them; else empty.
+        hosts: The host name of each node by its rank; empty if the cluster does not state the names.
         restart_count: The number of times that the cluster has requeued the job.
         sources: The environment variables that each attribute was read from, for error messages, such as
             {"num_nodes": "SLURM_STEP_NUM_NODES"}.
@@ -53,12 +53,12 @@ class JobPlacement:
     def is_one_task_per_rank(self) -> bool:
         """True if the cluster starts each rank itself, so that a launcher runs its script in place.
 
-        The same on all tasks, also where some nodes have one task and others several.
+        The value is the same on all tasks, even if some nodes have one task and others several.
         """
         return self.num_tasks > self.num_nodes
 
     def source(self, attribute: str) -> str:
-        """Return the variables that an attribute was read from, or the cluster's name if none is stated."""
+        """Return the variables that an attribute was read from, or the cluster's name if no variable is known."""
         return self.sources.get(attribute, self.cluster)
 
 
@@ -106,7 +106,7 @@ class Submission:
         command: The command that submits the job, as separate words that no shell reads; empty if the plug-in
             submits through a library.
         notes: Remarks for the user, each a sentence.
-        request: The request that this was planned from.
+        request: The request from which the submission was planned.
     """
 
     files: Mapping[Path, str]

@@ -17,7 +17,7 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def make_cluster(name: str) -> Cluster:
-    """Construct a cluster by its name, importing its module only now; a ClusterError lists those that there are."""
+    """Construct a cluster by its name, importing its module only now; a ClusterError lists the known ones."""
     for point in entry_points(CLUSTERS_GROUP):
         if point.name == name:
             return cast("Callable[[], Cluster]", point.load())()
@@ -28,10 +28,10 @@ def make_cluster(name: str) -> Cluster:
 
 
 def find_placement(environment: Mapping[str, str], *, asked: str = "auto") -> JobPlacement | None:
-    """Return the place of this process in a job of the `asked` cluster, or of any by "auto"; None outside any job.
+    """Return this process's place in a job of the `asked` cluster ("auto": of any cluster); None outside any job.
 
-    An MPI launch inside a Slurm job is MPI's: whatever started this very process counts, and the plug-ins tell by
-    the variables that only their own task starter sets.
+    An MPI launch inside a Slurm job belongs to MPI: the program that started this process counts. Each plug-in
+    recognises the variables that only its own task starter sets.
 
     Raises:
         ClusterError: Two clusters claim the process, or the variables of one contradict each other.

@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse an option that the cluster does not have; the message gives the nearest, and all that there are."""
+    """Refuse an option that the cluster does not have; the message gives the nearest option and all options."""
     for name, value in options.items():
         if name not in known:
             raise ClusterError(
@@ -23,7 +23,7 @@ def check_known(cluster: str, options: Mapping[str, str], known: Collection[str]
 
 
 class OptionReader:
-    """The options of a request by name, read with the form that each needs."""
+    """A reader of a request's options, by name and in the form that each option needs."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = options
@@ -36,7 +36,7 @@ class OptionReader:
         return value
 
     def several(self, name: str, form: re.Pattern[str], what: str) -> tuple[str, ...]:
-        """Return the items of an option, which stand between commas; each matches a pattern as a whole."""
+        """Return the comma-separated items of an option, each of which matches a pattern as a whole."""
         if name not in self._options:
             return ()
         items = tuple(item.strip() for item in self._options[name].split(","))
@@ -74,7 +74,7 @@ def memory_bytes(text: str) -> int:
 
 
 def check_words(cluster: str, request: JobRequest) -> None:
-    """Refuse a request without a command, or with words or variables that no process can be given."""
+    """Refuse a request without a command, or with words or variables that no process can receive."""
     if not request.command:
         raise ClusterError(
             f"{cluster}: the job has no command: say what each node runs, such as drivetrain launch train.py"
@@ -101,18 +101,18 @@ def check_time_to_save(cluster: str, request: JobRequest) -> None:
 
 
 def file_stem(request: JobRequest) -> str:
-    """Return the name of a job as that of a file."""
+    """Return a file name, without its ending, made from the name of a job."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", request.name).strip("-.")[:60] or "job"
 
 
 def job_file(submission: Submission, job_id: str, ending: str) -> Path:
-    """Return a file of a job beside its script: its output, ".out", or its exit code, ".code"."""
+    """Return the path of a file in the folder of the job's script: the output, ".out", or the exit code, ".code"."""
     script = next(iter(submission.files))
     return script.with_name(f"{script.stem}-{job_id}{ending}")
 
 
 def launch_variables(request: JobRequest) -> dict[str, str]:
-    """Return the variables of a job, with those that tell its launchers the time to save and their processes."""
+    """Return the variables of a job, and variables that tell its launchers the time to save and their processes."""
     own = {"DRIVETRAIN_LAUNCH__SHUTDOWN_TIMEOUT_SECONDS": str(request.save_seconds)}
     if request.processes_per_node is not None:
         own["DRIVETRAIN_LAUNCH__PROCESSES_PER_NODE"] = str(request.processes_per_node)

@@ -18,7 +18,7 @@ _NO_HINTS: Mapping[str, str] = {}
 
 
 def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str] = _NO_HINTS) -> str:
-    """Run a command for at most two minutes and return its output; a ClusterError holds its words and the hint."""
+    """Run a command for at most two minutes and return its output; a ClusterError holds its message and a hint."""
     import subprocess  # takes tens of milliseconds, which a launcher that only looks for a cluster saves
 
     try:
@@ -47,7 +47,7 @@ def run_command(*words: str, folder: Path | None = None, hints: Mapping[str, str
 
 
 def patiently(question: Callable[[], Answer]) -> Answer:
-    """Ask a cluster something, again for a minute if it cannot answer, as while its server restarts."""
+    """Ask a cluster; if it cannot answer, as while its server restarts, repeat the question for a minute."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
         return question()
@@ -70,5 +70,5 @@ def in_this_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def hint_for(message: str, hints: Mapping[str, str]) -> str:
-    """Return "; " and what to do about a program's message, by a part of it in lower case; empty if no hint fits."""
+    """Return "; " and the hint whose key, in lower case, is a part of a program's message; empty if no hint fits."""
     return next((f"; {hint}" for part, hint in hints.items() if part in message.lower()), "")

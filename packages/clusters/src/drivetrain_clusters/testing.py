@@ -55,12 +55,12 @@ class ClusterContract(ABC):
 
     @abstractmethod
     def request(self, directory: Path) -> JobRequest | None:
-        """Return a job with the folder `directory`, which need not run; None if the cluster submits nothing."""
+        """Return a job with the folder `directory`; None if the cluster submits nothing. The job need not run."""
 
     def words(self, submission: Submission) -> tuple[str, ...] | None:
-        """Return the command that the job runs, as its machines will read it; None if this cannot be told.
+        """Return the command that the job runs, as its machines will read it; None if they are unknown.
 
-        Of a script, these are the last words that a shell would make of it.
+        For a script, these are the last words that a shell would read from it.
         """
         del submission
         return None
@@ -121,7 +121,7 @@ class ClusterContract(ABC):
                 )
 
     def check_placement_is_pure(self, _: Path) -> None:
-        """Check that the same environment has the same place, and is not changed."""
+        """Check that the same environment gives the same place, and is left unchanged."""
         for environment in self._environments():
             frozen = MappingProxyType(dict(environment))
             first, second = self.make().placement(frozen), self.make().placement(frozen)
@@ -136,7 +136,7 @@ class ClusterContract(ABC):
                 assert source, f"the source of {name} is empty"
 
     def check_no_variable_is_missing_unnoticed(self, _: Path) -> None:
-        """Check that a task without a variable is in no job, has a valid place, or gets an error with a name."""
+        """Check that a task that lacks a variable has no job, a valid place, or an error with a variable's name."""
         for environment in self._environments():
             for missing in environment:
                 rest = {name: text for name, text in environment.items() if name != missing}
@@ -153,7 +153,7 @@ class ClusterContract(ABC):
                 )
 
     def check_a_plan_writes_nothing(self, directory: Path) -> None:
-        """Check that a plan is pure: the same request has the same submission, and nothing is written."""
+        """Check that a plan is pure: the same request gives the same submission, and nothing is written."""
         request = self.request(directory)
         if request is None:
             return
@@ -204,7 +204,7 @@ class ClusterContract(ABC):
         assert not made.exists(), "an id reached a shell"
 
     def check_a_job_is_followed_to_its_exit_code(self, directory: Path) -> None:
-        """Check that `follow` writes what a job writes, and returns its exit code; an ended job is not cancelled."""
+        """Check that `follow` writes a job's output and returns its exit code; no ended job can be cancelled."""
         submission = self._live(directory, "print('all', 'of', 'it'); raise SystemExit(7)")
         if submission is None:
             return

@@ -1,6 +1,6 @@
-"""Checks of each host, of all hosts together, and of their links, which find faults that break runs, in seconds.
+"""Checks of each host, of all hosts together, and of their links, to find faults that break runs within seconds.
 
-`run_to_check` makes the run that is checked of a launch's settings; `examine` checks it. `host` measures and judges
+`run_to_check` derives the run from a launch's settings; `examine` checks the hosts for it. `host` measures and judges
 one host, `meeting` all hosts over a store, `links` pairs of ranks; `report` shows the findings.
 """
 

@@ -1,4 +1,4 @@
-"""The run that the doctor checks a host for, as launch's settings or a cluster's job describe it."""
+"""The run that the doctor checks a host for, as described by launch's settings or a cluster's job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class CheckedRun:
 
     @property
     def hosts_store(self) -> bool:
-        """True if the store of the run is surely to listen on this host."""
+        """True if the run's store certainly listens on this host."""
         return self.num_nodes == 1 or self.node_rank == 0
 
 

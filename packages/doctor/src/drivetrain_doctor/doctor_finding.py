@@ -18,7 +18,7 @@ class DoctorFinding:
         what: The fault, with the measured value.
         why: The effect on a run.
         repair: The command to run or the setting to change.
-        measured: The numbers and names behind it, for programs.
+        measured: The numbers and names behind the finding, for programs.
     """
 
     severity: Severity
@@ -43,7 +43,7 @@ class CheckReport:
 
     @property
     def state(self) -> State:
-        """The worst of the findings; "skipped" if nothing was measured."""
+        """The severity of the worst finding; "skipped" if nothing was measured."""
         if self.findings:
             return min(finding.severity for finding in self.findings)  # "error" before "warning"
         return "skipped" if self.is_skipped else "ok"
@@ -73,7 +73,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check by its short name. An OSError from `run` means that the measurement was not possible."""
+    """A check with a short name. An OSError from `run` means that the measurement was not possible."""
 
     name: str
     run: Callable[[], CheckReport]
@@ -84,7 +84,7 @@ class Examination:
     """The findings of the doctor.
 
     Attributes:
-        hosts: The label and the reports of each host; on hosts other than 0, those of this host alone.
+        hosts: The label and the reports of each host; hosts other than 0 have only their own.
         together: The reports on all hosts together; on host 0, or if this host could not join.
         is_broken: Whether a finding, on any host, will break a run.
         is_leader: Whether this host shows the findings of all.

@@ -1,4 +1,4 @@
-"""Check this host, and with several hosts all of them together."""
+"""Check this host, and all hosts together if the run has several."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from drivetrain_doctor.run_checks import run_checks
 
 
 def examine(checked: CheckedRun, *, progress: Callable[[str], None]) -> Examination:
-    """Run all checks, and call `progress` with each step. On several hosts, called on all of them."""
+    """Run all checks, and call `progress` with each step. In a run on several hosts, every host calls this."""
     begin = time.monotonic()
     with ExitStack() as stack:
         # They import torch while the checks of this host run.

@@ -27,7 +27,7 @@ def run_checks(
 
 
 def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
-    """Run one check within its time limit: a hang is a finding, and an OSError skips the check."""
+    """Run one check within a time limit: a hang becomes a finding, and an OSError skips the check."""
     begin = time.monotonic()
     try:
         report = within(limit_seconds, check.run, name=f"doctor-{check.name}")
@@ -48,7 +48,7 @@ def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result
     """Return the result of a call without a time limit of its own, such as one that waits for a driver.
 
     Raises:
-        TimeoutError: The call took longer. Its thread, of that name, ends with the process at the latest.
+        TimeoutError: The call took longer. The call's thread, named `name`, ends with the process at the latest.
     """
     answers: SimpleQueue[tuple[_Result, None] | tuple[None, BaseException]] = SimpleQueue()
 

@@ -83,7 +83,7 @@ def ranks_started_by(start: StartRank) -> Generator[None]:
 
 
 def host_ranks_store_by(handler: DynamicRendezvousHandler, host: Callable[[str], TCPStore]) -> None:
-    """Have torch's handler host the store of the ranks by a function of its address: its own listens everywhere."""
+    """Have torch's handler create the ranks' store by `host(address)`: torch's own store listens everywhere."""
 
     def create(master_addr: str, master_port: int) -> TCPStore:
         del master_port  # 0, for any free one

@@ -15,7 +15,7 @@ def ask_num_nodes(known: Known) -> Advice | None:
 
 
 def ask_num_processes(known: Known) -> Advice | None:
-    """Ask for the number of processes of a single machine, where it is not determined by one accelerator."""
+    """Ask for the number of processes of a single machine, unless the machine has exactly one accelerator."""
     count, kind = known["machine.accelerator_count"], known["machine.accelerator"]
     if _num_nodes(known) > 1 or count == 1:
         return None

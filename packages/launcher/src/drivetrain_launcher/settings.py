@@ -145,7 +145,7 @@ class LaunchSettings:
 
     @property
     def target_kind(self) -> Literal["script", "module", "program"]:
-        """The kind of what is run."""
+        """The kind of target to run."""
         return "module" if self.module else "program" if self.program else "script"
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ def write_record(record: JobRecord) -> Path:
 
 
 def find_record(job_id: str, log_dir: Path) -> JobRecord:
-    """Return the record of a job in its folder of logs; else a ClusterError gives the nearest id, and all."""
+    """Return the record of a job in a folder of logs; for an unknown id, a ClusterError lists the known ids."""
     known: list[str] = []
     for path in sorted(log_dir.glob(f"*{_ENDING}")):
         try:

@@ -1,6 +1,6 @@
 """Kubernetes as a cluster: jobs are JobSets, and kubectl submits them.
 
-Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+Every launch asks each cluster for its placement. To keep starts fast, modules that submit are imported on use.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from drivetrain_clusters.protocol import JobPlacement, JobRequest, Submission
 
 
 class Kubernetes:
-    """A Kubernetes cluster in which JobSet 0.6 or newer is installed; the context of kubectl says which cluster.
+    """A Kubernetes cluster in which JobSet 0.6 or newer is installed; kubectl's context selects it.
 
     A job is a JobSet with one pod for each node. The JobSet starts all pods again after a preemption, and after the
     ranks have saved and ended with exit code 75.

@@ -75,13 +75,13 @@ class JobSetOutput:
         return f"{_NAME_LABEL}={self._job.name},{_ATTEMPT_LABEL}={attempt}"
 
     def _tell(self, text: str) -> None:
-        """Say what is new, once."""
+        """Write a message unless it was the last one."""
         if text and text != self._told:
             say(text)
         self._told = text
 
     def _stream(self, attempt: int, pods: tuple[PodState, ...]) -> None:
-        """Write the output of all pods, with their nodes, until they end or the connection does.
+        """Write the output of all pods, with their nodes, until the pods or the connection end.
 
         Lines that an earlier connection has shown are left out.
         """

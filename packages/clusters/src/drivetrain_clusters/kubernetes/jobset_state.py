@@ -1,4 +1,4 @@
-"""The states of a JobSet and of its pods, out of what the cluster says of them. Pure."""
+"""The states of a JobSet and of its pods, read from the cluster's JSON. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodState:
-    """The state of a pod and its one container, which runs, has ended, or has not started for the reason `waits_for`.
+    """The state of a pod with a single container. `waits_for` is the reason why the container has not started.
 
-    `exit_code` is None, and `ended_at`, as the cluster writes times, is empty until the container has ended.
+    Until the container has ended, `exit_code` is None and `ended_at`, a time as the cluster writes it, is empty.
     """
 
     name: str
@@ -25,7 +25,7 @@ class PodState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSetState:
-    """The state of a JobSet: its end, None while it goes on, the cluster's sentence about it, and its restarts."""
+    """The state of a JobSet: its end (None while it runs), the cluster's message on the end, and its restarts."""
 
     end: Literal["Completed", "Failed"] | None
     message: str
@@ -74,7 +74,7 @@ def read_pods(data: Mapping[str, Any]) -> tuple[PodState, ...]:
 
 
 def exit_code_of(state: JobSetState, pods: Iterable[PodState]) -> int:
-    """Return the exit code of a job that ended: that of the pod that failed first, or 1 if none is left to tell."""
+    """Return the exit code of a job that ended: that of the pod that failed first, or 1 if no such pod is left."""
     if state.end == "Completed":
         return 0
     failed = [pod for pod in pods if pod.exit_code]

@@ -36,7 +36,7 @@ class ObjectName:
 
     @classmethod
     def parse(cls, job_id: str) -> "ObjectName":
-        """Read "NAMESPACE/NAME", and nothing that kubectl might read as something else."""
+        """Parse "NAMESPACE/NAME"; raise ClusterError for other text, which kubectl might read as an option."""
         namespace, slash, name = job_id.partition("/")
         if not slash or _NAME.fullmatch(namespace) is None or _NAME.fullmatch(name) is None:
             raise ClusterError(
@@ -68,7 +68,7 @@ def start_kubectl(words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def run_kubectl(words: Sequence[str]) -> str:
-    """Run kubectl to its end and return its output; a ClusterError holds its message, and what to do."""
+    """Run kubectl to its end and return its output; a ClusterError holds kubectl's message and a hint."""
     process = start_kubectl(words)
     try:
         output, errors = process.communicate()

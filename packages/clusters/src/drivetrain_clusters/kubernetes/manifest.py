@@ -27,8 +27,8 @@ Manifest = dict[str, Any]
 def jobset_manifest(request: JobRequest, options: KubernetesOptions) -> Manifest:
     """Return the JobSet of a request.
 
-    The JobSet starts all nodes again if its Job failed by PodFailurePolicy (a pod was preempted, or ended with exit
-    code 75 since its ranks have saved), or by DeadlineExceeded. Any other failure, BackoffLimitExceeded, ends it.
+    The JobSet starts all nodes again if its Job failed by DeadlineExceeded or PodFailurePolicy: a pod was preempted,
+    or ended with exit code 75 after its ranks had saved. Any other failure, BackoffLimitExceeded, ends the JobSet.
     """
     name = object_name(request.name, request.num_nodes)
     rules = [{"name": "failed", "action": "FailJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]}]
@@ -147,12 +147,12 @@ def _container(name: str, request: JobRequest, options: KubernetesOptions) -> Ma
 
 
 def literal(text: str) -> str:
-    """Escape text, in which Kubernetes would replace $(NAME)."""
+    """Escape text so that Kubernetes replaces no $(NAME) in it."""
     return text.replace("$", "$$")
 
 
 def quantity(size_bytes: int) -> str:
-    """Return a size as Kubernetes writes it: with the largest unit of which it is a whole number."""
+    """Return a size as Kubernetes writes it: a whole number of the largest unit that divides it."""
     for unit, suffix in _SUFFIXES.items():
         if size_bytes % unit == 0:
             return f"{size_bytes // unit}{suffix}"
@@ -168,7 +168,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write equal parts out each time."""
+        """Return True, so that repeated parts are written in full, without YAML aliases."""
         del data
         return True
 

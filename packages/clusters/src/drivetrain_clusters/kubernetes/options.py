@@ -1,4 +1,4 @@
-"""The options of a job on Kubernetes, and the names that it accepts."""
+"""The options of a job on Kubernetes, and the names that Kubernetes accepts."""
 
 import re
 from dataclasses import dataclass, fields
@@ -35,7 +35,7 @@ class ClaimMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesOptions:
-    """The options of a job on Kubernetes; None stands for Kubernetes' own default, or for nothing.
+    """The options of a job on Kubernetes; None stands for Kubernetes' default, or for no value.
 
     Attributes:
         image: The image of the pods, which holds drivetrain and, unless a volume does, the script.
@@ -74,7 +74,7 @@ OPTION_NAMES = tuple(
 
 
 def read_kubernetes_options(request: JobRequest) -> KubernetesOptions:
-    """Read the options of a request; a ClusterError names one that is unknown, missing or wrong."""
+    """Read the options of a request; a ClusterError names an unknown, missing or wrong option."""
     check_known("kubernetes", request.options, OPTION_NAMES)
     read = OptionReader(request.options)
     image = read.matching("image", _IMAGE, "the name of an image, such as registry.example.org/train:2.1")
@@ -119,9 +119,9 @@ def _volumes(texts: tuple[str, ...]) -> tuple[ClaimMount, ...]:
 
 
 def object_name(name: str, num_nodes: int) -> str:
-    """Return the name of a job as that of a Kubernetes object, short enough for the ranks behind it in names of pods.
+    """Return a job's name as a name of a Kubernetes object, short enough that pods' names can add their ranks.
 
-    Letters become small, and all that Kubernetes does not allow becomes a hyphen; a ClusterError if nothing is left.
+    Letters become lower case, other characters that Kubernetes forbids hyphens. If none is left, raise ClusterError.
     """
     small = re.sub(r"[^a-z0-9]+", "-", name.lower(), flags=re.ASCII).strip("-")
     if not small:

@@ -39,7 +39,7 @@ _MANIFEST = "`drivetrain submit --on kubernetes --dry-run` prints a manifest tha
 
 
 def kubernetes_placement(environment: Mapping[str, str]) -> JobPlacement | None:
-    """Return the place of this pod; None outside a job of several nodes that says where they meet.
+    """Return the place of this pod; None if no variables of a job tell where its nodes meet.
 
     The index of an indexed Job alone is no place: the pods of such a Job may be runs of their own.
     """

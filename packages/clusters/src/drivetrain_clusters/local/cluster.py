@@ -109,7 +109,7 @@ def _is_running(job_id: str) -> bool:
 
 
 def _is_another_program(job_id: str) -> bool:
-    """Return whether a number belongs to a process that runs no script of a job, as after the job has ended."""
+    """Return whether a process id now belongs to a process that runs no script of a job: the job has ended."""
     deadline = time.monotonic() + _BEGIN_SECONDS
     try:
         # A process that is just beginning its program has no words yet.

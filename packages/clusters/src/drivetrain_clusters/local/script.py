@@ -1,4 +1,4 @@
-"""The script of a job on this machine: it starts the command again after a save, and remembers its exit code."""
+"""The script of a job on this machine: the script repeats the command after a save, and records the exit code."""
 
 import shlex
 

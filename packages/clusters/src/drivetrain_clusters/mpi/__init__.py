@@ -1,1 +1,1 @@
-"""MPI: a task's place from what its starter sets; batch jobs around mpirun are the queue's."""
+"""MPI: a task's place from the variables of its starter. The queue handles batch jobs around mpirun."""

@@ -16,7 +16,7 @@ _MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiStarter:
-    """The variables of one family of MPI starters, which alone sets them; the first of `job` that is set counts."""
+    """The variables that only one family of MPI starters sets; the first variable in `job` that is set counts."""
 
     name: str
     rank: str
@@ -50,7 +50,7 @@ HYDRA = MpiStarter(
 def find_starter(environment: Mapping[str, str]) -> MpiStarter | None:
     """Return the starter of this process; None if no MPI starter has started it.
 
-    Slurm's own PMI sets PMI_RANK and PMIX_RANK too, but neither of the variables of a rank on its node.
+    Slurm's own PMI sets PMI_RANK and PMIX_RANK too, but neither variable for a rank's index on its node.
     """
     for starter in (OPEN_MPI, HYDRA):
         if starter.rank in environment and (starter is OPEN_MPI or starter.local_rank in environment):
@@ -64,10 +64,10 @@ def is_started_by_mpi(environment: Mapping[str, str]) -> bool:
 
 
 def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
-    """Return the place of a rank that Open MPI's mpirun or a Hydra (MPICH, Intel MPI) started; None in any other.
+    """Return the place of a rank that Open MPI's mpirun or a Hydra (MPICH, Intel MPI) started; else None.
 
-    No MPI starter tells its ranks the hosts of the others. Node 0 is therefore found by MASTER_ADDR, by the list of
-    nodes of the Slurm or LSF job around mpirun, or, with Open MPI up to version 4, as the host of mpirun; else
+    No MPI starter tells its ranks the hosts of other ranks. Node 0 therefore comes from MASTER_ADDR, from the nodes
+    of the Slurm or LSF job around mpirun, or, with Open MPI up to version 4, from the host of mpirun. Otherwise,
     `master_addr` is empty.
     """
     starter = find_starter(environment)
@@ -121,7 +121,7 @@ def mpi_placement(environment: Mapping[str, str]) -> JobPlacement | None:
 def _nodes(
     read: JobVariables, starter: MpiStarter, rank: int, size: int, local_rank: int, local_size: int
 ) -> tuple[int, str]:
-    """Return the number of nodes and the variables that it follows from, after checking the ranks."""
+    """Check the ranks; return the number of nodes, and the variables from which the number follows."""
     if rank >= size:
         raise read.contradict(f"ranks count from 0 to {size - 1}", starter.rank, starter.size)
     if local_rank >= local_size or local_size > size:
@@ -145,7 +145,7 @@ def _nodes(
 
 
 def _master(environment: Mapping[str, str], num_nodes: int) -> tuple[str, str]:
-    """Return the address of node 0, empty if nothing tells, and what told it."""
+    """Return the address of node 0 and its source; an empty address if it is unknown."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"], "MASTER_ADDR"
     if num_nodes == 1:

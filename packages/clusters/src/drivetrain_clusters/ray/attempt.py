@@ -30,7 +30,7 @@ _MARGIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """The end of a start: of the node that failed or was lost first, and whether ranks want to be started again."""
+    """The end of a start: the outcome of the first failed or lost node, and whether ranks ask for a restart."""
 
     exit_code: int
     lost: str = ""
@@ -38,7 +38,7 @@ class AttemptEnd:
 
 
 class Attempt:
-    """The nodes of one start of a job, after `number` earlier ones; once `cancelled`, they are told to save."""
+    """The nodes of one start of a job, after `number` earlier starts. Once `cancelled`, nodes are told to save."""
 
     def __init__(self, job: RayJob, number: int, write: Callable[[str], None], cancelled: Event) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class Attempt:
         self._stop_at = float("inf")
 
     def run(self) -> AttemptEnd:
-        """Start all nodes, write their output, and wait for their end. Whatever happens, no node is left."""
+        """Start all nodes, write their output, and wait for their end. In every case, all nodes are ended."""
         try:
             if self._place():
                 self._start()
@@ -72,7 +72,7 @@ class Attempt:
                 remove_placement_group(self._group)
 
     def _place(self) -> bool:
-        """Reserve the resources of all nodes together; return False if the job was cancelled meanwhile."""
+        """Reserve the resources of all nodes together; return False if the job was cancelled first."""
         job, strategy = self._job, self._job.strategy
         if strategy == "auto":  # each task on a node of its own, where there are as many nodes
             alive = sum(1 for node in ray.nodes() if node["Alive"])

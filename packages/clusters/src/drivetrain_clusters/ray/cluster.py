@@ -1,6 +1,6 @@
 """Ray as a cluster: jobs go to its Jobs API, and a driver in the cluster starts a launcher on each node.
 
-Every launch asks each cluster for its placement: what submits is imported where it is used, to keep starts fast.
+Every launch asks each cluster for its placement. To keep starts fast, modules that submit are imported on use.
 """
 
 import re
@@ -16,9 +16,9 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,199}", re.ASCII)
 
 
 class Ray:
-    """A Ray cluster, whose nodes have drivetrain installed; RAY_ADDRESS or the option `address` says which.
+    """A Ray cluster, whose nodes have drivetrain installed; RAY_ADDRESS or the option `address` selects it.
 
-    The id of a job is that of the Jobs API, with "@ADDRESS" behind it if the option said one.
+    The id of a job is the id in the Jobs API, followed by "@ADDRESS" if the option `address` was given.
     """
 
     def placement(self, environment: Mapping[str, str]) -> JobPlacement | None:
@@ -81,7 +81,7 @@ class Ray:
         return JobOutput(_client(address), submission_id, write).follow()
 
     def cancel(self, job_id: str) -> None:
-        """Stop the job; its ranks have 3 s to save, or as many as the cluster's RAY_JOB_STOP_WAIT_TIME_S says."""
+        """Stop the job; its ranks have 3 s to save, unless the cluster's RAY_JOB_STOP_WAIT_TIME_S differs."""
         submission_id, address = _parse(job_id)
         try:
             is_stopped = _client(address).stop_job(submission_id)
@@ -92,7 +92,7 @@ class Ray:
 
 
 def _parse(job_id: str) -> tuple[str, str | None]:
-    """Split an id into that of the Jobs API and the address; the id becomes a part of a URL."""
+    """Split a job's id into the Jobs API's id, which becomes a part of a URL, and the address."""
     submission_id, mark, address = job_id.partition("@")
     if _ID.fullmatch(submission_id) is None:
         raise ClusterError(f"job {job_id!r}: a job on ray is ID or ID@http://HOST:PORT")

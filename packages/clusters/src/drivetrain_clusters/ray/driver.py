@@ -1,6 +1,6 @@
 """The driver of a job on Ray, which the Jobs API starts: `python -m drivetrain_clusters.ray.driver`.
 
-It starts a launcher on each node, and starts all again after a node was lost or its ranks have saved.
+It starts a launcher on each node, and starts all launchers again after a node was lost or the ranks have saved.
 """
 
 import logging

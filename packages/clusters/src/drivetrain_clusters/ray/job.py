@@ -1,4 +1,4 @@
-"""A job on Ray as a frozen value, which its driver in the cluster is handed."""
+"""A job on Ray as a frozen value, which the job's driver in the cluster receives."""
 
 import base64
 import json
@@ -29,8 +29,8 @@ class RayJob:
     """A job on Ray, with the names of a `JobRequest`.
 
     Attributes:
-        job_id: The job, as Ray's Jobs API names it; empty before it is submitted.
-        folder: The working directory; None for the uploaded copy of it.
+        job_id: The Jobs API's name for the job; empty before the job is submitted.
+        folder: The working directory; None for an uploaded copy.
         accelerator: Ray's name of the resource that stands for one accelerator.
         strategy: The strategy of the placement group; "auto" for STRICT_SPREAD where there are enough nodes.
         wait_seconds: The time to wait for the resources; None for any time.
@@ -54,7 +54,7 @@ class RayJob:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def encode(self) -> str:
-        """Return the job as signs to which neither a shell nor Ray's variables give a meaning."""
+        """Return the job as text that neither a shell nor Ray's variables change."""
         text = base64.urlsafe_b64encode(json.dumps(plain(self)).encode()).decode("ascii")
         if len(text) > _MOST_CHARACTERS:
             raise ClusterError(
@@ -65,7 +65,7 @@ class RayJob:
 
     @classmethod
     def decode(cls, text: str) -> "RayJob":
-        """Return the job that `encode` made a text of."""
+        """Return the job from the text that `encode` returned."""
         try:
             return convert(json.loads(base64.urlsafe_b64decode(text)), cls)
         except (ValueError, ConversionError) as error:
@@ -98,12 +98,12 @@ class RayPlan:
 
     @property
     def entrypoint(self) -> str:
-        """The command of the driver. A shell reads it, so nothing of a user but the path of Python is in it."""
+        """The command of the driver. As a shell reads it, it holds no text of the user but the path of Python."""
         return f"{self.python} -m drivetrain_clusters.ray.driver"
 
 
 def plan_ray(request: JobRequest) -> RayPlan:
-    """Plan a request on Ray; a ClusterError names a wrong option, or a job too large to be handed on."""
+    """Plan a request on Ray; a ClusterError names a wrong option, or a job too large for Ray."""
     check_known("ray", request.options, _OPTIONS)
     read = OptionReader(request.options)
     upload = read.truth("upload")

@@ -21,7 +21,7 @@ NodeOutput = str | int
 
 
 class Node:
-    """A node of a job. Ray runs its methods in one thread, beside each other."""
+    """A node of a job. Ray runs its methods concurrently in one thread."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None

@@ -1,4 +1,4 @@
-"""Follow the output of a job through Ray's Jobs API, and go on where a connection broke."""
+"""Follow the output of a job through Ray's Jobs API; after a broken connection, go on at the same place."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ _POLL_SECONDS = 1.0
 
 
 class JobOutput:
-    """The output of a job, of which each character is written once; `client` is Ray's of the Jobs API."""
+    """The output of a job, of which each character is written once; `client` is Ray's Jobs API client."""
 
     def __init__(self, client: Any, job_id: str, write: Callable[[str], None]) -> None:
         self._client = client

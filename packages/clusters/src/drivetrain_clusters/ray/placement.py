@@ -27,7 +27,7 @@ def ray_variables(
     restart_count: int,
     devices: Sequence[str],
 ) -> dict[str, str]:
-    """Return the variables that tell a launcher its place, and the accelerators that Ray has bound to its task."""
+    """Return the variables that tell a launcher its place and the accelerators that Ray has bound to its task."""
     place = {
         "job_id": job_id,
         "num_nodes": num_nodes,

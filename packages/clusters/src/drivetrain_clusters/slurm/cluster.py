@@ -111,9 +111,9 @@ def _show_job(job_id: str) -> SlurmJob:
 
 
 def _ask(job_id: str, *, states: str) -> list[SlurmJob]:
-    """Return a job if it is in one of some states, from columns of fixed width, which no name of a job can imitate.
+    """Return a job if it is in one of `states`. Columns of fixed width keep job names from imitating other columns.
 
-    As long as the processes of an ended job run, Slurm shows it as COMPLETING, and finds it by its later state.
+    While processes of an ended job still run, Slurm shows it as COMPLETING, but finds it by its final state.
     """
     if not _JOB_ID.fullmatch(job_id):
         raise ClusterError(f"slurm: job {job_id!r}: Slurm numbers its jobs")

@@ -20,7 +20,7 @@ def slurm_placement(environment: Mapping[str, str]) -> JobPlacement | None:
     """Return the place of a task that srun started; None in any other process.
 
     The shell of `sbatch` or `salloc` is no task, though it has most of the variables: only srun sets those of a step.
-    Tasks are ranked node by node, also where srun distributes them cyclically, as torchrun ranks them.
+    Tasks are ranked node by node, as torchrun ranks processes, even if srun distributes tasks cyclically.
     """
     own_step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     is_step = own_step.isascii() and own_step.isdecimal() and int(own_step) < _FIRST_SPECIAL_STEP
@@ -88,7 +88,7 @@ def _tasks(
 ) -> tuple[tuple[int, ...], int, str, str]:
     """Return the number of tasks of each node, their sum, and the variables of both.
 
-    SLURM_NTASKS_PER_NODE is the user's request, from which srun may differ: it counts only where no other variable
+    SLURM_NTASKS_PER_NODE is the user's request, from which srun may differ. The variable counts only if no other one
     gives the number.
     """
     num_tasks, tasks_from = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)

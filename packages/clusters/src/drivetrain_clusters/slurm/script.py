@@ -52,8 +52,8 @@ _LONGEST_SAVE_SECONDS = 65535
 def plan_slurm(request: JobRequest) -> Submission:
     """Return the script of a job, and the command that submits it.
 
-    The launcher's command is one word after another in single quotes. Options with characters that an #SBATCH line
-    would need quotes for are arguments of sbatch, which no shell reads.
+    Each word of the launcher's command is in single quotes. Options that would need quotes in an #SBATCH line become
+    arguments of sbatch, which no shell reads.
     """
     _check(request)
     slug = file_stem(request)

@@ -1,4 +1,4 @@
-"""Names and addresses: of this host itself, and of the place where the run's hosts meet."""
+"""The names and addresses of this host, and of the host where the run's hosts meet."""
 
 import ipaddress
 import socket
@@ -28,10 +28,10 @@ class AddressMeasurement:
     Attributes:
         host_addresses: The addresses that the host's name resolves to; empty if it does not resolve.
         own_addresses: The addresses of this host's interfaces, by interface.
-        master_addresses: The addresses that the master's name resolves to, in the order in which they are tried.
+        master_addresses: The addresses that the master's name resolves to, in the order of connection attempts.
         outgoing_address: The address of this host from which it would reach the master; None without a route.
         lookup_seconds: The time that the two lookups took together.
-        reverse_seconds: The time that lookups of this host's own address took, as many at once as ranks join.
+        reverse_seconds: The time that reverse lookups of this host's address took, as many at once as ranks join.
     """
 
     host_name: str
@@ -91,7 +91,7 @@ def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
 
 
 def find_outgoing_address(name: str) -> str | None:
-    """Return the address of this host from which it would reach a name or address; None without a way."""
+    """Return the address of this host from which a connection to a name or address starts; None without a route."""
     for address in _resolve(name):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -193,7 +193,7 @@ def _judge_master(report: CheckReport, measured: AddressMeasurement, checked: Ch
 
 
 def _are_foreign(addresses: tuple[str, ...], measured: AddressMeasurement) -> bool:
-    """Return whether this host has none of the addresses, as far as it knows its own."""
+    """Return whether this host has none of the addresses; False if one is a loopback, or its own are unknown."""
     own = set(measured.all_own)
     return bool(own) and own.isdisjoint(addresses) and not any(map(_is_loopback, addresses))
 

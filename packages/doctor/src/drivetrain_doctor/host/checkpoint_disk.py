@@ -24,11 +24,11 @@ class DiskMeasurement:
     """The folder of the checkpoints.
 
     Attributes:
-        folder: The path of the folder, or of the nearest one around it that exists.
-        missing: The path of the folder if it does not exist yet, so that another one was measured; else None.
-        kind: The type of its file system, such as "ext4"; empty if the system does not tell.
-        free_files: The number of files that it may still create; None if the file system has no limit.
-        bytes_per_second: The speed of writing, with all of it on the disk; None if nothing could be written.
+        folder: The path of the folder, or of the nearest parent folder that exists.
+        missing: The path of the folder if the folder does not exist yet and a parent was measured; else None.
+        kind: The type of the folder's file system, such as "ext4"; empty if unknown.
+        free_files: The number of files that can still be created; None if the file system has no limit.
+        bytes_per_second: The speed of writing, until all bytes are on the disk; None if nothing could be written.
         refusal: The reason why nothing could be written, in the system's words.
     """
 

@@ -1,6 +1,6 @@
-"""Ask the driver and torch about GPUs, in a process of its own.
+"""Ask the driver and torch about GPUs, in a separate process.
 
-It is `python -m drivetrain_doctor.host.gpu_probe`, and prints one line of JSON. What it calls:
+The process is `python -m drivetrain_doctor.host.gpu_probe`, and prints one line of JSON. The probe calls
 `torch.version`, `torch.cuda`, and `cuDriverGetVersion` of the CUDA driver.
 """
 
@@ -23,7 +23,7 @@ _COPY_BYTES = 1 << 20
 
 
 def probe(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> GpuMeasurement:
-    """Ask the driver and torch; on a machine without GPUs, say which builds there are."""
+    """Ask the driver and torch about the GPUs; on a machine without GPUs, return only the installed versions."""
     nvidia, amd = proc / "driver/nvidia/version", system / "module/amdgpu"
     count, refusal, nccl, driver = 0, "", "", ""
     with warnings.catch_warnings(record=True) as told:

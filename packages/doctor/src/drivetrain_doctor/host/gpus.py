@@ -20,18 +20,18 @@ _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMeasurement:
-    """The answers of a process of its own, which may use the devices.
+    """The answers of the probe, a separate process that may use the devices.
 
     Attributes:
         torch_cuda, torch_hip: The CUDA or ROCm version that torch was built with, such as "12.8"; None for another.
         nccl: The version of NCCL (RCCL on AMD); empty if torch has none.
-        driver_cuda: The newest CUDA that the driver runs, such as "12.4"; empty if unknown.
+        driver_cuda: The newest CUDA version that the driver runs, such as "12.4"; empty if unknown.
         library_driver: The version of the driver that its library in user space belongs to; empty if unknown.
-        has_nvidia, has_amd: Whether this driver is loaded.
-        on_bus: The makers of the GPUs on the PCI bus, "NVIDIA" or "AMD", whether their driver is loaded or not.
+        has_nvidia, has_amd: Whether the maker's driver is loaded.
+        on_bus: The makers of the GPUs on the PCI bus, "NVIDIA" or "AMD", with or without a loaded driver.
         names: The devices that torch sees.
         memory_taken: The part of each device's memory that other processes hold, from 0 to 1.
-        refusal: The reason why torch sees no device, in its words.
+        refusal: The reason why torch sees no device, in torch's words.
         peers: For each ordered pair "0-1" of devices: "yes", "no", or "wrong data" if a copy arrived changed.
     """
 
@@ -51,7 +51,7 @@ class GpuMeasurement:
 
 
 def measure_gpus(environment: Mapping[str, str], *, timeout_seconds: float) -> GpuMeasurement:
-    """Ask a process of its own, since a sick driver may hang it; an OSError or TimeoutError says how it failed."""
+    """Run the probe in a process, since a sick driver may hang; an OSError or TimeoutError tells of a failure."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "drivetrain_doctor.host.gpu_probe"],

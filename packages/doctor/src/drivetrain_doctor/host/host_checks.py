@@ -40,9 +40,9 @@ def host_checks(checked: CheckedRun) -> tuple[Check, ...]:
 
 
 def program_checks(checked: CheckedRun, program: PairProgram | None) -> tuple[Check, ...]:
-    """Return the checks of this host that need torch: of GPUs, and of the ranks that would run here.
+    """Return the checks of this host that need torch: checks of GPUs, and of the ranks that would run here.
 
-    Pairs of ranks are measured by a program that was started before; None for a single rank.
+    `program`, already started, measures pairs of ranks; None for a single rank.
     """
 
     @cache

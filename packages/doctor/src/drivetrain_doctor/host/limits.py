@@ -23,13 +23,13 @@ _LEAST_BYTES_OF_A_PROCESS = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitMeasurement:
-    """The limits of this process; None where there is none.
+    """The limits of this process; None stands for no limit.
 
     Attributes:
-        most_open_files: The most open files that this user may raise the limit to (ulimit -Hn).
-        processes: The number of processes and threads of this user (ulimit -u), which does not bind root.
-        running: The number that this user has.
-        address_bytes: The virtual memory that a process may have (ulimit -v).
+        most_open_files: The most open files to which this user may raise the limit (ulimit -Hn).
+        processes: The limit of processes and threads of this user (ulimit -u), which does not bind root.
+        running: The number of processes and threads that this user has now.
+        address_bytes: The limit of a process's virtual memory (ulimit -v).
         has_infiniband: Whether there is an InfiniBand or RoCE adapter, whose transfers lock memory.
     """
 
@@ -47,7 +47,7 @@ class LimitMeasurement:
 def measure_limits(
     proc: Path = Path("/proc"), infiniband: Path = Path("/sys/class/infiniband")
 ) -> LimitMeasurement:
-    """Read the limits of this process and its user; an OSError says that the system has none (not a Unix)."""
+    """Read the limits of this process and its user; an OSError says that the system has no limits (not a Unix)."""
     try:
         import resource
     except ImportError:

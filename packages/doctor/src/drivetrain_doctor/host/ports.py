@@ -22,7 +22,7 @@ class PortMeasurement:
         bind_error: The name of the error of an attempt to listen, such as "EADDRINUSE"; None if it worked.
         holder: The process that listens there already, as far as this user may see it.
         ephemeral: The first and the last port that the system gives to outgoing connections.
-        reserved: The ports among them that it leaves out, as the system writes them.
+        reserved: The ephemeral ports that the system does not give out, as the system writes them.
     """
 
     port: int
@@ -33,7 +33,7 @@ class PortMeasurement:
 
 
 def measure_port(checked: CheckedRun, proc: Path = Path("/proc")) -> PortMeasurement:
-    """Try to listen on the port for a moment, on both versions of IP where there are two, as torch's store does."""
+    """Try to listen on the port for a moment, with IPv4 and, where available, IPv6, as torch's store does."""
     port, failure = checked.master_port, None
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:

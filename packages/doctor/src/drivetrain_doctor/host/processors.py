@@ -13,9 +13,9 @@ class ProcessorMeasurement:
     """The cores that this process may use.
 
     Attributes:
-        usable: The number that this process is bound to.
-        quota: The number of cores' time that its control group may use; None without a limit.
-        load: The number of threads that have wanted to run, over the last minute.
+        usable: The number of cores that this process is bound to.
+        quota: The CPU time, in cores, that the process's control group may use; None without a limit.
+        load: The mean number of threads that wanted to run in the last minute.
     """
 
     cores: int
@@ -25,7 +25,7 @@ class ProcessorMeasurement:
 
     @property
     def effective(self) -> float:
-        """The number of cores' time that a run gets at most."""
+        """The most CPU time, in cores, that a run gets."""
         return self.usable if self.quota is None else min(self.usable, self.quota)
 
 

@@ -21,7 +21,7 @@ _REPAIR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryMeasurement:
-    """The folder of shared memory; its size is None if it is not there."""
+    """The folder of shared memory; the size is None if the folder does not exist."""
 
     folder: Path
     size_bytes: int | None = None
@@ -43,7 +43,7 @@ def measure_shared_memory(folder: Path = Path("/dev/shm")) -> SharedMemoryMeasur
 
 
 def needed_bytes(checked: CheckedRun) -> int:
-    """Return the shared memory that this host's processes fill at once; batches count once their size is known."""
+    """Return the shared memory that this host's processes fill at once, without batches of unknown size."""
     nccl = checked.processes_per_node * _NCCL_BYTES_PER_RANK if checked.accelerator == "cuda" else 0
     batches = checked.num_workers * _PREFETCH + 1 if checked.num_workers else 0
     return checked.processes_per_node * batches * (checked.batch_bytes or 0) + nccl

@@ -25,7 +25,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableMeasurement:
-    """The environment, and this host's interfaces, cores and GPUs, those that the environment hides included."""
+    """The environment, and this host's interfaces, cores and GPUs, including GPUs that the environment hides."""
 
     environment: Mapping[str, str]
     interfaces: tuple[str, ...]
@@ -89,7 +89,7 @@ def judge_variables(measured: VariableMeasurement, checked: CheckedRun) -> Check
 
 
 def unmatched(value: str, interfaces: tuple[str, ...]) -> bool:
-    """Return whether NCCL's list of interfaces leaves none: prefixes, `=` for whole names, `^` for all but these."""
+    """Return whether NCCL's list of prefixes (`=`: whole names; `^`: all interfaces but these) matches none."""
     is_exclusion = value.startswith("^")
     words = value.removeprefix("^")
     is_exact = words.startswith("=")

@@ -1,7 +1,7 @@
-"""Decide whether slow links have a host in common, divide the hosts into islands, or are slow for themselves.
+"""Decide whether slow links share a host, divide the hosts into islands, or are single faults.
 
-All functions are pure. A link between two hosts carries a value of which more is better: its bandwidth, or the
-inverse of its latency; or 0 if it does not work at all.
+All functions are pure. A link between two hosts has a value, and more is better: the link's bandwidth, or the inverse
+of its latency. A link that does not work has the value 0.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ class LinkFaults:
 
     Attributes:
         usual: The value of a healthy link: the median over hosts of each host's best link.
-        hosts: Hosts most of whose links are slow.
-        links: Slow links of which neither end is in `hosts`.
-        islands: Groups of hosts, at least two of at least two hosts each, that have fast links within and slow ones
-            between them; empty if there is no such division.
+        hosts: Hosts with mostly slow links.
+        links: Slow links between other hosts than these.
+        islands: Groups of hosts with fast links within a group and slow links between groups: two or more groups of
+            two or more hosts each; empty if the hosts are not divided.
     """
 
     usual: float
@@ -32,8 +32,8 @@ class LinkFaults:
 def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFaults:
     """Find the slow hosts, links or islands.
 
-    The reference is robust against slow hosts: one slow host of three makes two of three links slow, but leaves two
-    hosts with a fast one. A host is blamed only if more than half of its links to the others, and at least two, are
+    The usual value is robust against slow hosts: one slow host of three makes two of three links slow, but leaves two
+    hosts with a fast link. A host is blamed only if more than half of its links to the others, and at least two, are
     slow; hosts are blamed one at a time, the worst first, so that one slow host does not blame its partners.
 
     Args:

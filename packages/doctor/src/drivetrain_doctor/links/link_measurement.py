@@ -23,10 +23,10 @@ MOST_ROUNDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOrder:
-    """A group of ranks to measure in pairs, and the `ranks` that one program runs, each as a process.
+    """An order to measure a group of ranks in pairs; `ranks` are the ranks that one program runs, each as a process.
 
-    The ranks of one host meet over the file `store_path`, those of several hosts at a store's address. The program
-    ends after `limit_seconds`, whatever happens.
+    Ranks of one host meet over the file `store_path`, ranks of several hosts at a store's address. The program ends
+    after `limit_seconds` at the latest.
     """
 
     backend: str
@@ -41,10 +41,10 @@ class PairOrder:
 def pair_rounds(
     count: int, *, most_rounds: int = MOST_ROUNDS, at_once: bool = True
 ) -> tuple[tuple[Link, ...], ...]:
-    """Return rounds of pairs, lower rank first; within a round no rank is in two pairs.
+    """Return rounds of pairs, lower rank first; within a round, no rank is in two pairs.
 
     With an even number of ranks, `count - 1` rounds hold every pair once (the circle method of tournaments). At most
-    `most_rounds` of them are returned, spread over all. Without `at_once`, a round is a single pair.
+    `most_rounds` of these rounds are returned, evenly spread. Without `at_once`, a round is a single pair.
     """
     places = count + count % 2  # with an odd number, who meets the last place pauses
     num_rounds = places - 1 if count > 1 else 0
@@ -76,7 +76,7 @@ def start_pairs(environment: Mapping[str, str]) -> "PairProgram":
 
 
 class PairProgram:
-    """A program that measures pairs, for one group; to be closed, with or without an order.
+    """A program that measures the pairs of one group. Close it even if it got no order.
 
     Its process leads a process group with the ranks.
     """
@@ -99,14 +99,14 @@ class PairProgram:
                     pipe.close()
 
     def wait_until_ready(self) -> bool:
-        """Wait until the program has imported torch, which takes long on a busy machine; return whether it has."""
+        """Wait until the program has imported torch, which is slow on a busy machine; return False on failure."""
         if not self._is_ready:
             assert self._process.stdout is not None
             self._is_ready = bool(_read(self._process.stdout, _START_SECONDS, lines=1))
         return self._is_ready
 
     def measure(self, order: PairOrder) -> GroupResult:
-        """Hand the order to the program, wait until it ends or its time is over, and return its results so far."""
+        """Hand the order to the program, wait until the program ends or its time is over, and return its results."""
         self.wait_until_ready()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -118,7 +118,7 @@ class PairProgram:
 
 
 def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
-    """Return the result that a program's events amount to: "joined", "begin" of a pair, "pair", "failure"."""
+    """Return the result from a program's events: "joined", "begin" (of a pair), "pair" and "failure"."""
     pairs: dict[Link, PairResult] = {}
     begun: set[Link] = set()
     joined: dict[int, float] = {}
@@ -147,7 +147,7 @@ def result_of(order: PairOrder, events: list[dict[str, Any]]) -> GroupResult:
 
 
 def _read(pipe: IO[bytes], limit_seconds: float, *, lines: int | None = None) -> list[bytes]:
-    """Return the lines of a pipe until it ends, until there are so many, or until the time is over."""
+    """Return the lines of a pipe until its end, until `lines` lines are read, or until the time is over."""
     text = b""
     deadline = time.monotonic() + limit_seconds
     with selectors.DefaultSelector() as selector:

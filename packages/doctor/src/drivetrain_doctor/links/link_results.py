@@ -29,7 +29,7 @@ class PairResult:
 
     @property
     def bytes_per_second(self) -> float:
-        """The bandwidth of the slower direction, which is what a collective gets."""
+        """The bandwidth of the slower direction, which limits a collective."""
         return min(self.forward_bytes_per_second, self.backward_bytes_per_second)
 
 
@@ -40,7 +40,7 @@ class GroupResult:
     Attributes:
         unfinished: The pairs that began and did not end in time.
         failures: The messages of processes that failed, by rank.
-        start_seconds: The time until the last process had joined the group; None if one did not.
+        start_seconds: The time until the last process had joined the group; None if a process did not join.
     """
 
     backend: str
@@ -95,7 +95,7 @@ def judge_hosts(result: GroupResult, names: Sequence[str]) -> CheckReport:
 
 
 def summarize(backend: str, pairs: Sequence[PairResult]) -> str:
-    """Return the range of bandwidths and latencies in a line."""
+    """Return a line with the range of bandwidths and latencies."""
     if not pairs:
         return f"{backend}: no pair was measured"
     rates = [pair.bytes_per_second for pair in pairs]
@@ -175,5 +175,5 @@ def _judge_bandwidth(report: CheckReport, rates: Mapping[Link, float], names: Se
 
 
 def _median_of_host(values: Mapping[Link, float], host: int) -> float:
-    """Return the median over a host's links."""
+    """Return the median value of a host's links."""
     return median(value for link, value in values.items() if host in link)

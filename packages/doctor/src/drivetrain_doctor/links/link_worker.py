@@ -30,7 +30,7 @@ _LONG_SECONDS = 0.02
 
 
 class Step(IntEnum):
-    """A step of a pair, sent by the lower rank to the other."""
+    """A step in measuring a pair, which the lower rank sends to the other rank."""
 
     BEGIN = 0
     PING = 1
@@ -40,7 +40,7 @@ class Step(IntEnum):
 
 
 def main() -> int:
-    """Run the ranks of the order on stdin; each ends by itself."""
+    """Read the order from stdin and run its ranks; each rank ends by itself."""
     _tell(event="ready")
     order = PairOrder(**json.loads(sys.stdin.read()))
     children: list[int] = []
@@ -143,7 +143,7 @@ def _drive(rank: int, peer: int, device: torch.device) -> PairResult:
 
 
 def _follow(peer: int, device: torch.device) -> None:
-    """Take the steps that the lower rank of a pair sends, until the end."""
+    """Follow the steps that the lower rank of a pair sends, until the last step."""
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     while True:
         received = torch.zeros(2, dtype=torch.int64, device=device)
@@ -171,7 +171,7 @@ def _receive(tensor: torch.Tensor, peer: int) -> None:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait for a GPU, where a call only begins to send or receive."""
+    """Wait until a GPU has sent or received, since a call on a GPU only begins the transfer."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,1 +1,1 @@
-"""Hosts that meet over a store: who is there, how clocks and versions differ, and who can reach whom."""
+"""Hosts that meet over a store: which have come, how clocks and versions differ, and which can reach each other."""

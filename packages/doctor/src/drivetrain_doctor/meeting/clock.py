@@ -1,4 +1,4 @@
-"""The offsets of the hosts' clocks from host 0's, as NTP measures them: four times of one question and answer."""
+"""The offsets of the hosts' clocks from host 0's clock, measured like NTP by the times of questions and answers."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -17,14 +17,14 @@ _BROKEN_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """The time by which a clock is ahead of host 0's, with its bound: half of the time to and fro."""
+    """The time by which a clock is ahead of host 0's, and the bound of its error: half of the round trip."""
 
     seconds: float
     bound_seconds: float
 
 
 def estimate_offset(samples: Iterable[tuple[float, float, float]]) -> ClockOffset:
-    """Return the offset by the sample with the shortest way, whose bound is the narrowest.
+    """Return the offset from the sample with the shortest round trip, which has the narrowest bound.
 
     A sample has this host's clock before a question, the clock of host 0, and this host's clock after.
     """
@@ -33,7 +33,7 @@ def estimate_offset(samples: Iterable[tuple[float, float, float]]) -> ClockOffse
 
 
 def ask_host_0(meeting: HostMeeting) -> ClockOffset:
-    """Measure this host's clock. On every host but 0, while host 0 calls `answer_hosts`."""
+    """Measure this host's clock. Called on every host but 0, while host 0 calls `answer_hosts`."""
     samples: list[tuple[float, float, float]] = []
     for number in range(QUESTIONS):
         # The way is timed by a clock that nobody sets meanwhile.
@@ -44,7 +44,7 @@ def ask_host_0(meeting: HostMeeting) -> ClockOffset:
 
 
 def answer_hosts(meeting: HostMeeting, ranks: Iterable[int]) -> None:
-    """Answer the questions of all hosts, one host after another. On host 0."""
+    """Answer the questions of all hosts, one host after another. Called on host 0."""
     for rank in ranks:
         for number in range(QUESTIONS):
             if not meeting.answer_clock(rank, number, seconds=_ANSWER_SECONDS):

@@ -26,7 +26,7 @@ def own_facts(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def host_label(rank: int, name: str, address: str | None) -> str:
-    """Return how a host is called in the report."""
+    """Return a host's name in the report."""
     return f"host {rank} ({name}{f', {address}' if address else ''})"
 
 

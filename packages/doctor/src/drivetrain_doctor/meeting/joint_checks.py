@@ -1,10 +1,10 @@
 """The meeting of all hosts' doctors, step by step; every host runs `meet`, and host 0 judges.
 
-1. All join the store; host 0 waits for missing hosts, and tells the roster.
-2. Each measures its clock against that of host 0.
-3. Each connects to a port of every other host, and looks for host 0's file in the folder of the checkpoints.
-4. If they reach each other, they measure their links over gloo, and over NCCL if all have NVIDIA GPUs.
-5. Host 0 tells the end.
+1. All hosts join the store; host 0 waits for missing hosts, and sends the roster.
+2. Each host measures its clock against the clock of host 0.
+3. Each host connects to a port of every other host, and looks for host 0's file in the folder of the checkpoints.
+4. If the hosts reach each other, they measure their links over gloo, and over NCCL if all have NVIDIA GPUs.
+5. Host 0 announces the end.
 """
 
 import os
@@ -42,9 +42,9 @@ def meet(
     program: PairProgram,
     progress: Progress,
 ) -> Examination:
-    """Meet the other hosts and check all together: return the examination of this host `alone`, completed.
+    """Meet the other hosts and check all together; return `alone`, this host's examination, with the new reports.
 
-    `address` is that by which this host reaches host 0, if known; `program` measures pairs and has no order yet.
+    `address` is this host's address on the way to host 0, if known. `program` measures pairs; it has no order yet.
     """
     ((_, reports),) = alone.hosts
     with answer_connections() as port:
@@ -81,7 +81,7 @@ def meet(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Host:
-    """The part of this host in the meeting."""
+    """The part that this host plays in the meeting."""
 
     checked: CheckedRun
     alone: Examination
@@ -120,7 +120,7 @@ class _Host:
         return replace(self.alone, hosts=hosts, is_broken=bool(end["is_broken"]), is_leader=False)
 
     def _lead(self) -> Examination:
-        """Lead the meeting, and judge the answers of all hosts. On host 0."""
+        """Lead the meeting, and judge the answers of all hosts. Called on host 0."""
         meeting, checked = self.meeting, self.checked
         hello = meeting.collect(
             "hello",
@@ -204,7 +204,7 @@ class _Host:
         return report
 
     def _start_program(self, backend: str) -> PairProgram:
-        """Return a program that measures pairs, once it has imported torch, and tell host 0."""
+        """Return a program that measures pairs after it has imported torch, and tell host 0."""
         program = self.gloo_program if backend == "gloo" else start_pairs(self.checked.environment)
         program.wait_until_ready()
         self.meeting.post(f"ready/{backend}", "")
@@ -222,7 +222,7 @@ class _Host:
 
 
 def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun) -> CheckReport:
-    """Name the hosts that did not come."""
+    """Name the hosts that did not join."""
     missing = [rank for rank in range(num_hosts) if rank not in labels]
     report = CheckReport(f"{len(labels)} of {num_hosts} hosts at {checked.master_addr}:{checked.master_port}")
     if missing:
@@ -237,14 +237,14 @@ def judge_roster(num_hosts: int, labels: Mapping[int, str], checked: CheckedRun)
 
 
 def list_hosts(ranks: Sequence[int]) -> str:
-    """Return hosts by their ranks in words, the first of many."""
+    """Return a phrase with the ranks of hosts; of many hosts, only the first are listed."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
     return f"host {shown}" if len(ranks) == 1 else f"hosts {shown}"
 
 
 @contextmanager
 def file_in(folder: Path) -> Generator[str]:
-    """Hold a file in a folder during the block; the value is its name, empty if the folder refuses it."""
+    """Create a file in a folder for the block, and yield its name; empty if the folder refuses the file."""
     file = folder / f".drivetrain-doctor-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         file.touch()
@@ -282,7 +282,7 @@ def judge_folder(
 def measure_links(
     meeting: HostMeeting, ranks: Sequence[int], backend: str, program: PairProgram
 ) -> dict[str, Any]:
-    """Measure the pairs that this host is the lower rank of, as plain data; close the program. On all `ranks`."""
+    """Measure the pairs with this host as lower rank, and close the program. Called on all `ranks`."""
     order = PairOrder(
         backend=backend,
         world_size=len(ranks),
@@ -296,7 +296,7 @@ def measure_links(
 
 
 def merge(backend: str, told: Mapping[int, Mapping[str, Any]], linked: Sequence[int]) -> GroupResult:
-    """Merge what each host measured of its own pairs, by rank and as plain data.
+    """Merge the measurements of each host's pairs, which are plain data by rank.
 
     `linked` lists the hosts in the order of their ranks in the group.
     """

@@ -1,6 +1,6 @@
-"""Join the other hosts' doctors at the store of the run: who is there, and who is missing after how long.
+"""Join the other hosts' doctors at the store of the run, and learn which hosts are missing after which time.
 
-Keys below the prefix: `arrivals` counts the hosts that come without a rank, to give them one; `here/RANK` counts the
+Keys below the prefix: `arrivals` counts hosts without a given rank, to number them; `here/RANK` counts the
 claims of a rank; `post/STEP/RANK` is a host's message to rank 0, `word/STEP` rank 0's message to all.
 """
 
@@ -45,7 +45,7 @@ class MeetingError(LaunchError):
 
 
 class HostMeeting:
-    """The hosts' common store, as this host reaches it, and the `seconds` that joining took."""
+    """The connection of this host to the hosts' common store, and the `seconds` that joining took."""
 
     def __init__(self, store: TCPStore, *, rank: int, num_hosts: int, seconds: float) -> None:
         self.rank = rank
@@ -56,11 +56,11 @@ class HostMeeting:
         self._values = StoreRounds(self._keys, rank=rank)
 
     def claim(self) -> int:
-        """Claim this host's rank; return how many hosts have claimed it so far."""
+        """Claim this host's rank; return the number of hosts that have claimed the same rank so far."""
         return self._values.count(f"here/{self.rank}", add=1)
 
     def post(self, step: str, content: Any) -> None:
-        """Tell rank 0 something as plain JSON data."""
+        """Send plain JSON data to rank 0."""
         self._values.post(f"post/{step}/{self.rank}", content)
 
     def collect(
@@ -71,7 +71,7 @@ class HostMeeting:
         seconds: float,
         progress: Callable[[list[int]], None] = lambda _: None,
     ) -> dict[int, Any]:
-        """Return the messages of hosts by rank, once all have come or `seconds` are over. On rank 0."""
+        """Return the messages of hosts by rank, once all have come or `seconds` are over. Called on rank 0."""
         deadline = time.monotonic() + seconds
         found: dict[int, Any] = {}
         missing = list(ranks)
@@ -86,11 +86,11 @@ class HostMeeting:
         return found
 
     def tell(self, step: str, content: Any) -> None:
-        """Tell all other hosts something as plain JSON data. On rank 0."""
+        """Send plain JSON data to all other hosts. Called on rank 0."""
         self._values.post(f"word/{step}", content)
 
     def hear(self, step: str, *, seconds: float) -> Any:
-        """Wait for a message of rank 0, for `seconds` and a grace; raise MeetingError if none comes."""
+        """Wait for a message of rank 0, for `seconds` and a grace time; raise MeetingError if no message comes."""
         try:
             self._keys.wait([f"word/{step}"], timedelta(seconds=seconds + _GRACE_SECONDS))
             return self._values.read(f"word/{step}")
@@ -106,7 +106,7 @@ class HostMeeting:
         return float(self._keys.get(f"clock/answer/{self.rank}/{number}"))
 
     def answer_clock(self, rank: int, number: int, *, seconds: float) -> bool:
-        """Wait for a host to ask for the time, and answer; return False if it does not ask. On rank 0."""
+        """Wait for a host to ask for the time, and answer; return False if no question comes. Called on rank 0."""
         try:
             self._keys.wait([f"clock/ask/{rank}/{number}"], timedelta(seconds=seconds))
         except DistError:
@@ -116,7 +116,7 @@ class HostMeeting:
 
 
 def join(checked: CheckedRun, *, progress: Callable[[str], None]) -> HostMeeting:
-    """Host the store, or reach it within the run's waiting time; a MeetingError says why neither works."""
+    """Host the store, or reach it within the run's waiting time; a MeetingError gives the reason of a failure."""
     begin = time.monotonic()
     rank = checked.node_rank
     may_host = rank == 0

@@ -1,4 +1,4 @@
-"""The ways from each host to each other one, on a port that the system chose, as gloo's and NCCL's connections do."""
+"""The ways from each host to each other host, on ports that the system chose, as for gloo's and NCCL's own."""
 
 import socket
 import threading
@@ -21,7 +21,7 @@ _SHOWN = 8
 
 @contextmanager
 def answer_connections() -> Generator[int]:
-    """Answer whoever connects to a port of this host during the block; the port is the value."""
+    """Answer connections to a port of this host during the block, and yield the port."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(
         ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
@@ -71,7 +71,7 @@ def reach_all(addresses: Mapping[int, tuple[str, int]]) -> dict[int, Reached]:
 def judge_reach(
     ways: Mapping[Way, Reached], silent: tuple[int, ...], names: Mapping[int, str]
 ) -> CheckReport:
-    """Name silent hosts, hosts without a way in or out, and then the single closed ways."""
+    """Name silent hosts, hosts that no host reaches or that reach no host, then other closed ways."""
     num_open = sum(reached == "yes" for reached in ways.values())
     report = CheckReport(f"{num_open} of {len(ways)} ways between hosts are open")
     for rank in silent:

@@ -1,4 +1,4 @@
-"""The step that the doctor is at: one line that changes on a terminal, a line for each step elsewhere."""
+"""Show the doctor's current step: one changing line on a terminal, or else a line for each step."""
 
 import shutil
 import time
@@ -8,10 +8,10 @@ _WAIT = "waiting"
 
 
 class StepDisplay:
-    """Shows steps on a stream; call it with each step, and `clear` at the end.
+    """A display of steps on a stream. Call it with each step, and call `clear` at the end.
 
-    Elsewhere than on a terminal, each step is a line; of several waits in a row, such as those for ever fewer hosts,
-    only some are shown.
+    If the stream is no terminal, each step is a line. Of several waits in a row, such as waits for fewer and fewer
+    hosts, only some are shown.
     """
 
     def __init__(self, stream: TextIO, *, seconds_between_waits: float = 5.0) -> None:

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[0-9][0-9.,]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """A check on one host, or on several; a finding without hosts is on all of them."""
+    """A check on one host or on several; a finding without hosts concerns all of these hosts."""
 
     name: str
     state: State
@@ -36,7 +36,7 @@ class CheckRow:
 
 
 def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> str:
-    """Return the table as text, wrapped at a width, and perhaps coloured by the terminal's escape codes."""
+    """Return the table as text, wrapped at `width`, and with `is_coloured` in a terminal's colours."""
     rows = [*merge_hosts(examination.hosts), *merge_hosts([("", examination.together)])]
     widest = max((len(row.name) for row in rows), default=0)
     hosts, count = examination.num_nodes, examination.num_processes
@@ -73,7 +73,7 @@ def table(examination: Examination, *, is_coloured: bool, width: int = 100) -> s
 
 
 def merge_hosts(hosts: Iterable[tuple[str, tuple[CheckReport, ...]]]) -> list[CheckRow]:
-    """Return one row for each check, with each finding once, whichever hosts have it."""
+    """Return one row for each check; a finding that several hosts have appears once."""
     of_check: dict[str, list[tuple[str, CheckReport]]] = {}
     labels: list[str] = []
     for label, reports in hosts:

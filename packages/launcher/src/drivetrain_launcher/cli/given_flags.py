@@ -42,7 +42,7 @@ class GivenFlags:
         self.put(flag.section, flag.field, value, written=shown)
 
     def put(self, section: str, name: str, value: Any, *, written: str) -> None:
-        """Set the value of a field that no flag has set differently."""
+        """Set the value of a field; the caller has checked that no flag gave another value."""
         self.said.setdefault(section, {})[name] = value
         self.written.setdefault((section, name), written)
 

@@ -147,7 +147,7 @@ def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
 
 
 def check_device(layers: Layers) -> None:
-    """Reject a device beside `run.cpu` where one layer sets both; a higher layer may well override a lower one."""
+    """Reject a device and `run.cpu` if the same layer sets both; a higher layer may override a lower one."""
     cpu, device = layers.of_section("run").get("cpu", ()), layers.of_section("state").get("device", ())
     if not (cpu and device) or cpu[0].source.kind != device[0].source.kind:
         return

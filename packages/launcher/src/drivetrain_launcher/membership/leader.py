@@ -77,11 +77,11 @@ class Leader:
             self._decide()
 
     def _look(self) -> None:
-        """Read who came and what every node says."""
+        """Read which nodes have arrived, and the status of every node."""
         now = time.monotonic()
 
         def find_new(store: TCPStore) -> dict[int, bytes]:
-            """Return the nodes that have said who they are; one may have ended before."""
+            """Return the new nodes that have registered; a node may have ended before it registered."""
             numbers = {*range(1, store.add(ARRIVED_KEY, 0) + 1)} - self._nodes.keys()
             keys = {number: [f"{NODE_KEY}{number}", f"{STATUS_KEY}{number}"] for number in numbers}
             return {number: store.get(pair[0]) for number, pair in keys.items() if store.check(pair)}

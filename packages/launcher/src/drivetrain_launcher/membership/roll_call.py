@@ -174,7 +174,7 @@ class StaticNodes(GivenNodes):
 
 
 def enter_by_number(store: Store) -> None:
-    """Number this node among those that come to a store without ranks, and leave its name."""
+    """Take the next number in a store of nodes without ranks, and write this node's name there."""
     number = store.add(f"{_PREFIX}/came", 1)
     store.set(f"{_PREFIX}/name/{number}", f"{socket.gethostname()}, process {os.getpid()}")
 

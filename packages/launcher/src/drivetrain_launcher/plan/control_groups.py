@@ -9,10 +9,10 @@ from drivetrain_memory.usage.processes import PROC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """The tightest limits over this process's control groups; None where there is none.
+    """The tightest limits over this process's control groups; None without a limit.
 
-    `cpus` is a number of cores' time; `used_bytes` is without what the kernel drops when memory is needed; `pids`
-    counts processes and threads.
+    `cpus` is CPU time as a number of cores; `used_bytes` leaves out memory that the kernel can reclaim; `pids` counts
+    processes and threads.
     """
 
     cpus: float | None = None

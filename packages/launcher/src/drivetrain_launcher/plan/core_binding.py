@@ -33,11 +33,11 @@ class CoreBinding:
 
 
 def plan_bindings(topology: CpuTopology, num_ranks: int) -> tuple[CoreBinding, ...]:
-    """Give each rank, by local rank, cores of its own on the NUMA node of its accelerator.
+    """Return separate cores for each rank, by local rank, on the NUMA node of the rank's accelerator.
 
-    The ranks of a node divide its cores into equal runs of neighbours. Other ranks, on the CPU or with an accelerator
-    whose node is unknown or has no usable core, first go to nodes without any rank, then to the node where a rank has
-    most cores. Ranks share cores where a node has fewer than ranks. Rank i has the i-th accelerator.
+    The ranks of a node divide its cores into equal runs of neighbours. Ranks on the CPU, or with an accelerator
+    whose node is unknown or has no usable core, go to nodes without ranks first, then to the node with the most cores
+    per rank. If a node has fewer cores than ranks, its ranks share cores. Rank i has the i-th accelerator.
     """
     by_node: dict[int, list[Core]] = {}
     for core in topology.cores:
@@ -82,7 +82,7 @@ def _assign_nodes(near: Sequence[int | None], num_cores: dict[int, int]) -> dict
 
 
 def _divide(items: list[_Item], num_parts: int) -> list[list[_Item]]:
-    """Divide items into runs whose lengths differ by one at most; repeat items where there are too few."""
+    """Divide items into runs whose lengths differ by one at most; repeat items if there are fewer than runs."""
     if len(items) < num_parts:
         return [[items[part * len(items) // num_parts]] for part in range(num_parts)]
     length, longer = divmod(len(items), num_parts)

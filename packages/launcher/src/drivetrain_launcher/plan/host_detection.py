@@ -1,4 +1,4 @@
-"""The host as a plan needs it, determined as cheaply as possible: accelerators, cores, and which of both are near."""
+"""Detect cheaply what a plan needs of the host: accelerators, cores, and the NUMA node of each."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ class CpuTopology:
     """The physical cores that this process may use, by their first CPU, and where the accelerators are.
 
     `device_nodes` has the NUMA node of each visible accelerator, None where the kernel does not tell it; `is_bound`
-    says whether this process may use a part of the machine's CPUs only; `quota` is the number of cores' time that its
-    control group may use, None without a limit.
+    says whether this process may use only a part of the machine's CPUs; `quota` is the CPU time, in cores,
+    that its control group may use, None without a limit.
     """
 
     cores: tuple[Core, ...]
@@ -51,7 +51,7 @@ class Host:
         accelerator_count: The number of accelerators visible to this process.
         visible_devices: The value of the variable that restricts them, such as CUDA_VISIBLE_DEVICES; None if unset.
         omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
-        num_ranks: The number of ranks of another launcher that has started this process as one; 0 without one.
+        num_ranks: The number of ranks of another launcher that started this process as a rank; 0 without one.
         cpu_topology: The cores to bind ranks to; None to bind none.
     """
 

@@ -45,7 +45,7 @@ class RankPlan:
         local_rank: The rank on its node.
         command: The command to execute.
         environment: The variables to add to the environment.
-        binding: The cores to bind it to; None for any.
+        binding: The cores to bind the process to; None for any.
     """
 
     rank: int
@@ -62,8 +62,8 @@ class LaunchPlan:
     Attributes:
         mode: "in place" runs the script in the launcher's own process; "elastic" starts processes with torch's agent.
         target: The script, module or program to run.
-        num_nodes: The number of nodes; the most of an elastic run.
-        min_nodes: The fewest nodes of an elastic run; None if the number is fixed.
+        num_nodes: The number of nodes; the maximum number of an elastic run.
+        min_nodes: The minimum number of nodes of an elastic run; None if the number is fixed.
         node_silence_seconds: The time without a sign of life after which an elastic run goes on without a node.
         node_rank: The rank of this node; None if the rendezvous decides.
         processes_per_node: The number of processes on each node.
@@ -87,7 +87,7 @@ class LaunchPlan:
         placement: The place in a cluster's job; None outside any job.
         max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for
             no limit.
-        has_ranks: Whether another launcher has set the ranks of this process, which are kept; only in place.
+        has_ranks: Whether another launcher has set this process's ranks and the plan keeps them; only in place.
         notes: The decisions made by default, to be printed once.
     """
 

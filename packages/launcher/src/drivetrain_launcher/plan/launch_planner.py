@@ -31,7 +31,7 @@ def plan_launch(
         target: The script, module or program to run.
         host: The description of this node.
         handed_down: The settings for the workers, as written by `Layers.to_json`.
-        placement: The place of this process in a cluster's job, whose values the settings hold already.
+        placement: The place of this process in a cluster's job. The settings already hold the job's values.
 
     Raises:
         LaunchError: If the launch is impossible, such as with too few accelerators or without a node rank. The
@@ -114,7 +114,7 @@ def _check_address(place: JobPlacement) -> None:
 
 
 def _check_flags(settings: LaunchSettings, target: LaunchTarget, world_size: int) -> None:
-    """Refuse flags that fit neither each other nor the target."""
+    """Refuse flags that contradict each other or the target."""
     if settings.preload and target.kind == "program":
         raise LaunchError(
             f"--preload {','.join(settings.preload)}: {target.name} is started without Python; leave out --preload "
@@ -177,7 +177,7 @@ def _visible(settings: LaunchSettings, host: Host) -> dict[str, str]:
 
 
 def _divide_cores(plan: LaunchPlan, settings: LaunchSettings, host: Host) -> LaunchPlan:
-    """Return the plan with the cores of each rank, if they are to be bound, and the number of its threads."""
+    """Return the plan with the number of threads of each rank, and with its cores if ranks are to be bound."""
     topology = host.cpu_topology
     count, notes = plan.processes_per_node, list(plan.notes)
     bindings: tuple[CoreBinding, ...] = ()
@@ -243,7 +243,7 @@ def _place_meeting(plan: LaunchPlan, settings: LaunchSettings) -> LaunchPlan:
 
 
 def _check_meeting(plan: LaunchPlan, settings: LaunchSettings) -> None:
-    """Refuse what several nodes cannot meet with."""
+    """Refuse settings with which several nodes cannot meet."""
     is_static = settings.rdzv_backend == "static"
     needs_rank = is_static and settings.node_rank is None
     if settings.min_nodes is not None and settings.rdzv_backend != "c10d":

@@ -1,4 +1,4 @@
-"""The number of processes, which two settings can say: one of a stronger layer stands for both (pure)."""
+"""The number of processes, which two settings can give: the setting of the stronger layer counts (pure)."""
 
 from drivetrain_config import Layers
 from drivetrain_config.settings.layers import PRECEDENCE
@@ -7,10 +7,10 @@ _FIELDS = ("num_processes", "processes_per_node")
 
 
 def settle_process_counts(layers: Layers) -> Layers:
-    """Return the layers without the number of processes that a stronger layer says in the other way.
+    """Return the layers without a number of processes that a stronger layer overrides by the other setting.
 
-    `--processes-per-node` overrides `num_processes` of a file, as `--num-processes` would. Numbers of one layer stay,
-    to be compared.
+    `--processes-per-node` overrides `num_processes` of a file, as `--num-processes` would. If one layer has
+    both numbers, both stay, and are compared later.
     """
     said = layers.of_section("launch")
     places = {field: PRECEDENCE.index(said[field][0].source.kind) for field in _FIELDS if field in said}

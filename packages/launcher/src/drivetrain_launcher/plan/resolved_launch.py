@@ -76,7 +76,7 @@ class ResolvedLaunch:
 def find_own_placement(layers: Layers) -> JobPlacement | None:
     """Return the place of this process in a cluster's job; None outside any job, and with `launch.cluster="none"`.
 
-    A launcher around this one that has set the ranks, such as torchrun, decides in place of the cluster.
+    If an outer launcher, such as torchrun, has set the ranks, that launcher decides instead of the cluster.
     """
     said = layers.of_section("launch").get("cluster")
     asked = str(said[0].value) if said else "auto"
@@ -111,7 +111,7 @@ def resolve_launch(layers: Layers, *, placement: JobPlacement | None = None) -> 
 
 
 def place_layers(layers: Layers, place: JobPlacement) -> Layers:
-    """Return the layers with the values of a job that the user has not said, whose sources are its variables."""
+    """Return the layers with the job's values for settings that the user left out; sources are its variables."""
     said = {name: entries[0] for name, entries in layers.of_section("launch").items()}
     _check_against_job(said, place)
     added: dict[str, tuple[Any, str]] = {}
@@ -140,7 +140,7 @@ def place_layers(layers: Layers, place: JobPlacement) -> Layers:
 
 
 def _check_against_job(said: Mapping[str, Entry], place: JobPlacement) -> None:
-    """Refuse settings that contradict the job, and those without effect where it started each rank itself."""
+    """Refuse settings that contradict the job, or that have no effect if the job started each rank itself."""
     # The attribute of the place that each setting must equal.
     facts = {"num_nodes": "num_nodes", "node_rank": "node_rank"}
     if place.is_one_task_per_rank:

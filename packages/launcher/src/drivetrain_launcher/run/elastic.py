@@ -1,6 +1,6 @@
 """Run an elastic plan with torch's agent, and report a failure once all ranks have stopped.
 
-Imported only when processes are started under the agent, since it imports the parts of torch that torchrun does.
+This module is imported only to start processes under the agent, since it imports what torchrun imports of torch.
 """
 
 import json
@@ -65,9 +65,9 @@ _ONE_PRESS_SECONDS = 1.0
 
 
 def run_elastic(plan: LaunchPlan, preloader: Preloader | None = None) -> int:
-    """Start the processes of a plan on this node, forked off the preloader if there is one, and wait for them.
+    """Start the processes of a plan on this node, as forks of the given preloader if any, and wait for them.
 
-    The environment has the variables of the plan already.
+    The environment of this process already has the variables of the plan.
 
     Returns:
         0 if all ranks succeeded; else the exit code of the rank that failed first, or 128 + the signal's number.
@@ -155,7 +155,7 @@ class WorkerLogs(DefaultLogsSpecs):
 
 
 class RankStarter:
-    """Starts each rank on its cores, fresh or forked off a process with its modules; `pids` are those started."""
+    """A starter of ranks on their cores, as new processes or forks of a preloader; `pids` are their process ids."""
 
     def __init__(self, plan: LaunchPlan, preloader: Preloader | None, keeper: Keeper) -> None:
         self.pids: list[int] = []
@@ -191,7 +191,7 @@ class RankStarter:
 
 
 class StopSignals:
-    """A signal handler that raises `SignalException` as torch's does, but once for signals within one second."""
+    """A signal handler that raises `SignalException` as torch's does, but only once for signals within one second."""
 
     def __init__(self) -> None:
         self._raised_at = -_ONE_PRESS_SECONDS
@@ -199,8 +199,8 @@ class StopSignals:
     def take_over(self, pids: Collection[int]) -> None:
         """Replace the handlers of torch's agent, and forward SIGUSR1 and SIGUSR2 to the running ranks.
 
-        Batch systems request a save with the latter. Outside the main thread, which alone can handle signals, this
-        does nothing.
+        Batch systems request a save with these two. Outside the main thread, this does nothing: only the main
+        thread can handle signals.
         """
         if current_thread() is not main_thread():
             return
@@ -372,7 +372,7 @@ class Agent(LocalElasticAgent):
             super()._shutdown(death_sig)
 
     def _failures(self, worker_group: WorkerGroup, codes: Mapping[int, int]) -> list[RankFailure]:
-        """Return the failures so far: recorded exceptions, and ends with one of these exit codes by local rank."""
+        """Return the failures so far, from recorded exceptions and from `codes`, the exit codes by local rank."""
         found: list[RankFailure] = []
         for worker in worker_group.workers:
             record: dict[str, object] = {}
@@ -419,7 +419,7 @@ class Agent(LocalElasticAgent):
 
 
 def _ranks_of(worker_group: WorkerGroup) -> dict[int, int]:
-    """Return the ranks by process id, of those that have been started."""
+    """Return the ranks of the started processes, by process id."""
     started = [worker for worker in worker_group.workers if worker.id is not None]
     return {cast("int", worker.id): worker.global_rank for worker in started}
 

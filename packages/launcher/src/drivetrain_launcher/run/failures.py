@@ -115,8 +115,8 @@ def format_for_user(error: BaseException) -> str:
     """Format an exception with its traceback; for an error that drivetrain raises, only down to the user's line.
 
     The message of such an error suffices: it gives the value or the call, what is allowed and a remedy. One line
-    replaces the library's frames. An assertion that fails, and an error with another behind it that its message does
-    not repeat, are shown in full.
+    replaces the library's frames. A failed assertion is shown in full, and so is an error whose message does not
+    repeat the message of its cause.
     """
     from drivetrain_state.hang.stack import Frame, frame_owner
 
@@ -147,7 +147,7 @@ def format_for_user(error: BaseException) -> str:
 
 
 def _raised_by_statement(error: BaseException) -> bool:
-    """Return whether the innermost frame raised an exception itself, and did not call native code that did."""
+    """Return whether the innermost frame raised the exception itself, rather than native code that it called."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
@@ -161,7 +161,7 @@ def read_failure(
 ) -> RankFailure:
     """Build the failure of a rank from its exit code and the JSON of its error file, written by us or torch.
 
-    The record is empty if there is none; its own time takes precedence over `seen`, both in seconds since the epoch.
+    Without an error file, `record` is empty. Its time takes precedence over `seen` (both in seconds since the epoch).
     """
     message = record.get("message")
     said = message if isinstance(message, Mapping) else {}
@@ -180,7 +180,7 @@ def read_failure(
 
 
 def read_process_failure(rank: int, failure: "ProcessFailure") -> RankFailure:
-    """Build the failure of a rank from what torch's agent knows of its process."""
+    """Build the failure of a rank from the agent's record of the rank's process."""
     return read_failure(
         failure.error_file_data,
         rank=rank,
@@ -202,7 +202,7 @@ def find_root(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def announce(failure: RankFailure, *, seconds: float) -> str:
-    """Return the line that tells of a failure at once, before the other ranks have stopped."""
+    """Return the line that reports a failure at once, before the other ranks have stopped."""
     if failure.error:
         what = f"failed: {failure.error.splitlines()[0]}"
     elif failure.signal:

@@ -22,7 +22,7 @@ _CAUSED_SIGNALS = ("SIGTERM", "SIGABRT")
 
 
 class NodeChanges:
-    """The changes of the nodes as they matter to one node's agent."""
+    """The effects of node changes on the agent of one node."""
 
     def __init__(self, nodes: ElasticNodes, plan: LaunchPlan) -> None:
         self._nodes = nodes
@@ -52,11 +52,11 @@ class NodeChanges:
         self._nodes.check()
 
     def finished(self) -> None:
-        """Say to the others that all ranks of this node have ended well."""
+        """Tell the other nodes that all ranks of this node have ended well."""
         self._nodes.finished()
 
     def leave_by_signal(self) -> None:
-        """Say to the others, before the ranks are stopped, that this node leaves."""
+        """Tell the other nodes, before the ranks are stopped, that this node leaves."""
         self._nodes.leave("stopped")
 
     def caused(self, failures: Sequence[RankFailure]) -> bool:
@@ -81,7 +81,7 @@ class NodeChanges:
         return self._nodes.is_dropped or self._nodes.state.change != "failed"
 
     def stop_seconds(self) -> float:
-        """Return the time that the ranks have to end: enough to save only if those of all nodes can."""
+        """Return the time that the ranks have to end: enough to save only if the ranks of all nodes can save."""
         return self._shutdown_seconds if self._nodes.can_save else _SHORT_STOP_SECONDS
 
     def say_why_restart(self) -> None:

@@ -27,8 +27,8 @@ def watch_owner(owner: int, *, role: str, parent: int, connection: int | None = 
         owner: The process id of the launcher or notebook.
         role: "launcher" or "notebook", for the message.
         parent: The process id of the owner, or of the process that this one was forked off.
-        connection: A socket to the owner, whose end is noticed at once. A process that the owner has forked may keep
-            the other end open, so the parent process is watched too.
+        connection: A socket to the owner, which closes when the owner ends. A process that the owner has forked may
+            keep the other end open, so the parent process is watched too.
     """
 
     def watch() -> None:

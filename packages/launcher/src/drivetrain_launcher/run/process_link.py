@@ -35,7 +35,7 @@ class ProcessLink:
     def receive(self) -> list[dict[str, Any]] | None:
         """Wait for messages, whose files `take_file` returns in order; None if the other end has closed or died.
 
-        No message may be whole yet.
+        The list is empty while no message is complete.
         """
         try:
             data, files, _, _ = socket.recv_fds(self.connection, _READ_BYTES, _MAX_FILES)

@@ -70,7 +70,7 @@ def run_plan(plan: LaunchPlan) -> int:
 
 
 def check_address(plan: LaunchPlan, *, patience_seconds: float = _NAME_SECONDS) -> None:
-    """Check that node 0's name has an address, and warn in a job, on node 0, if it is not this machine's.
+    """Check that node 0's name has an address. In a job, node 0 warns if the address is another machine's.
 
     In a job the name may get its address after the nodes start, as the names of pods do.
     """
@@ -142,8 +142,8 @@ def requeue_after(code: object, plan: LaunchPlan) -> int:
     """Return the exit code for the shell; have the cluster start the job again if all ranks have saved.
 
     Called by every launcher of the job, with the exit code of its ranks or the script's argument of `sys.exit`. The
-    launcher of task 0 asks the cluster. The others wait until the cluster stops them, or until the time to save is
-    over: a cluster may stop a job as soon as a task ends with an error, which must not be before task 0 has asked.
+    launcher of task 0 asks the cluster. A cluster may stop a job as soon as a task ends with an error. So the others
+    wait until the cluster stops them, or until the time to save is over: task 0 must be able to ask before that.
     """
     shown = code if isinstance(code, int) else int(code is not None)
     place = plan.placement

@@ -1,4 +1,4 @@
-"""Ranks that a signal has stopped: they are named, and ended where the others no longer wait for them."""
+"""Name the ranks that a signal has stopped, and end them once the other ranks no longer wait for them."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ class StoppedRanks:
 
     Args:
         say: The function that shows a line.
-        limit_seconds: The time after which one is killed, as other ranks give up waiting then; None for no limit.
+        limit_seconds: The time after which a stopped rank is killed: other ranks then give up waiting. None for none.
         may_pause: Whether stopping all ranks of this node is a pause, which has no limit.
     """
 
@@ -33,7 +33,7 @@ class StoppedRanks:
         self._looked_at = 0.0
 
     def look(self, ranks: Mapping[int, int]) -> None:
-        """Look at the ranks, by process id, now and then: name those that stand still, and kill them at the limit."""
+        """Name the ranks, given by process id, that stand still, and kill them at the limit. Call this often."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_INTERVAL_SECONDS:
             return
@@ -59,7 +59,7 @@ class StoppedRanks:
                 self._kill(pid)
 
     def release(self, ranks: Mapping[int, int], *, may_save: bool) -> None:
-        """End the ranks that stand still, which see no SIGTERM; let them go on instead if they may save."""
+        """End the stopped ranks, which cannot react to SIGTERM; if they may save, continue them instead."""
         for pid in stopped_among(ranks):
             if may_save:
                 os.kill(pid, signal.SIGCONT)
@@ -67,7 +67,7 @@ class StoppedRanks:
                 self._kill(pid)
 
     def explain(self, failure: RankFailure) -> RankFailure:
-        """Return a failure with its reason if this rank was killed as it stood still."""
+        """Return a failure, with a reason added if its rank was killed for standing still."""
         if failure.pid not in self._killed:
             return failure
         why = "a signal (SIGSTOP) had stopped it, and the launcher killed it as the other ranks gave up on it"

@@ -84,7 +84,7 @@ class ErrorRecorder:
         self._record(error)
 
     def leave_shown(self, stop: SystemExit) -> None:
-        """Record the exception of a script whose runner, itself a program, has shown it by the hooks."""
+        """Record the script's exception after the program that ran the script has shown it by the hooks."""
         if self._was_reached and not self._is_recorded and stop.__context__ is not None:
             self._record(stop.__context__)
 

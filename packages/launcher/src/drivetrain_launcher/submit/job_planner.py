@@ -30,7 +30,7 @@ class PlannedJob:
 def plan_job(
     arguments: SubmitArguments, resolved: ResolvedLaunch, variables: Mapping[str, str], *, folder: Path
 ) -> PlannedJob:
-    """Plan the request of a job with the user's variables, which runs in a folder, an absolute path.
+    """Plan the request of a job with the user's variables that runs in `folder`, an absolute path.
 
     A LaunchError says that arguments contradict each other, or that the launch would fail on every node.
     """
@@ -116,7 +116,7 @@ def _plan_devices(
 def _check_launch(
     arguments: SubmitArguments, resolved: ResolvedLaunch, processes: int | None, accelerators: int
 ) -> None:
-    """Plan the launch of node 0 as the node will, to report here the errors of every node."""
+    """Plan the launch of node 0 as the node will, so that errors of every node are reported here."""
     launch = resolved.launch
     several = launch.num_nodes > 1
     of_node = replace(

@@ -19,7 +19,7 @@ _REQUESTED = frozenset({"num_nodes", "num_processes", "processes_per_node", "shu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLine:
-    """The launch inside a job: its words, and settings as variables, without those of the `withheld` secrets."""
+    """The launch inside a job: its words, and settings as variables, except the `withheld` secrets."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]

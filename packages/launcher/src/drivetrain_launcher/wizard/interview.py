@@ -39,7 +39,7 @@ def ask_all(
 ) -> dict[Key, GivenAnswer]:
     """Ask every open question, then offer the sections that were not asked about.
 
-    Without an asker, every recommended answer is taken; a LaunchError if there is none, or its section refuses it.
+    Without an asker, take each recommended answer; raise LaunchError if it is missing or the section refuses it.
     """
     found = dict(answers)
     opened: list[str] = []

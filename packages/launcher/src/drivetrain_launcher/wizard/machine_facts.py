@@ -40,7 +40,7 @@ class MachineFacts:
     trackers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def known(self) -> dict[str, Any]:
-        """Return the facts under the names by which the fields' own functions know them."""
+        """Return the facts by name, such as "machine.num_cpus", for the `ask` functions of fields."""
         outside = ("cluster", "num_nodes", "backends", "trackers")
         names = (name for name in self.__dataclass_fields__ if name not in outside)
         return {

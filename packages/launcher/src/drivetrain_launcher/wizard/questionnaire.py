@@ -42,8 +42,8 @@ class Choice:
 class Question:
     """A question that the answers so far leave open.
 
-    `recommended` is MISSING if no answer is; `choices` has the recommended answer first, and is empty if the answer
-    is typed; the settings of `after` are asked for first.
+    `recommended` is MISSING if no answer is recommended. `choices` begins with the recommended answer, and is empty
+    if the user types the answer. The settings of `after` are asked for first.
     """
 
     section: str

@@ -71,7 +71,7 @@ def _find_spec(section: str, field: str, source: Source) -> FieldSpec:
 
 
 def _apply_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the text of a file with settings written, and a line for each."""
+    """Return the text of a file with settings changed, and a line for each change."""
     document = _load_document(text)
     document = _yaml().map() if document is None else document
     lines: list[str] = []
@@ -99,8 +99,8 @@ def _apply_changes(text: str, changes: Sequence[str]) -> tuple[str, list[str]]:
 def _remove_setting(text: str, spec: FieldSpec) -> str:
     """Return the text of a file without a setting and its help; all other comments stay where they are.
 
-    The library keeps a comment with the key before it, so that taking a key out of its document would take the
-    comment of the next one along, and leave its own.
+    The library keeps a comment with the key before it, so that removing a key from its document would remove
+    the next key's comment, and leave the removed key's own.
     """
     document = _load_document(text)
     values = document[spec.section]

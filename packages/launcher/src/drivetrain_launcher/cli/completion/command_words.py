@@ -96,7 +96,7 @@ def section_flags() -> tuple[FlagWords, ...]:
 
 
 def _plugin_words(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the names of installed plug-ins and the other words, without the form `module:Class`."""
+    """Return the names of installed plug-ins and the `other_words`, but not the form `module:Class`."""
     return tuple(word for word in plugin_names(group, other_words) if ":" not in word)
 
 

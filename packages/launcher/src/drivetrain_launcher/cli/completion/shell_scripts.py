@@ -216,7 +216,7 @@ def _join_takers(flags: Iterable[FlagWords]) -> str:
 
 
 def _find_next_words(commands: Sequence[CommandWords]) -> dict[str, list[tuple[str, str]]]:
-    """Return the words that may follow each first word, and an empty one, with their descriptions."""
+    """Return the words, with descriptions, that may follow each first word; the key "" has the first words."""
     found: dict[str, dict[str, str]] = {"": {}}
     for command in commands:
         group, space, member = command.name.partition(" ")
@@ -258,7 +258,7 @@ def _fish_lines(commands: Sequence[CommandWords], shared: Sequence[FlagWords]) -
 
 
 def _fish_word(text: str) -> str:
-    """Return a word that fish reads as it is."""
+    """Quote a text so that fish reads it as one unchanged word."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -17,7 +17,7 @@ _PROCESS = Path(__file__).with_name("process.py")
 
 
 class Keeper:
-    """The keeper process of a launch, which ends with this context manager, and its `options`."""
+    """The keeper process of a launch, started with `options`; the process ends with this context manager."""
 
     def __init__(self, options: KeeperOptions) -> None:
         self.options = options
@@ -38,39 +38,39 @@ class Keeper:
         self._process.wait()
 
     def begin_attempt(self, token: str) -> None:
-        """Forget the ranks before; others are started now, whose environment alone has the text `token`."""
+        """Forget the last attempt's ranks; only the environment of the next ranks has the text `token`."""
         self._token, self._streams, self._pids = token, [], []
         self._send("attempt", token=token)
 
     def add_stream(self, stream: Stream, file: int) -> None:
-        """Have an output of a rank shown, whose file stays open here until the next attempt."""
+        """Have the keeper show an output of a rank; `file` stays open here until the next attempt."""
         self._streams.append((stream, file))
         self._send("stream", [file], stream=asdict(stream))
 
     def set_ranks(self, pids: Sequence[int]) -> None:
-        """Tell of the processes that have been started."""
+        """Tell the keeper the ids of the ranks' processes."""
         self._token, self._pids = "", list(pids)
         self._send("ranks", pids=self._pids)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher, which cuts into no line of a rank."""
+        """Show a line of the launcher without cutting into a rank's line."""
         if not self._send("say", text=text):
             self._send("say", text=text)
 
     def drain(self) -> None:
-        """Wait until all is shown that the ranks, which have ended, have written."""
+        """Wait until all output of the ranks is shown, after the ranks have ended."""
         if self._send("drain"):
             self._answer()
 
     def last_lines(self, rank: int, count: int) -> list[str]:
-        """Return the last lines of a rank; none if the process has died meanwhile."""
+        """Return the last lines of a rank; no lines if the keeper has died."""
         if not count:
             return []
         answer = self._answer() if self._send("tail", rank=rank, count=count) else None
         return [] if answer is None else list(answer["lines"])
 
     def ensure_running(self) -> None:
-        """Replace the process if somebody has killed it; the ranks notice nothing, what it held is lost."""
+        """Replace the keeper if it was killed. The ranks notice nothing; output that the keeper held is lost."""
         if self._process.poll() is None:
             return
         self._channel.connection.close()
@@ -89,7 +89,7 @@ class Keeper:
         return process, ProcessLink(connection)
 
     def _send(self, kind: str, files: Sequence[int] = (), **content: Any) -> bool:
-        """Send a message; if the process has died, return False, and replace it by one that knows all before."""
+        """Send a message. If the keeper has died, replace it, tell the new one all earlier facts, return False."""
         try:
             self._channel.send(kind, files, **content)
         except OSError:

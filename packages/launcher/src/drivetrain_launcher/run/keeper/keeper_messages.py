@@ -11,7 +11,7 @@ class KeeperOptions:
         launcher: The process id of the launcher.
         grace_seconds: The time that ranks have to save after their launcher has died.
         are_same: Whether stdout and stderr are the same terminal, pipe or file.
-        terminals: Whether stdout and stderr are terminals that move their cursor when told.
+        terminals: Whether stdout and stderr are terminals with a movable cursor.
     """
 
     launcher: int
@@ -22,13 +22,13 @@ class KeeperOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """An output of a rank, whose file descriptor travels beside the message.
+    """An output of a rank; its file descriptor is sent along with the message.
 
     Attributes:
         rank: The global rank.
         shown_on: The file descriptor where it is shown: 1 or 2; 0 if it is not shown.
         prefix: The text before each line.
-        is_leading: Whether its bytes are shown unchanged, and the lines of others between them.
+        is_leading: Whether its bytes are shown unchanged, with the lines of other ranks between them.
         file: The path of the file to write as well; empty for none.
     """
 

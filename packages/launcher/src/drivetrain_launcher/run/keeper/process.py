@@ -62,7 +62,7 @@ class OutputThread:
         return self._pending_bytes == 0
 
     def write(self, data: bytes) -> None:
-        """Add bytes; comes back at once."""
+        """Add bytes, and return at once."""
         if self._is_broken or not data:
             return
         with self._changed:
@@ -89,7 +89,7 @@ class OutputThread:
 
 
 class KeeperProcess:
-    """The state of the keeper process; the end of its connection tells of the launcher's death."""
+    """The state of the keeper process. If the connection ends, the launcher has died."""
 
     def __init__(self, connection: socket.socket, options: KeeperOptions) -> None:
         self._options = options
@@ -106,7 +106,7 @@ class KeeperProcess:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Work until the launcher says that it ends, or has died and its ranks are ended."""
+        """Work until the launcher announces its end; if the launcher has died, until its ranks are ended."""
         connection = self._channel.connection.fileno()
         while True:
             now = time.monotonic()
@@ -143,7 +143,7 @@ class KeeperProcess:
         return Screen(self._writers[file].write, size if is_terminal else None)
 
     def _watch(self, files: Sequence[int]) -> None:
-        """Have the selector look at these outputs, and at the launcher."""
+        """Have the selector wait for these outputs and for the launcher's connection."""
         before = set(self._selector.get_map()) - {self._channel.connection.fileno()}
         for file in before - {*files}:
             self._selector.unregister(file)
@@ -151,7 +151,7 @@ class KeeperProcess:
             self._selector.register(file, selectors.EVENT_READ)
 
     def _fit(self) -> None:
-        """Hand a new size of the terminal on."""
+        """Pass a changed size of the terminal on to the pseudo-terminals."""
         terminal = next((file for file in (1, 2) if self._options.terminals[file - 1]), None)
         if terminal is None:
             return
@@ -183,7 +183,7 @@ class KeeperProcess:
                 self._channel.send("lines", lines=lines)
 
     def _drain(self, *, patience_seconds: float = float("inf")) -> None:
-        """Show all that the ranks, which have ended, have written."""
+        """Show all output of the ranks, after the ranks have ended."""
         self._read_all()
         self._outputs.end(now=time.monotonic())
         deadline = time.monotonic() + patience_seconds
@@ -191,7 +191,7 @@ class KeeperProcess:
             time.sleep(0.001)
 
     def _read_all(self) -> None:
-        """Read what the pipes hold by now; what somebody goes on to write is not waited for."""
+        """Read the bytes that the pipes hold now, without waiting for more."""
         for _ in range(_READS_PER_PIPE):
             found = [self._outputs.read(file, now=time.monotonic()) for file in self._outputs.files]
             if not any(found):

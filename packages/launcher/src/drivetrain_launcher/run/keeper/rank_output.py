@@ -21,10 +21,10 @@ _RETAINED_LINE_BYTES = 2000
 
 
 class RankOutput:
-    """An output of a rank, shown on a screen unless that is None; this object closes the file.
+    """An output of a rank, shown on `screen` unless that is None. This object closes the file.
 
-    `retained` has the last lines of its rank, which the rank's other output may share; `tell` shows a line of the
-    launcher's.
+    `retained` has the rank's last lines, and may be shared with the rank's other output. `tell` shows a line of the
+    launcher.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RankOutput:
         os.set_blocking(file, False)
 
     def read(self, *, now: float) -> bool:
-        """Read what has arrived, and show it; return whether there was anything."""
+        """Read and show the bytes that have arrived; return False if none have."""
         try:
             data = os.read(self.file, _READ_BYTES)
         except OSError:  # nothing yet, or a pseudo-terminal whose other side is closed
@@ -100,7 +100,7 @@ class RankOutput:
 
 
 class RankOutputs:
-    """The outputs of all ranks of an attempt, shown on screens by the launcher's file descriptor."""
+    """The outputs of all ranks of an attempt; `screens` are the screens by the launcher's file descriptor."""
 
     def __init__(self, screens: Mapping[int, Screen], *, tell: Callable[[str], None]) -> None:
         self._screens = screens
@@ -120,11 +120,11 @@ class RankOutputs:
         self._outputs[file] = RankOutput(stream, file, screen, retained=retained, tell=self._tell)
 
     def read(self, file: int, *, now: float) -> bool:
-        """Read one output once; return whether there was anything."""
+        """Read one output once; return False if no bytes have arrived."""
         return self._outputs[file].read(now=now)
 
     def end(self, *, now: float) -> None:
-        """Show all last lines: the ranks have ended."""
+        """Show all remaining output, after the ranks have ended."""
         for output in sorted(self._outputs.values(), key=lambda each: not each.stream.is_leading):
             output.end(now=now)
         for screen in self._screens.values():

@@ -1,4 +1,4 @@
-"""Give each rank of this node its stdout and stderr: a pipe, a pseudo-terminal, or what the launcher has."""
+"""Give each rank of this node its stdout and stderr: a pipe, a pseudo-terminal, or the launcher's own."""
 
 import fcntl
 import os
@@ -43,7 +43,7 @@ class RankStreams:
         self._close()
 
     def begin_attempt(self, token: str) -> None:
-        """Forget the outputs of the attempt before; of all processes, the ranks to come alone will have the token."""
+        """Forget the last attempt's outputs; only the environment of the next ranks will have `token`."""
         self._keeper.begin_attempt(token)
         self._close()
 

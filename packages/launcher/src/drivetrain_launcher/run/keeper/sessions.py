@@ -1,7 +1,7 @@
-"""Find and end what a rank has started: every process of its session.
+"""Find and end the processes that a rank has started: all processes of its session.
 
 A rank leads a session of its own, which its loader workers and subprocesses share, whatever process groups they make.
-A process that calls setsid has left it on purpose. Standard library only, as the keeper process imports it without
+A process that calls setsid leaves on purpose. Standard library only, as the keeper process imports it without
 site-packages; `python sessions.py LEADER SECONDS` ends a session.
 """
 
@@ -24,7 +24,7 @@ def end_sessions(
 ) -> None:
     """Ask the leaders to stop, give them seconds to save, then kill what is left of their sessions.
 
-    `meanwhile` is called again and again until they have ended.
+    `meanwhile` is called again and again until the sessions have ended.
     """
     # A stopped process does not see SIGTERM before SIGCONT.
     for number in (signal.SIGTERM, signal.SIGCONT):
@@ -37,7 +37,7 @@ def end_sessions(
 
 
 def kill_sessions(leaders: Collection[int]) -> None:
-    """Kill all processes in the sessions of these leaders, also those that appear meanwhile.
+    """Kill all processes in the sessions of these leaders, including processes that appear meanwhile.
 
     Without a /proc (macOS), the leaders' process groups are killed.
     """
@@ -66,18 +66,18 @@ def has_keeper(launcher: int) -> bool:
 
 
 def members_of(leaders: Collection[int]) -> list[int]:
-    """Return the running processes in the sessions of these leaders; a zombie runs no more."""
+    """Return the running processes in the sessions of these leaders; zombies do not count."""
     sessions = set(leaders)
     return [pid for pid in _processes() if _running_session(pid) in sessions]
 
 
 def stopped_among(pids: Collection[int]) -> list[int]:
-    """Return those processes that a signal such as SIGSTOP has stopped; a debugger's hold is none."""
+    """Return the processes that a signal such as SIGSTOP has stopped; a stop by a debugger does not count."""
     return [pid for pid in pids if (status := _status(pid)) is not None and status[0] == b"T"]
 
 
 def leaders_with(text: str) -> list[int]:
-    """Return the session leaders in whose first environment `text` stands, such as a name with its value."""
+    """Return the session leaders that started with `text`, such as NAME=VALUE, in their environment."""
     sought = os.fsencode(text)
     found: list[int] = []
     for pid in _processes():

@@ -41,7 +41,7 @@ Outcome = Returned | Interrupted | FailedRank
 class Interrupts:
     """A context in which SIGINT raises nothing, and is counted.
 
-    In another thread than the main one, where Python handles no signals, it counts nothing.
+    Outside the main thread, where Python handles no signals, the count stays 0.
 
     Attributes:
         count: The number of interrupts so far.
@@ -67,7 +67,7 @@ class Interrupts:
 
 
 class Call:
-    """A call in progress on ranks in their order, which have some seconds to save when they are stopped."""
+    """A call in progress on the ranks, in rank order. Ranks that are stopped have some seconds to save."""
 
     def __init__(self, ranks: Sequence[RankProcess], output: OutputView, *, grace_seconds: float) -> None:
         self._ranks = ranks
@@ -114,7 +114,7 @@ class Call:
         return [rank for rank in self._ranks if rank.rank not in self._outcomes]
 
     def _read(self, selector: selectors.BaseSelector, seconds: float) -> bool:
-        """Read what there is, output first, as it was written before a message; return whether there was any."""
+        """Read waiting output, then messages, since output is written first; return False if nothing waited."""
         ready = selector.select(seconds)
         for key, _ in ready:
             rank, name = key.data
@@ -161,7 +161,7 @@ class Call:
         return True
 
     def _heed(self, interrupts: Interrupts) -> None:
-        """Hand interrupts on: the first gives the ranks time to save, another kills them."""
+        """Pass interrupts on to the ranks: the first leaves them time to save, the second kills them."""
         if interrupts.count == self._interrupts_seen:
             return
         is_first = self._interrupts_seen == 0

@@ -1,7 +1,7 @@
 """The matplotlib backend of ranks whose notebook shows figures inline; matplotlib imports it by its name.
 
 `plt.show()`, and the end of the function, send each open figure of rank 0 to the notebook as a PNG. As with the
-inline backend, a figure that was shown is closed. Other ranks only close theirs.
+inline backend, a figure that was shown is closed. Other ranks only close their figures.
 """
 
 import os

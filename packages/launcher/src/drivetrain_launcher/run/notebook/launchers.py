@@ -27,11 +27,11 @@ def notebook_launcher(
         function: The function, called as `function(*args)` on each process.
         args: The arguments of the function.
         num_processes: The number of processes; None for one per accelerator, or one if there is none. A single
-            process is this one.
+            process is the caller's.
         mixed_precision: The `run.mixed_precision` setting of the processes, which their code may override.
         master_port: The port of the rendezvous; 0 for any free port.
-        **accelerate: The other arguments of Accelerate's notebook_launcher. `use_port` is `master_port`; any of the
-            others is refused if it asks for something else than what happens.
+        **accelerate: The other arguments of Accelerate's notebook_launcher. `use_port` is `master_port`; another
+            argument is refused if it asks for different behaviour.
 
     Returns:
         The return values of the function, in rank order.

@@ -14,7 +14,7 @@ _PIECES = re.compile(r"(\r\n|\r|\n)")
 
 
 class StreamView:
-    """The merged stdout, or stderr, of all ranks; the lines of a single one have no prefix."""
+    """The merged stdout, or stderr, of all ranks; the lines of a single rank have no prefix."""
 
     def __init__(self, write: Callable[[str], object], *, num_ranks: int) -> None:
         self._write = write
@@ -27,7 +27,7 @@ class StreamView:
         self._has_returned = False  # rank 0's last character was a carriage return
 
     def feed(self, rank: int, data: bytes) -> None:
-        """Show the lines that a rank has ended; keep its unfinished one."""
+        """Show the lines that a rank has ended; keep its unfinished line."""
         for piece in _PIECES.split(self._decoders[rank].decode(data)):
             if piece in ("\n", "\r\n"):
                 self._end_line_of(rank)
@@ -84,7 +84,7 @@ class StreamView:
 
 
 class OutputView:
-    """Both streams of all ranks, shown on those of this process; in Jupyter these belong to the cell that runs."""
+    """Both streams of all ranks, shown on this process's streams, which in Jupyter belong to the running cell."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO, *, num_ranks: int) -> None:
         self._streams = {"stdout": stdout, "stderr": stderr}

@@ -1,7 +1,7 @@
-"""Pickle calls to ranks and results back: by value where only the notebook knows it, tensors by way of the CPU.
+"""Pickle calls to ranks and their results: objects that only the notebook knows by value, tensors through the CPU.
 
-`cloudpickle` ships what pickle cannot: functions and classes of cells, lambdas, nested functions. Besides, a call
-carries the source of those that are in no file, for tracebacks; and the names that they have in `__main__`, since the
+`cloudpickle` ships what pickle cannot: functions and classes of cells, lambdas, nested functions. A call also
+carries the source of code that is in no file, for tracebacks; and the names of its objects in `__main__`, since the
 ranks may pickle their instances by name, as `gather_object` does.
 """
 
@@ -27,7 +27,7 @@ _LARGE_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledCall:
-    """A file with a function and its arguments, for any number of ranks, and lines on what is special about it."""
+    """A pickled function with its arguments, in a file for any number of ranks, and remarks for the user."""
 
     content: IO[bytes]
     notes: tuple[str, ...] = ()
@@ -192,6 +192,6 @@ def _parts_of(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _names_used(code: CodeType) -> set[str]:
-    """Return the names that a function and those nested in it look up."""
+    """Return the names that a function and its nested functions look up."""
     nested = [_names_used(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*nested)

@@ -1,6 +1,6 @@
 """The messages between a notebook and its ranks: one byte names the message, and its content is a file sent with it.
 
-A message is a single byte, so that none is ever read by half, and writing one never waits for the reader. The
+A message is a single byte, so that no message is read by half, and a write never waits for the reader. The
 content, which may be large, is in a file without a name: nothing is left on the disk when either side is killed.
 For Unix only.
 """
@@ -129,5 +129,5 @@ def new_content() -> IO[bytes]:
 
 
 def view_content(content: IO[bytes]) -> Any:
-    """Return the content as a buffer, which several ranks may view at once, unlike the file's position."""
+    """Return the content as a buffer. Ranks may read it at once, since they share no file position."""
     return mmap.mmap(content.fileno(), 0, prot=mmap.PROT_READ)

@@ -165,9 +165,9 @@ def free_memory() -> None:
 
 
 def user_modules(*, since_ns: int) -> dict[str, int]:
-    """Return the time of change of the files of imported modules that are not installed.
+    """Return the modification time of each imported module's file, by file, without installed packages.
 
-    It is 0 for a file that has changed since `since_ns`, in nanoseconds since the epoch: perhaps after its import.
+    The time is 0 for a file that changed after `since_ns` (nanoseconds since the epoch), perhaps after its import.
     """
     found: dict[str, int] = {}
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))

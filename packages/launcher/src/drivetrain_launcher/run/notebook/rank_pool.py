@@ -39,7 +39,7 @@ class RankPool:
         self._is_busy = False
 
     def start(self) -> None:
-        """Start the processes, which import torch meanwhile, unless they run."""
+        """Start the processes unless they run already; they import torch in the background."""
         if self._ranks:
             return
         folder = os.getcwd()
@@ -50,8 +50,8 @@ class RankPool:
     def call(self, pickled_call: PickledCall) -> list[Any]:
         """Call a function on all ranks, and return its values in rank order.
 
-        After a failure (RankFailedError) or an interrupt (KeyboardInterrupt) no rank is left. A call in progress in
-        another thread is a RuntimeError.
+        After a failure (RankFailedError) or an interrupt (KeyboardInterrupt) all ranks are ended. If a call of
+        another thread is in progress, raise RuntimeError.
         """
         if self._is_busy:
             raise RuntimeError("these workers are running another call; wait for it, or start other workers")
@@ -151,7 +151,7 @@ class RankPool:
             return self._results(outcomes)
 
     def _results(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        """Return the values of the ranks, or raise what ended the call."""
+        """Return the values of the ranks, or raise the error that ended the call."""
         failed = [each for each in outcomes if isinstance(each, FailedRank)]
         if any(isinstance(each, Interrupted) for each in outcomes):
             own = [each.failure for each in failed if each.failure.error and not each.failure.is_aftermath]

@@ -27,7 +27,7 @@ _TPU_VARIABLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPoolPlan:
-    """The plan of a pool on one machine: `variables` are set besides the notebook's; port 0 is any free port."""
+    """The plan of a pool on one machine: `variables` extend the notebook's environment; port 0 is any free port."""
 
     num_processes: int
     variables: Mapping[str, str] = field(default_factory=dict[str, str])

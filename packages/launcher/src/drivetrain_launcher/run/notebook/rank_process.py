@@ -41,7 +41,7 @@ class RankProcess:
             os.set_blocking(stream.fileno(), False)
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """Yield the name and number of each of its files to wait for: "stdout", "stderr" and "channel"."""
+        """Yield the name and number of each file of the rank to wait for: "stdout", "stderr" and "channel"."""
         yield from ((name, stream.fileno()) for name, stream in self._streams.items())
         yield "channel", self.channel.fileno()
 
@@ -52,25 +52,25 @@ class RankProcess:
         return b""
 
     def exit_code(self) -> int | None:
-        """Return its exit code, negative for the signal that ended it; None while it runs."""
+        """Return the rank's exit code, negative for the signal that ended the rank; None while it runs."""
         return self._process.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to it, unless it has ended."""
+        """Send a signal to the rank, unless it has ended."""
         self._process.send_signal(number)
 
     def ask_to_end(self) -> None:
-        """Ask it to end once it waits for a call."""
+        """Ask the rank to end once it waits for a call."""
         with suppress(OSError):  # it has ended
             self.channel.send(Message.END)
 
     def kill(self) -> None:
-        """Kill it with all that it has started, and wait for its end."""
+        """Kill the rank with all processes that it has started, and wait for its end."""
         kill_sessions([self.pid])
         self._process.wait()
 
     def close(self) -> None:
-        """Kill what is left of its session, and close its files."""
+        """Kill the remaining processes of the rank's session, and close its files."""
         self.kill()
         self.channel.close()
         for stream in self._streams.values():

@@ -44,7 +44,7 @@ class CursorTracker:
 
     @property
     def is_ground(self) -> bool:
-        """True if no sequence and no character is cut at this moment."""
+        """True if the bytes so far end with a complete escape sequence or character."""
         return not self._rest
 
     @property
@@ -99,7 +99,7 @@ class CursorTracker:
         self._settle()
 
     def _settle(self) -> None:
-        """Give all rows above up: the program will not come back to them."""
+        """Forget all rows above: the program will not come back to them."""
         self._row = self._top = self._bottom = self._column = 0
         self._is_fresh, self._has_moved_up, self._is_new = True, False, True
         self._is_bar = False

@@ -25,7 +25,7 @@ class LineBuffer:
         self._size_bytes = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Add bytes, and return the lines that are whole now, each with its newline; empty if there is none."""
+        """Add bytes, and return the lines that are whole now, each with its newline; empty if no line is."""
         end = data.rfind(b"\n") + 1
         if end:
             whole, rest = b"".join([*self._parts, data[:end]]), data[end:]
@@ -43,7 +43,7 @@ class LineBuffer:
         return whole + long[:cut] + b"\n"
 
     def flush(self) -> bytes:
-        """Return the last line, which has no newline, with one; empty if there is none."""
+        """Return the unfinished last line with a newline added; empty without an unfinished line."""
         rest = b"".join(self._parts)
         self._parts, self._size_bytes = [], 0
         return rest + b"\n" if rest else b""
@@ -69,10 +69,10 @@ def mark(lines: bytes, prefix: bytes) -> bytes:
 
 
 def for_terminal(lines: bytes) -> bytes:
-    """Return whole lines as a terminal may show them between those of others.
+    """Return whole lines in a form that a terminal may show between lines of other ranks.
 
-    Colours stay and end with their line. Moves of the cursor, titles and other control characters are left out. Of a
-    line that carriage returns have overwritten, as those of a progress bar, the last state is left.
+    Colours stay and end with their line. Moves of the cursor, titles and other control characters are left out. If
+    carriage returns have overwritten a line, as in a progress bar, only the line's last state is left.
     """
     if b"\r" not in lines and not _SEQUENCE.search(lines):
         return lines

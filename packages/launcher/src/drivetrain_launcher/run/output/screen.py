@@ -27,7 +27,7 @@ class Size:
 class Screen:
     """An output that several ranks share.
 
-    `write` takes the bytes in order; `size` returns the size of the terminal, and is None if the output is none.
+    `write` takes the bytes in order; `size` returns the terminal's size, and is None if the output is no terminal.
     """
 
     def __init__(self, write: Callable[[bytes], object], size: Callable[[], Size] | None) -> None:
@@ -43,7 +43,7 @@ class Screen:
         return bool(self._held)
 
     def write_leader(self, data: bytes, *, now: float) -> None:
-        """Write bytes of rank 0, unchanged, then what had to wait for the end of its line."""
+        """Write bytes of rank 0, unchanged, then the lines that waited for the end of rank 0's line."""
         is_plain = b"\x1b" not in data and data.endswith(b"\n")
         if not self._held and is_plain and self._tracker.is_free and not self._tracker.follows_bar:
             self._write(data)  # nothing to follow: it stays at the start of a line
@@ -58,7 +58,7 @@ class Screen:
             self.release(now=now)
 
     def write_lines(self, lines: bytes, *, now: float) -> None:
-        """Write whole lines of another rank, or of the launcher, as soon as they cut nothing."""
+        """Write whole lines of another rank, or of the launcher, once they cut no line of rank 0."""
         if not self._held and self._tracker.is_free and not self._tracker.follows_bar:
             self._write(lines if self._size is None else for_terminal(lines))
             return
@@ -67,7 +67,7 @@ class Screen:
         self.release(now=now)
 
     def release(self, *, now: float, at_once: bool = False) -> None:
-        """Write the lines that wait, if rank 0 allows it by now; at once also if its line must be ended for that."""
+        """Write the waiting lines if rank 0's output allows; `at_once` may end rank 0's line for that."""
         if not self._held:
             return
         tracker = self._tracker

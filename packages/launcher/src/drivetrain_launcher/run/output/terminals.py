@@ -12,7 +12,7 @@ COLOURS = (31, 130, 28, 133, 131, 98)
 
 
 def output_terminals(environment: Mapping[str, str]) -> tuple[bool, bool]:
-    """Return whether stdout and stderr are terminals that move their cursor when told.
+    """Return whether stdout and stderr are terminals with a movable cursor.
 
     Args:
         environment: The environment variables of this process.
@@ -24,7 +24,7 @@ def output_terminals(environment: Mapping[str, str]) -> tuple[bool, bool]:
 
 
 def coloured_outputs(environment: Mapping[str, str]) -> tuple[bool, bool]:
-    """Return whether to colour stdout and stderr: NO_COLOR, then FORCE_COLOR decide if they are not empty."""
+    """Return whether to colour stdout and stderr: a non-empty NO_COLOR decides, then FORCE_COLOR."""
     if environment.get("NO_COLOR"):
         return False, False
     if forced := environment.get("FORCE_COLOR"):
@@ -42,6 +42,6 @@ def are_one_output() -> bool:
 
 
 def prefix_of(rank: int, *, host: str = "", is_coloured: bool = False) -> str:
-    """Return what stands before each line of a rank, with the host if there are several."""
+    """Return the prefix of each line of a rank, with the host if the run has several hosts."""
     text = f"[rank {rank}{f' {host}' if host else ''}]"
     return f"\x1b[38;5;{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if is_coloured else f"{text} "

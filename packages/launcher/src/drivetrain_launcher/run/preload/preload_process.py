@@ -2,7 +2,7 @@
 
 It runs the same command as a rank, and has no thread and no open accelerator, of which a fork would have only a part.
 Each rank leads a session of its own, and has the variables, the outputs and the cores of its order. A rank that has
-ended stays a zombie until the launcher knows of it: its id goes to no other process that the launcher could then hit.
+ended stays a zombie until the launcher knows of it: no other process can take its id and the launcher's signals.
 """
 
 import gc
@@ -29,7 +29,7 @@ _THREAD_END_SECONDS = 0.5
 class RankOrder:
     """The order of a rank: all its variables, CPUs (empty for any), and file descriptors (None for the launcher's).
 
-    `parent` is the id of the process that it was forked off.
+    `parent` is the id of the process that the rank was forked off.
     """
 
     parent: int
@@ -63,7 +63,7 @@ def become_rank(order: RankOrder) -> None:
 
 
 class _Parent:
-    """The ranks that were forked, by a handle of each."""
+    """The forked ranks, each with a handle."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -96,7 +96,7 @@ class _Parent:
                     return order
 
     def _fork(self, message: Mapping[str, Any]) -> RankOrder | None:
-        """Fork a rank; return its order in the rank, None here."""
+        """Fork a rank; return its order in the rank, None in this process."""
         files = [self._link.take_file() if has_file else None for has_file in message["outputs"]]
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):

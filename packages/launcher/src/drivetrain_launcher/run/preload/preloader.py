@@ -32,13 +32,13 @@ class ForkedRank:
         self._look = look
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return the rank's exit code; None while the rank runs."""
         if self.returncode is None:
             self._look(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait some seconds for its end, and return its exit code; raise TimeoutExpired if it still runs."""
+        """Wait some seconds for the rank to end, and return its exit code; raise TimeoutExpired if it runs on."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             rest = None if deadline is None else deadline - time.monotonic()
@@ -48,7 +48,7 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it is known to have ended."""
+        """Send the rank a signal, unless it is known to have ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -143,7 +143,7 @@ class Preloader:
         return started
 
     def _end_orphans(self) -> None:
-        """Kill the ranks, as the process that would tell of their ends has been killed."""
+        """Kill the ranks after the process that reports their ends was killed."""
         self._process.kill()
         self._process.wait()
         kill_sessions(self._ranks)
