@@ -1,10 +1,10 @@
-"""Run models larger than the accelerator or the machine: plan a device map, load weights by it, fetch them at use.
+"""Run models larger than the accelerator or the machine: plan a device map, load by it, fetch weights at use.
 
 `init_empty_weights` builds a model of any size without memory. `load_checkpoint_and_dispatch` plans a device map,
 reads each weight straight to its device, and leaves weights placed on the disk in the checkpoint's own files. While
 one module computes, the weights of the next ones are prefetched. `infer_auto_device_map`, `load_checkpoint_in_model`
-and `dispatch_model` are its steps; `cpu_offload` and `disk_offload` need no device map. `remove_hooks` makes a model
-ordinary again.
+and `dispatch_model` are the single steps; `cpu_offload` and `disk_offload` need no device map. `remove_hooks` makes a
+model ordinary again.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, in one place.
 
-torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/dispatch/test_compat.py holds each
-one to what is relied on, and docs/platforms.md lists them.
+torch has no public API for them. They are the same in torch 2.9 to 2.15. tests/dispatch/test_compat.py tests the
+behaviour that is relied on. docs/platforms.md lists the names.
 """
 
 import sys
@@ -51,7 +51,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have torch call a function at the end of the backward that this thread is in; a RuntimeError if in none."""
+    """Have torch call a function at the end of this thread's backward; outside a backward, raise RuntimeError."""
     Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
 

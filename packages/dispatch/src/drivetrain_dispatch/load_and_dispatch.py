@@ -59,7 +59,7 @@ def load_checkpoint_and_dispatch(
     skip_keys: Collection[str] = (),
     quantization: Quantization | StoredFP8 | None = None,
 ) -> nn.Module:
-    """Load and dispatch a model that may be larger than the accelerator or the machine, by a device map or a plan.
+    """Load and dispatch a model larger than the accelerator or the machine, by a given or a planned device map.
 
     Args:
         model: The model, usually from `init_empty_weights`; changed in place.
@@ -72,7 +72,7 @@ def load_checkpoint_and_dispatch(
         strict: Whether the checkpoint must have exactly the model's names.
         rename: A function from a checkpoint's name to the model's; a tensor for which it returns None is skipped.
         progress: A function called with the bytes read so far and the total.
-        offload_folder: The folder for weights on the disk that no file holds in their final form, as packed ones.
+        offload_folder: The folder for weights on the disk that no file holds in final form, such as packed ones.
         release_pages: Whether pages leave this process's memory once the host has used them; see `dispatch_model`.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once.

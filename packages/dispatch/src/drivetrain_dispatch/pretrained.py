@@ -65,21 +65,21 @@ def load_pretrained(
 ) -> AnyModel:
     """Load a model of transformers or diffusers that may be larger than the accelerator or the machine.
 
-    As the library's `from_pretrained(folder, device_map=...)` does, build the model without memory in the dtype of
-    its configuration, plan a device map for its undivided modules, read each weight straight to its device by the
-    library's own tables of names and stacks, and dispatch the model in evaluation mode. fp8 weights with block scales
-    (DeepSeek-V3) are dequantised while they are read, or kept by `quantization=StoredFP8()`.
+    Like the library's `from_pretrained(folder, device_map=...)`, build the model without memory in the dtype of its
+    configuration and plan a device map. Read each weight straight to its device, converted by the library's own
+    tables of names and stacks. Dispatch the model in evaluation mode. fp8 weights with block scales (DeepSeek-V3) are
+    dequantised while they are read, or kept by `quantization=StoredFP8()`.
 
     `model_class` may be one of transformers' Auto classes. `dtype="auto"` takes the configuration's dtype, or fp32 if
     it has none. `variant` chooses among several weights in the folder, such as "fp16" for `model.fp16.safetensors`.
-    `config`, an object of the library, replaces the folder's configuration, and `model_options` single fields of it,
-    `attn_implementation` and `experts_implementation`. Without `no_split_module_classes`, a planned map keeps those
-    of the model whole. The other arguments are those of `load_checkpoint_and_dispatch`.
+    `config`, an object of the library, replaces the folder's configuration. `model_options` replace single fields of
+    it, `attn_implementation` and `experts_implementation`. A planned map keeps `no_split_module_classes` whole, by
+    default the model's. The other arguments are those of `load_checkpoint_and_dispatch`.
 
     Raises:
         ImportError: The library is not installed.
         TypeError: `model_class` is no model class of these libraries.
-        ValueError: The folder has no configuration, or that of a checkpoint that another library quantised.
+        ValueError: The folder has no configuration, or holds a checkpoint that another library quantised.
         WeightsMismatchError: The checkpoint does not fit the model.
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
     """
@@ -250,7 +250,7 @@ def _explain_errors(path: Path, model_class: Any) -> Generator[None]:
 
 
 def _keep_in_fp32(model: Any) -> None:
-    """Convert the parameters that the model's class keeps in fp32, on the meta device."""
+    """Convert, on the meta device, the parameters that the model's class keeps in fp32."""
     # transformers has two lists of modules: one for fp16 alone, one for bf16 too.
     dtype = getattr(model, "dtype", torch.float32)
     parts = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -65,7 +65,7 @@ class EstimateArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeEstimate:
-    """The estimate of one way to train, or the reason why there is none."""
+    """The estimate of one way to train, or the reason why it is missing."""
 
     mode: TrainingMode
     memory: RankMemory | None = None

@@ -23,7 +23,7 @@ class DeviceUse:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes of all of these together."""
+        """The bytes of weights, window, kept tensors and activations together."""
         return self.weight_bytes + self.moving_bytes + self.kept_bytes + self.activation_bytes
 
 
@@ -45,7 +45,7 @@ def forecast(
     prefill: Mapping[str, BlockCost],
     token: Mapping[str, BlockCost],
 ) -> Forecast:
-    """Plan for both forwards of generation: in the memory of the larger one, and as fast as possible for a token."""
+    """Plan generation: the prompt's and a token's forward fit in memory, and a token is as fast as possible."""
     computing, room = split_budgets(budgets)
     costs: dict[str, BlockCost] = {}
     for name, cost in prefill.items():  # the time of a token, with the memory that the larger forward takes
@@ -75,7 +75,7 @@ def forecast(
 def _holding(
     blocks: Sequence[Block], plan: PlacePlan, costs: Mapping[str, BlockCost], at: int, budget_bytes: int
 ) -> DeviceUse:
-    """Return the memory of a device that computes."""
+    """Return the memory of a computing device at its peak."""
     mine = [index for index, device in enumerate(plan.devices) if device == at]
     each = [costs.get(blocks[index].name, BlockCost()) for index in mine]
     return DeviceUse(

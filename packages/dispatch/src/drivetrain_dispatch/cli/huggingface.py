@@ -28,7 +28,7 @@ _RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def read_config(folder: Path) -> tuple[Any, Any]:
-    """Return the library transformers, and the configuration in a folder, or in a `config.json`."""
+    """Return the module `transformers`, and the configuration in a folder or a `config.json`."""
     if folder.name == _CONFIG and folder.is_file():
         folder = folder.parent
     if not (folder / _CONFIG).is_file():
@@ -70,7 +70,7 @@ def build_empty(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 def build_to_train(
     folder: Path, *, dtype: torch.dtype | None, lora_rank: int | None = None, recompute: bool = False
 ) -> nn.Module:
-    """Build the model of a folder's config.json to train it, or with a `lora_rank` its adapters, without memory."""
+    """Build the model of a folder's config.json for training, without memory; `lora_rank` adds adapters."""
     transformers, config = read_config(folder)
     named = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     build = named or transformers.AutoModelForCausalLM.from_config
@@ -107,7 +107,7 @@ def _build(
 
 
 def whole_classes(model: nn.Module) -> list[str]:
-    """Return the module classes that should not be split: those that the model names, or the class of its layers."""
+    """Return the module classes to keep whole: the classes that the model names, or the class of its layers."""
     there = {type(module).__name__ for module in model.modules()}
     if said := sorted(there.intersection(getattr(model, "_no_split_modules", None) or ())):
         return said
@@ -125,7 +125,7 @@ def most_tokens(model: nn.Module) -> int | None:
 
 
 def check_length(model: nn.Module, num_tokens: int) -> None:
-    """Check that a model takes so many tokens."""
+    """Check that a model takes `num_tokens` tokens."""
     most = most_tokens(model)
     if most is not None and num_tokens > most:
         raise ValueError(

@@ -230,7 +230,7 @@ def _as_text(
 
 
 def _limit(found: Forecast) -> str:
-    """Return a line with how the model fits, and with the limit of a token's time."""
+    """Return a line that says where the weights fit, and what limits the time of a token."""
     computed = sum(found.device_map.seconds.values())
     tiers = set(map(tier_of, found.device_map.values()))
     if tiers == {Tier.DEVICE}:

@@ -20,7 +20,7 @@ class Fp8Weights(NamedTuple):
 
 
 def fp8_weights(tensors: Mapping[str, LazyTensor], wanted: Collection[str]) -> Fp8Weights:
-    """Find the fp8 weights that have scales, `NAME_scale_inv`, but for scales that the model wants itself."""
+    """Find the fp8 weights with scales, `NAME_scale_inv`, except if the model itself has such a tensor."""
     found = Fp8Weights({}, {})
     for name, tensor in tensors.items():
         scales = tensors.get(f"{name}{_SUFFIX}")
@@ -70,7 +70,7 @@ def can_be_kept(values: LazyTensor, scales: LazyTensor) -> bool:
 
 
 def _find_starts(joined: LazyTensor) -> dict[str, tuple[int, ...]] | None:
-    """Return where each stored tensor begins in a joined one; None if it is not joined, or a part is transposed."""
+    """Return where stored tensors begin in a joined tensor; None if it is not joined, or a part is transposed."""
     target = torch.empty(joined.shape, device="meta")
     places: dict[str, tuple[int, ...]] = {}
     for lazy, part in joined.parts(target):

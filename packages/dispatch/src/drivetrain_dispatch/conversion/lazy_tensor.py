@@ -1,8 +1,8 @@
-"""The lazy tensors of a conversion: they record the operations applied to them, and run these on demand.
+"""The lazy tensors of a conversion: they record operations and run them on demand.
 
 A conversion written for ordinary tensors (split, stack, transpose, dequantise) is applied to `LazyTensor`s before any
-file is read. A result knows its shape and the stored tensors behind it; those of a join are read directly into their
-parts.
+file is read. A result knows its shape and its stored tensors. The tensors of a join are read directly into their
+parts of the result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def made_by(cls, func: Callable[..., Any], *args: Any, **kwargs: Any) -> "LazyTensor":
-        """Create the lazy tensor that a function makes, which is called now on the meta device, later with values."""
+        """Create the lazy result of a function, which runs now on the meta device and later on values."""
         return _lazy(func(*_map(args, _plain), **_map(kwargs, _plain)), Operation(func, args, kwargs, None))
 
     @classmethod
@@ -132,7 +132,7 @@ class LazyTensor(Tensor):
             file.expect(name, start=0, size_bytes=file.tensor(name).nbytes)
 
     def mapped_file(self) -> MappedFile | None:
-        """Return the file whose pages the values are; None if they have to be computed or copied."""
+        """Return the file whose pages are the values; None if the values have to be computed or copied."""
         inputs = list(self._lazy_inputs())
         if isinstance(self.origin, Operation):
             # Torch keeps one Python object per storage: a view shares it, a copy does not.
@@ -153,7 +153,7 @@ class LazyTensor(Tensor):
         return min(places, default=("", 0))
 
     def recipe(self) -> str:
-        """Describe how the values are made, in a string that is equal for equal operations on the same files."""
+        """Describe how the values are made; the strings of equal operations on the same files are equal."""
         if isinstance(self.origin, TensorInFile):
             file, name = self.origin
             return f"{file.path}@{file.stamp()}:{name}"
@@ -169,7 +169,7 @@ class LazyTensor(Tensor):
                 yield lazy.origin
 
     def _lazy_inputs(self) -> Iterator["LazyTensor"]:
-        """Yield the lazy tensors of the stored tensors that this tensor is made from."""
+        """Yield a lazy tensor for each stored tensor that this tensor is made from."""
         if isinstance(self.origin, TensorInFile):
             yield self
         else:
@@ -178,7 +178,7 @@ class LazyTensor(Tensor):
                     yield from tensor._lazy_inputs()
 
     def parts(self, target: Tensor) -> Iterator[tuple["LazyTensor", Tensor]]:
-        """Yield the lazy tensor that fills each part of the target, with that part: a join is undone."""
+        """Undo a join: yield each joined tensor with the part of the target that it fills."""
         # An operation on a join that only reorders elements is undone on the target; any other is computed in full.
         if isinstance(self.origin, Operation) and self.origin.position is None:
             func, args, kwargs, _ = self.origin

@@ -22,7 +22,7 @@ _COMPUTED_TABLES = ("inv_freq", "position_ids")
 
 
 def converted_names(layout: ModelLayout, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a checkpoint's tensors with the names and shapes of a transformers model; of another, as they are."""
+    """Return a checkpoint's tensors by a transformers model's names and shapes; for other models, unchanged."""
     model, wanted = layout.model, layout.state
     if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         return dict(tensors)
@@ -88,7 +88,7 @@ def _convert(
 
 
 def _find_computed(layout: ModelLayout, found: Collection[str]) -> dict[str, LazyTensor]:
-    """Return tensors that checkpoints may omit because the model computes them, not at random: position tables."""
+    """Return tensors, such as position tables, that checkpoints may omit because the model computes them."""
     patterns = getattr(layout.model, "_keys_to_ignore_on_load_missing", None)
     computed: dict[str, LazyTensor] = {}
     for names in layout.aliases:

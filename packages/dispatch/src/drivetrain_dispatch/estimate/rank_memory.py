@@ -1,4 +1,4 @@
-"""The memory of a training step on each rank, from that on one device. Pure."""
+"""The memory of a training step on each rank, from its memory on one device. Pure."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -8,7 +8,7 @@ from drivetrain_dispatch.estimate.step_memory import StepMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParts:
-    """A choice of what the ranks divide among themselves; each of them holds the rest whole."""
+    """The parts of the memory that the ranks divide among themselves; every rank holds the other parts whole."""
 
     divides_states: bool = True
     divides_gradients: bool = True
@@ -41,7 +41,7 @@ class RankMemory:
 def memory_of_rank(
     step: StepMemory, *, sharding: ShardedParts, world_size: int, largest_block_bytes: int
 ) -> RankMemory:
-    """Return the memory of one of `world_size` ranks, from the memory of its batch on a single device."""
+    """Return the memory of a rank among `world_size` ranks, from a step with its batch on a single device."""
     divided = sharding if world_size > 1 else SHARDINGS["ddp"]
     weights = _part(step.weights, world_size) if divided.divides_weights else step.weights
     gradients = _part(step.gradients, world_size) if divided.divides_gradients else step.gradients

@@ -63,12 +63,12 @@ class StorageTally(TorchDispatchMode):
         self.computing_bytes = max(self.computing_bytes, self.live_bytes - self.gradient_bytes)
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """Count the gradient of a parameter, which autograd has just completed, as such."""
+        """Count a parameter's gradient, just completed by autograd, as a gradient."""
         if parameter.grad is not None:
             self.gradient_bytes += _size_bytes(parameter.grad)
 
     def restart(self) -> None:
-        """Begin new peaks from what is allocated now."""
+        """Begin new peaks at the memory that is allocated now."""
         self.peak_bytes = self.live_bytes
         self.computing_bytes = self.live_bytes - self.gradient_bytes
 
@@ -88,7 +88,7 @@ class StorageTally(TorchDispatchMode):
 
 
 def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
-    """Measure the memory of a forward without autograd, as `measure_step` does that of a step."""
+    """Measure the memory of a forward without autograd, in the caller's `FakeTensorMode`."""
     tally = StorageTally()
     with _explain_errors(model), tally, torch.no_grad():
         tally.add((*model.parameters(), *model.buffers()))
@@ -149,7 +149,7 @@ def measure_step(
 
 @contextmanager
 def _explain_errors(model: nn.Module) -> Generator[None]:
-    """Run the block, and explain its errors: whether it needed values of tensors."""
+    """Run the block, and say in its errors whether it needed the values of tensors."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The ways to train that an estimate compares: dtypes of weights and computing, what is trained, which optimizer."""
+"""The ways to train that an estimate compares: dtypes of weights and computing, trained parameters, optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

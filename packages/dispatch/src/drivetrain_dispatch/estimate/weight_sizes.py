@@ -19,7 +19,7 @@ _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """The number of a model's parameters, and what they take in each dtype."""
+    """The number of a model's parameters, and their bytes in each dtype."""
 
     model: str
     num_parameters: int  # the number of parameters; tied ones count once
@@ -43,7 +43,7 @@ def sizes_of_model(model: nn.Module, block_classes: Collection[str]) -> WeightSi
 
 
 def sizes_of_files(path: Path) -> WeightSizes:
-    """Count the tensors in files of weights by their headers; a block is what has a number in its name."""
+    """Count the tensors in files of weights by their headers; a number in a name marks a block."""
     blocks: dict[str, int] = defaultdict(int)
     for name, file in open_weights(path).items():
         # A block's name ends with the first number, "model.layers.3"; else it is the module's.
@@ -56,7 +56,7 @@ def sizes_of_files(path: Path) -> WeightSizes:
 
 
 def _find_largest(model: str, num_parameters: int, blocks: Mapping[str, int]) -> WeightSizes:
-    """Return the sizes of a model that has blocks of these numbers of parameters."""
+    """Return the sizes of a model; `blocks` has the number of parameters of each block."""
     largest = max(blocks, key=lambda name: blocks[name], default="")
     return WeightSizes(
         model=model,

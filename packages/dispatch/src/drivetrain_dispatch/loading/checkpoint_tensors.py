@@ -1,4 +1,4 @@
-"""The options of a load, and the tensors of an open checkpoint in a model's names and form, not read yet."""
+"""The options of a load, and the unread tensors of an open checkpoint in a model's names and shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class WeightLoadOptions:
     def __post_init__(self) -> None:
         if self.progress is not None and not callable(self.progress):
             raise ValueError(
-                f"progress={self.progress!r} cannot be called: give a function of the bytes read and of all"
+                f"progress={self.progress!r} cannot be called: give a function of the bytes read and of the total"
             )
         quantization: object = self.quantization
         absent = [name for name in _QUANTIZATION if not hasattr(quantization, name)]
@@ -87,7 +87,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTensors:
-    """The tensors of a checkpoint, by its names, or by the model's if it is converted."""
+    """The tensors of a checkpoint, by the checkpoint's names, or after a conversion by the model's names."""
 
     path: Path
     specs: Mapping[str, TensorSpec]
@@ -101,7 +101,7 @@ class CheckpointTensors:
         return {name: spec for name, spec in self.specs.items() if name not in parts}
 
     def check_copies(self, name: str, copies: Sequence[str]) -> None:
-        """Check that several tensors are equal, as they become one tensor of the model."""
+        """Check that the tensors that become one tensor of the model are equal."""
         for copy in copies:
             # The bytes of both, in pieces: they are pages of files.
             one, other = (self.sources[each].values().reshape(-1).view(torch.uint8) for each in (name, copy))
@@ -118,15 +118,15 @@ class CheckpointTensors:
 
 
 def fp8_parts(name: str) -> tuple[str, str]:
-    """Return the names by which the values and the scales of an fp8 weight are read, if the load keeps them."""
+    """Return the names by which a load that keeps an fp8 weight reads its values and its scales."""
     return f"{name}/0", f"{name}/1"
 
 
 def open_checkpoint(layout: ModelLayout, path: Path, options: WeightLoadOptions) -> CheckpointTensors:
     """Open a checkpoint for a model; only the headers of its files are read.
 
-    With `rename`, the tensors keep the checkpoint's names and form. With `StoredFP8`, the values and scales of fp8
-    weights that the model can keep are there too, by the names of `fp8_parts`.
+    With `rename`, the tensors keep the checkpoint's names and shapes. With `StoredFP8`, the result also contains the
+    values and scales of fp8 weights that the model can keep, by the names of `fp8_parts`.
     """
     sources = {name: LazyTensor.in_file(file, name) for name, file in open_weights(path).items()}
     if options.rename is None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def with_files(
     plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None, *, maps_host: bool
 ) -> LoadPlan:
-    """Plan the files of tensors: computed ones are in none, some are written first; the host's may stay in theirs."""
+    """Plan which tensors stay in a file, and which are written to a file first; computed tensors have no file."""
     computed: list[str] = []
     tensors: list[PlannedTensor] = []
     for planned in plan.tensors:
@@ -60,7 +60,7 @@ def with_files(
 def write_converted(
     plan: LoadPlan, sources: Mapping[str, LazyTensor], folder: Path | str | None
 ) -> tuple[LoadPlan, dict[str, LazyTensor]]:
-    """Write tensors that the disk keeps in another form; return the plan with their new dtype, and the tensors."""
+    """Write tensors that the disk holds in a converted form; return the plan with their dtypes, and all tensors."""
     if not plan.to_write or folder is None:
         return plan, {}
     file = _write_converted_file(sources, plan.to_write, Path(folder).expanduser())
@@ -122,7 +122,7 @@ def _write_converted_file(
 
 
 def _map_on_host(planned: PlannedTensor, sources: Mapping[str, LazyTensor]) -> PlannedTensor:
-    """Return the plan of a tensor that is not copied if the host can use it as it is in a safetensors file."""
+    """Return a tensor's plan, without a copy if the host can use the tensor in its safetensors file."""
     # A write copies the page, and the file may be deleted or replaced; `torch.save` writes into an existing file.
     is_full = planned.box is None and not planned.is_quantized and planned.reads == (planned.stored,)
     is_kept = is_full and planned.tier is Tier.HOST and planned.dtype == planned.stored_dtype

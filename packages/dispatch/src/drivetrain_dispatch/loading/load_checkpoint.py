@@ -56,13 +56,13 @@ class LoadReport:
     """The report of a load.
 
     Attributes:
-        missing: Names of the model that the checkpoint lacks and that are unchanged; empty if the load was strict.
+        missing: Names of the model's tensors that the checkpoint lacks, left unchanged; empty if the load was strict.
         unexpected: Names of the checkpoint that the model lacks; empty if the load was strict.
         mapped: The file of each tensor on the disk, by all its names in the model.
-        computed: Names of tensors that the map places on the disk but that are in memory, since the model computes
-            them and no file holds them.
-        converted_at_use: The compute dtypes of the tensors in `mapped` that their file holds in another dtype, and
-            that are cast at use.
+        computed: Names of tensors that the map places on the disk but no file holds. The model computes these
+            tensors, and they are in memory.
+        converted_at_use: The compute dtypes of the tensors in `mapped` that are stored in another dtype and cast at
+            use.
     """
 
     missing: tuple[str, ...]
@@ -91,19 +91,19 @@ def load_checkpoint_in_model(
     """Load weights into a model, each tensor straight to its device and dtype.
 
     The file headers are checked before any tensor is read, and the model changes only once all tensors are read: an
-    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread; those that a safetensors
-    file has as they are in memory stay its pages until they are written to: it may be replaced or deleted, not cut.
-    Tied parameters stay tied; the checkpoint may have one of their names, or several with equal values. Parameters
-    that have memory stay the same objects, and both values are held for a moment. Of parameters that are sharded
-    among ranks (DTensor, as made by `fully_shard`), each rank reads its shard. Non-persistent buffers are unchanged.
+    error leaves it unchanged. The host holds the tensors placed on it and 8 MiB per thread. Tensors that need no
+    conversion stay pages of their safetensors file until they are written to; the file may be replaced or deleted,
+    but not cut. Tied parameters stay tied; the checkpoint may have one of their names, or several with equal values.
+    Parameters that have memory stay the same objects; their old and new values exist together for a moment. Each rank
+    reads its shard of sharded parameters (DTensor, as made by `fully_shard`). Non-persistent buffers are unchanged.
 
     Args:
         model: The model, usually on the meta device; changed in place.
         checkpoint: A safetensors file, the index of several, or a folder that holds one of them; or the same in
             torch's own format (`.bin`, `.pt`, `.pth`), of which only tensors are read and no code runs.
         device_map: A mapping from names of modules, parameters or buffers to devices; tensors on `"disk"` are pages
-            of the file. None keeps each on its device, and those on the meta device on the CPU. A tied tensor goes to
-            the first device among its names, and only without one to the disk.
+            of the file. None keeps each tensor on its device, and moves meta tensors to the CPU. A tied tensor goes
+            to the first device among its names, or to the disk if no name has a device.
         dtype: The dtype for floating-point and complex tensors; None keeps the model's dtypes.
         special_dtypes: The dtypes of single tensors by name, which override `dtype`.
         strict: Whether the checkpoint must have exactly the model's names.
@@ -113,13 +113,13 @@ def load_checkpoint_in_model(
         read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to all of
             `process_group`, which must call this. The others need the checkpoint only for what stays on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
-        quantization: The packing of linear layers' weights, each as it is read, on its computing device. They are not
-            trained. `StoredFP8()` keeps fp8 weights.
+        quantization: The packing of linear layers' weights, as each is read, on its computing device. Packed weights
+            are frozen. `StoredFP8()` keeps fp8 weights.
         offload_folder: The folder for packed and converted weights on the disk; its files are the user's to delete.
 
     Raises:
         WeightFilesError: A file is missing, damaged, or changed while it was read.
-        WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device. Names all.
+        WeightsMismatchError: Names or shapes do not fit, or a tensor would stay on the meta device. Lists all.
         TiedParametersError: The checkpoint has different values for one parameter.
         DeviceMapError: The map does not fit the model or the machine.
         LoadError: A device has no room, or another rank failed.
@@ -152,7 +152,7 @@ def load_tensors(
 ) -> LoadReport:
     """Load the tensors of an open checkpoint to their placements, or to the devices that they are on.
 
-    All ranks that the reader reads for call it.
+    Every rank that `reader` reads for must call this.
     """
     load = _Load(layout=layout, checkpoint=checkpoint, placements=placements, options=options, reader=reader)
     with load:
@@ -177,7 +177,7 @@ def check_sharded(layout: ModelLayout, device_map: object, options: WeightLoadOp
 
 @dataclass(kw_only=True)
 class _Load:
-    """The steps of a load. The end of its block drops the values read, so that a kept error holds no memory."""
+    """The steps of a load. The end of its block drops all read values, as a kept error would hold them."""
 
     layout: ModelLayout
     checkpoint: CheckpointTensors
@@ -230,7 +230,7 @@ class _Load:
         return plan
 
     def write_converted(self, plan: LoadPlan) -> LoadPlan:
-        """Write the tensors that the disk keeps in another form than the checkpoint's."""
+        """Write the tensors that the disk holds in another form than the checkpoint does."""
         plan, written = write_converted(plan, self.sources, self.options.offload_folder)
         self.sources.update(written)
         return plan
@@ -270,7 +270,7 @@ class _Load:
         return [change for planned in plan.tensors for change in self._changes(planned)]
 
     def _changes(self, planned: PlannedTensor) -> list[Assignment]:
-        """Return the changes for one tensor: its value, or the layer that a packed weight brings with it."""
+        """Return the changes for one tensor: a new value, and for some packed weights a new layer."""
         names, value = planned.names, self.values.get(planned.stored)
         if self.packer is not None and planned.is_quantized and isinstance(value, nn.Parameter):
             modules = tuple(name.rpartition(".")[0] for name in names)
@@ -305,7 +305,7 @@ class _Load:
 
 
 def allocate(tensors: Sequence[PlannedTensor], into: MutableMapping[str, Tensor]) -> None:
-    """Allocate all tensors that are read; packed ones get their memory later, one by one."""
+    """Allocate all tensors to read; tensors to pack get their memory later, one by one."""
     in_memory = [planned for planned in tensors if planned.in_memory]
     try:
         # The system overcommits memory, and would kill the process later. Pages of a file may be written to.

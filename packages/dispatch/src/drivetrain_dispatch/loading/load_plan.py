@@ -39,7 +39,7 @@ class PlannedTensor:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that the tensor takes in its place."""
+        """The bytes that the tensor takes where the plan puts it."""
         if self.quantized_bytes is not None:
             return self.quantized_bytes
         return math.prod(self.shape) * self.dtype.itemsize
@@ -56,12 +56,12 @@ class PlannedTensor:
 
     @property
     def in_memory(self) -> bool:
-        """True if the tensor takes memory, rather than staying in a file or without values."""
+        """True if the tensor takes memory: it has values and does not stay in a file."""
         return self.tier in (Tier.DEVICE, Tier.HOST)
 
     @property
     def is_quantized(self) -> bool:
-        """True if the tensor is packed once it is read, wherever it goes."""
+        """True if the tensor is packed after it is read, in memory or on the disk."""
         return self.quantized_bytes is not None
 
     @property
@@ -118,7 +118,7 @@ def plan_load(
 
 
 class _Planner(NamedTuple):
-    """The model and the checkpoint of a load, with the model's names in checkpoints, and where each is found."""
+    """The model and the checkpoint of a load, and the checkpoint's tensor for each name of the model."""
 
     layout: ModelLayout
     placements: Mapping[str, Placement]
@@ -128,7 +128,7 @@ class _Planner(NamedTuple):
     diff: StateDictDiff
 
     def plan(self, names: tuple[str, ...]) -> PlannedTensor | None:
-        """Return the plan for a tensor of the model; None if the checkpoint has nothing for it."""
+        """Return the plan for a tensor of the model; None if the checkpoint lacks the tensor."""
         layout, stored, found, diff = self.layout, self.stored, self.found, self.diff
         target = load_target(names[0], layout.tensors[names[0]])
         special = next((name for name in names if name in layout.special_dtypes), None)

@@ -20,7 +20,7 @@ class LoadTarget:
 
     @property
     def home(self) -> torch.device:
-        """The device of the tensor, or, if it has no memory yet, of its allocation."""
+        """The device of the tensor; for a tensor without memory, the device to allocate it on."""
         return torch.device("cpu") if self.tensor.is_meta else self.tensor.device
 
     def box(self) -> Box | None:
@@ -28,7 +28,7 @@ class LoadTarget:
         return None
 
     def keeps_object(self, value: Tensor) -> bool:
-        """Return whether the tensor can get a value and stay the same object: a buffer is always replaced."""
+        """Return whether the tensor can take a value and stay the same object; a buffer is always replaced."""
         return (
             isinstance(self.tensor, nn.Parameter)
             and self._learns(value) == self.tensor.requires_grad
@@ -36,7 +36,7 @@ class LoadTarget:
         )
 
     def put(self, value: Tensor) -> None:
-        """Give the tensor a value in place."""
+        """Write a value into the tensor in place."""
         self.tensor.data = value
 
     def replaced_by(self, value: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class ShardedTarget(LoadTarget):
         return box_of_dtensor(self.tensor, name=repr(self.name))
 
     def keeps_object(self, value: Tensor) -> bool:  # noqa: ARG002 the shard takes any value
-        """Return whether the tensor has memory, as the engine of its shards may have views of it."""
+        """Return whether the tensor has memory: views of this memory, as FSDP has, must stay valid."""
         return not self.tensor.is_meta
 
     def put(self, value: Tensor) -> None:
@@ -87,7 +87,7 @@ class ShardedTarget(LoadTarget):
 
 
 def load_target(name: str, tensor: Tensor) -> LoadTarget:
-    """Return a tensor as the target of a load, by the way in which it is stored."""
+    """Return the load target for a plain or a sharded tensor."""
     if is_quantized(tensor):
         raise ValueError(
             f"{name!r} is quantised already: load into the model as it was before, and give quantization=... for its "
@@ -106,7 +106,7 @@ class Assignment(NamedTuple):
 
 
 def assignment(names: tuple[str, ...], target: LoadTarget, value: Tensor) -> Assignment:
-    """Return the change that gives a tensor of the model a value, in place if torch lets it."""
+    """Return the change that gives a tensor of the model a value, in place if torch allows it."""
     if target.keeps_object(value):
         return Assignment(names, value, target)
     return Assignment(names, target.replaced_by(value))

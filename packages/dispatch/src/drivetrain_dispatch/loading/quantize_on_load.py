@@ -37,7 +37,7 @@ class QuantizeOnLoad:
         return {planned.stored: torch.empty(planned.shape, dtype=planned.dtype, device=device)}
 
     def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:
-        """Return the packed weight in its place."""
+        """Return the packed weight on the device where it is stored."""
         full = read[planned.stored]
         weight = self._quantization.pack(full)
         if planned.on_disk:
@@ -72,7 +72,7 @@ def with_quantized_sizes(
 
 
 class KeepStoredFP8:
-    """A packer that reads the values and scales of fp8 weights, and makes weights of them."""
+    """A packer that makes fp8 weights from the values and scales that it reads."""
 
     def __init__(self, stored: Mapping[str, TensorSpec], sources: Mapping[str, LazyTensor]) -> None:
         # The files of weights that stay on the disk, by the checkpoint's names.
@@ -88,7 +88,7 @@ class KeepStoredFP8:
         }
 
     def pack(self, planned: PlannedTensor, read: Mapping[str, Tensor]) -> nn.Parameter:
-        """Return the weight that is made of its values and scales."""
+        """Return the fp8 weight made of the values and scales that were read."""
         mapped = {name: self._sources[name].values() for name in planned.maps}
         for name in planned.maps:
             if (file := self._sources[name].mapped_file()) is not None:
@@ -98,7 +98,7 @@ class KeepStoredFP8:
         return nn.Parameter(weight, requires_grad=False)
 
     def layer(self, module: nn.Module, weight: nn.Parameter) -> nn.Module | None:
-        """Return None: every module computes with such weights."""
+        """Return None: no layer is replaced, as every module computes with fp8 weights."""
         del module, weight
         return None
 
@@ -107,7 +107,7 @@ class KeepStoredFP8:
 
 
 def _find_stored_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """Return the bytes in fp8 of the model's weights that a load can keep in fp8, by every name."""
+    """Return the bytes of each weight that a load can keep in fp8; a tied weight has an entry per name."""
     sizes: dict[str, int] = {}
     for names in layout.aliases:
         there = [fp8_parts(name) for name in names if name in stored]

@@ -44,7 +44,7 @@ class Rank0Broadcast:
         self._device = torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Run a step on each rank; if it fails on one of them, it fails on all."""
+        """Run a step on each rank; if the step fails on any rank, raise an error on all."""
         result: list[Result] = []
         failure: Exception | None = None
         try:
@@ -63,7 +63,7 @@ class Rank0Broadcast:
         return result[0]
 
     def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:
-        """Open a checkpoint by a step on rank 0; the other ranks get its descriptions without sources."""
+        """Open a checkpoint with `step` on rank 0; the other ranks get only the descriptions of its tensors."""
         opened = self.together(lambda: step() if self._is_reader else None)
         specs = [opened and dict(opened.specs)]
         dist.broadcast_object_list(specs, group=self._group, group_src=0)
@@ -76,7 +76,7 @@ class Rank0Broadcast:
         boxes: Mapping[str, Box],
         progress: Callable[[int], object],
     ) -> None:
-        """Read the values of all tensors on rank 0, for every rank that has memory for them; none is sharded."""
+        """Read all tensors on rank 0, for every rank with memory for them; no tensor may be sharded."""
         pieces = pieces_of(checkpoint.specs, self.wanted_by_any(targets), boxes)
         room = max([PIECE_BYTES, *(piece.size_bytes for piece in pieces)]) + 1
         # Rank 0 reads into one while it broadcasts the other.
@@ -106,7 +106,7 @@ class Rank0Broadcast:
             raise LoadError("progress failed; the model is as it was") from failure
 
     def wanted_by_any(self, names: Iterable[str]) -> set[str]:
-        """Return the names that any of the ranks gives."""
+        """Return the union of the names that the ranks pass."""
         said: list[list[str]] = [[]] * dist.get_world_size(self._group)
         dist.all_gather_object(said, list(names), group=self._group)
         return {name for each in said for name in each}
@@ -123,7 +123,7 @@ class Rank0Broadcast:
         if failure is not None:
             raise failure
         if not handed[-1].item():
-            raise LoadError("rank 0 could not read on, see what it says; the model is as it was")
+            raise LoadError("rank 0 could not read on, see the error of rank 0; the model is as it was")
         if (target := targets.get(piece.name)) is not None:
             values = handed[:-1].view(piece.dtype)
             target.view(-1)[piece.start : piece.stop].copy_(values)

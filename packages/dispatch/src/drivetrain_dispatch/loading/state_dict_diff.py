@@ -27,7 +27,7 @@ class StateDictDiff:
         self._valueless = False  # whether checkpoints should have one of these
 
     def absent(self, name: str, wanted: TensorSpec, *, persistent: bool, empty: bool) -> None:
-        """Note a tensor that the checkpoint lacks; `empty` says that nothing else gives it values."""
+        """Record a tensor that the checkpoint lacks; `empty` is True if nothing else gives the tensor values."""
         if persistent:
             self.missing[name] = wanted
         self._valueless |= empty and persistent
@@ -35,12 +35,12 @@ class StateDictDiff:
             self._empty.append(f"{name!r} {wanted}")
 
     def compare(self, name: str, stored: TensorSpec, wanted: TensorSpec, *, converts: bool) -> None:
-        """Note a tensor whose shape is not the model's, or whose kind of numbers, unless the user converts them."""
+        """Record a tensor whose shape, or without `converts` whose kind of numbers, differs from the model's."""
         if stored.shape != wanted.shape or (_kind(stored.dtype) != _kind(wanted.dtype) and not converts):
             self._differing.append(f"{name!r} is {stored}, in the model {wanted}")
 
     def compare_copies(self, names: Sequence[str], stored: TensorSpec, copy: TensorSpec) -> None:
-        """Note a tensor of the model that the checkpoint has twice, in different dtypes."""
+        """Record a tensor of the model that the checkpoint has twice, in different dtypes."""
         if stored.dtype != copy.dtype:
             self._differing.append(
                 f"{', '.join(map(repr, names))} are one tensor, but are {stored} and {copy}"
@@ -92,7 +92,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
-    """Return a hint if all names would fit but for a prefix; empty otherwise."""
+    """Return a hint if all names would fit with a prefix added or removed; empty otherwise."""
     known, found = set(known), set(found)
     if not known or not found or found <= known or known <= found:
         return ""
@@ -119,7 +119,7 @@ def _prefix_hint(known: Collection[str], found: Collection[str]) -> str:
 
 
 def _fit(found: set[str], known: set[str]) -> tuple[str, str] | None:
-    """Return how names fit, and what to do about the rest; None unless all names of one side fit."""
+    """Return how names fit, and a remedy for other names; None unless all names of one side fit."""
     if found == known:
         return "all names fit", ""
     if found < known:

@@ -44,15 +44,15 @@ class EachRank:
         self._num_threads = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
 
     def open(self, path: Path, step: Callable[[], CheckpointTensors]) -> CheckpointTensors:  # noqa: ARG002
-        """Open the checkpoint at a path by a step."""
+        """Open the checkpoint with `step`."""
         return step()
 
     def together(self, step: Callable[[], Result]) -> Result:
-        """Run a step; where ranks load together, it fails on all if it fails on one."""
+        """Run a step. A reader for several ranks makes the step fail on all ranks if it fails on any."""
         return step()
 
     def wanted_by_any(self, names: Iterable[str]) -> set[str]:
-        """Return the names that any of the ranks that load together gives."""
+        """Return the names; a reader for several ranks returns the union of all ranks' names."""
         return set(names)
 
     def read(
@@ -104,7 +104,7 @@ class EachRank:
 def pieces_of(
     stored: Mapping[str, TensorSpec], wanted: Container[str], boxes: Mapping[str, Box]
 ) -> list[ReadRange]:
-    """Return the pieces of wanted tensors; a tensor that its file holds in another order is one piece. Pure."""
+    """Return the pieces of wanted tensors. A tensor stored in another element order is one piece. Pure."""
     pieces: list[ReadRange] = []
     for name, (shape, dtype, divisible) in stored.items():
         if name not in wanted:

@@ -1,7 +1,7 @@
 """Build models without memory, or directly on a device, by torch's registration hooks.
 
-These are global to all threads, so each one acts only in the thread that made it. Other tensors that a constructor
-computes keep their data, so that `torch.linspace(0, 1, depth)[i].item()` works there.
+These hooks are global to all threads, so a hook acts only in the thread that made it. Other tensors of a constructor
+keep their data, so that `torch.linspace(0, 1, depth)[i].item()` works.
 """
 
 import copy
@@ -37,7 +37,7 @@ def init_empty_weights(*, include_buffers: bool = False) -> Generator[None]:
 
     Args:
         include_buffers: Whether buffers go to the meta device too. By default they keep their data: constructors
-            compute many of them (masks, rotary frequencies), and checkpoints do not contain those.
+            compute many buffers (masks, rotary frequencies) that checkpoints do not contain.
 
     Example:
         >>> with init_empty_weights():
@@ -73,7 +73,7 @@ def init_on_device(device: torch.device | str | int, *, include_buffers: bool = 
 
 
 class _Mover:
-    """A mover of tensors to a device; it moves each tensor once, so that ties hold."""
+    """A mover of tensors to a device; a tied tensor moves once, so that its names stay tied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +81,7 @@ class _Mover:
         self._moved = WeakIdKeyDictionary()
 
     def move(self, _module: nn.Module, _name: str, tensor: Tensor | None) -> Tensor | None:
-        """Return the tensor for a module to register, moved if its thread is in this block and in no inner one."""
+        """Return the tensor for a module to register, moved if this block is the innermost one of the thread."""
         if tensor is None or get_ident() != self._thread or _INNERMOST.get() is not self:
             return tensor
         if tensor.device == self._device or is_lazy(tensor):  # a lazy module's tensor has no shape yet

@@ -25,7 +25,7 @@ _ONLY_HOLD = (nn.ParameterList, nn.ParameterDict)
 class ModelLayout:
     """The modules and tensors of a model, and the dtypes and sizes that the tensors will have.
 
-    A layout describes the model as it was when `of` walked it. The properties are computed on first use and kept.
+    A layout describes the model at the time of `of`. The properties are computed on first use and cached.
     """
 
     model: nn.Module
@@ -90,7 +90,7 @@ class ModelLayout:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters, then the buffers, under every name that they have."""
+        """The parameters, then the buffers; a tied tensor has an entry for each of its names."""
         return {**self.parameters, **self.buffers}
 
     @cached_property
@@ -155,9 +155,9 @@ class ModelLayout:
 
     @cached_property
     def unit_names(self) -> Mapping[str, str]:
-        """The name of each tensor's unit: a unit is fetched when its module is called, and released at its end.
+        """The name of each tensor's unit. A unit is fetched when its module is called, and released after the call.
 
-        It is the outermost enclosing module whose weights are fetched all at once, else the innermost that is called.
+        The unit is the outermost enclosing module fetched all at once, else the innermost enclosing called module.
         """
         only_hold = {name for name, module in self.modules.items() if isinstance(module, _ONLY_HOLD)}
         if not (self.undivided or only_hold):
@@ -254,14 +254,14 @@ def enclosing_modules(name: str) -> Iterator[str]:
 
 
 def nearest_entry(name: str, entries: Container[str]) -> str | None:
-    """Return the longest entry that is a tensor's name or the name of a module around it; None if there is none."""
+    """Return the longest entry that is a tensor's name or a module around the tensor; None without such an entry."""
     if name in entries:
         return name
     return next((outer for outer in reversed(list(enclosing_modules(name))) if outer in entries), None)
 
 
 def identity(tensor: Tensor) -> object:
-    """Return a key that tensors over the same elements of memory share; without memory, the object's identity."""
+    """Return a key that is equal for tensors over the same elements; without memory, the object's identity."""
     has_memory = not tensor.is_meta and tensor.numel() > 0
     if has_memory and is_quantized(tensor):
         return tuple(map(identity, parts_of(tensor)))

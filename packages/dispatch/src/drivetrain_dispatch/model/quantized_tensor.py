@@ -1,6 +1,6 @@
 """Take apart and rebuild quantized weights, which are made of several tensors: torchao's wrappers and bitsandbytes'.
 
-Code that moves, writes or maps weights gets a weight's plain tensors here, and rebuilds the weight from other ones.
+Code that moves, writes or maps weights takes plain tensors from a weight here, and rebuilds the weight from others.
 The scales of bitsandbytes are attributes, and its layers keep state about them. Its weights are recognised by the
 name of their class's module, so that bitsandbytes is never imported without need.
 """
@@ -48,7 +48,7 @@ def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def made_of(tensor: Tensor, parts: Iterable[Tensor]) -> Tensor:
-    """Return the same weight made of other parts in the order of `parts_of`; they may be on another device."""
+    """Rebuild a weight from other parts, in the order of `parts_of`. The parts may be on another device."""
     remaining = iter(parts)  # a nested weight takes its parts from the same iterator
     if not is_quantized(tensor):
         return next(remaining)
@@ -65,7 +65,7 @@ def made_of(tensor: Tensor, parts: Iterable[Tensor]) -> Tensor:
 
 
 def put_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Replace the parts of a tensor in place, so that every reference to it sees the new ones; on errors, none."""
+    """Replace the parts of a tensor in place, so that all references see the new parts. An error changes nothing."""
     new = made_of(tensor, parts)
     if not is_quantized(tensor) and takes(tensor, new):
         tensor.data = new
@@ -104,7 +104,7 @@ def size_in_bytes(tensor: Tensor) -> int:
 
 
 def why_unready(weight: Tensor, layer: nn.Module) -> str | None:
-    """Return why the packed weight of a layer cannot be offloaded, as the predicate of a sentence; None if it can."""
+    """Return why a layer's packed weight cannot be offloaded, as a sentence's predicate; None if offloading works."""
     if weight.requires_grad:
         return "learns"
     # bitsandbytes quantizes a weight when it is moved to a device; a forward takes the scales into the layer's state.
@@ -117,7 +117,7 @@ def _is_of_bitsandbytes(tensor: Tensor) -> bool:
 
 
 def restore_scales(model: nn.Module) -> None:
-    """Move the scales of 8-bit weights, which a forward took into their layers' state, back into the weights."""
+    """Move the scales of 8-bit weights back into the weights; a forward moves them into the layers' states."""
     for layer in model.modules():
         if (state := _state_with_scales(layer)) is not None:
             weight = layer.__dict__[PARAMETERS]["weight"]
@@ -126,7 +126,7 @@ def restore_scales(model: nn.Module) -> None:
 
 
 def _state_with_scales(layer: nn.Module) -> Any:
-    """Return the state of an 8-bit layer if a forward took the scales into it, else None."""
+    """Return the state of an 8-bit layer if a forward moved the scales there, else None."""
     state, weight = layer.__dict__.get("state"), layer.__dict__[PARAMETERS].get("weight")
     took = state is not None and isinstance(weight, Tensor) and "CB" in vars(weight) and state.CB is not None
     return state if took else None
@@ -144,7 +144,7 @@ def lend_state(attributes: dict[str, Any], weight: Any) -> None:
 
 
 def return_state(attributes: dict[str, Any]) -> None:
-    """Restore a layer's own state, which refers to no weight."""
+    """Restore the layer's original state, without a reference to the fetched weight."""
     state: Any = attributes.get("state")
     if hasattr(state, "lent_by"):
         attributes["state"] = state.lent_by
@@ -169,7 +169,7 @@ class KeptLayout:
 
 
 def _attributes(given: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return attributes with their tensors changed in order, and those of the scales, which may have scales too."""
+    """Return attributes with their tensors changed in order, including the tensors of nested scales."""
     changed: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, Tensor) and name != "CB":  # an 8-bit weight's alias of its data

@@ -27,8 +27,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep all weights of a model in host memory, and prefetch each while earlier modules compute.
 
-    `execution_device` computes, by default the current accelerator; the host has nothing to offload, and computes as
-    usual. The other arguments and the errors are those of `dispatch_model`.
+    `execution_device` computes, by default the current accelerator; if the host computes, nothing is offloaded. The
+    other arguments and the errors are those of `dispatch_model`.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
@@ -58,8 +58,8 @@ def disk_offload(
 
     For an accelerator, each weight is prefetched while earlier modules compute; the host computes with the mapped
     pages of the file. For weights that are in files already, use `load_checkpoint_and_dispatch`. `execution_device`
-    computes, by default the current accelerator, or the host if there is none. The other arguments are those of
-    `dispatch_model`, as are the errors.
+    computes, by default the current accelerator, or the host if there is none. The other arguments and the errors are
+    those of `dispatch_model`.
 
     Returns:
         The same model; `remove_hooks` makes it an ordinary one again.
@@ -74,7 +74,7 @@ def disk_offload(
 class OffloadHook(NotCopied):
     """The hook of `cpu_offload_with_hook`, which moves a model to its device and back to the host.
 
-    It holds the model by a weak reference only; calling the model offloads that of the previous hook.
+    The hook holds the model by a weak reference only. A call of the model offloads the previous hook's model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, previous: "OffloadHook | None") -> None:
@@ -114,8 +114,8 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, OffloadHook]:
     """Keep a model in host memory until it is called, then move all of it to the device and leave it there.
 
-    Its `encode` and `decode` move it too. For several models that are called in turn, many times each, such as the
-    parts of a pipeline: a call offloads the model of `prev_module_hook`. `execution_device` computes, by default the
+    The methods `encode` and `decode` move the model too. A call offloads the model of `prev_module_hook`: use this
+    for the models of a pipeline that are called in turn, many times each. `execution_device` computes, by default the
     current accelerator, or the host if there is none.
 
     Returns:
@@ -123,7 +123,7 @@ def cpu_offload_with_hook(
 
     Raises:
         DeviceMapError: The device does not exist, or the model has no weights yet.
-        OffloadedError: The model is dispatched already, or has such a hook.
+        OffloadedError: The model is dispatched already, or has an `OffloadHook`.
         ValueError: `prev_module_hook` is not an `OffloadHook`.
 
     Example:
@@ -140,7 +140,7 @@ def cpu_offload_with_hook(
         )
     check_not_dispatched(model)
     if any(_ATTRIBUTE in module.__dict__ for module in model.modules()):
-        raise OffloadedError("the model has an OffloadHook already: call remove() of that one first")
+        raise OffloadedError("the model has an OffloadHook already: call remove() of that hook first")
     check_has_weights(ModelLayout.of(model))
     device = place_of(_choose_device(execution_device))
     check_places([device])

@@ -54,7 +54,7 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 
 
 class InputMover(NotCopied):
-    """A pair of hooks that move a module's inputs to its device at each call, and, with `returns`, outputs back."""
+    """A pair of hooks that move inputs to a module's device at each call. With `returns`, outputs move back."""
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), *, returns: bool) -> None:
         self._device = device
@@ -83,7 +83,7 @@ class InputMover(NotCopied):
 
 
 class _RunningCalls(threading.local):
-    """The calls that each thread is in: the devices that their inputs came from."""
+    """The running calls of each thread, as the devices that their inputs came from."""
 
     def __init__(self) -> None:
         self.input_devices: list[torch.device | None] = []

@@ -70,16 +70,16 @@ def dispatch_model(
 ) -> nn.Module:
     """Place each part of a model by a device map, and prefetch offloaded weights while earlier modules compute.
 
-    Modules on `"cpu"` or `"disk"` are computed by the accelerator that the map names before them, or by the host if
-    the map names none. The host uses weights on the disk in place, in the mapped pages of their file. After an error
-    the model is unchanged.
+    A module on `"cpu"` or `"disk"` is computed by the accelerator named before it, or in a map without accelerators
+    by the host. The host uses weights on the disk in place, in the mapped pages of their file. After an error the
+    model is unchanged.
 
     Args:
         model: The model with its weights; changed in place.
         device_map: A mapping from names of modules, parameters or buffers to devices; `""` covers the rest.
-        main_device: The accelerator for modules that the map names before any; by default the first in the map.
-        offload_dir: The folder for weights that are placed on the disk and in no file yet.
-        write_back: Whether training changes that file; otherwise changed weights take memory.
+        main_device: The accelerator for modules before the first accelerator in the map; by default that accelerator.
+        offload_dir: The folder for weights that the map places on the disk and that are not in a file yet.
+        write_back: Whether training changes the files in `offload_dir`; otherwise changed weights take memory.
         release_pages: Whether pages that the host has used leave this process's memory; the page cache keeps them.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled ones.
@@ -110,7 +110,7 @@ def dispatch_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchPlan:
-    """A decision where each tensor of a model is stored and computed, and which are fetched or used in their file."""
+    """A plan of where each tensor is stored and computed, and of which tensors are fetched or used in their file."""
 
     layout: ModelLayout
     placements: Mapping[str, Placement]
@@ -130,7 +130,7 @@ def plan_dispatch(
     dtypes: Mapping[str, torch.dtype],
     write_back: bool = False,
 ) -> DispatchPlan:
-    """Return the plan of a dispatch, after all checks that need no tensor to be moved; see `dispatch_model`."""
+    """Return the plan of a dispatch, after all checks that move no tensor; see `dispatch_model`."""
     tensors = layout.tensors
     if unknown := sorted(dtypes.keys() - tensors.keys()):
         raise ValueError(
@@ -174,13 +174,13 @@ def plan_dispatch(
 
 
 def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement]) -> None:
-    """Check all of a model that can be checked before any tensor is moved."""
+    """Check that a model can be dispatched, as far as possible before any tensor is moved."""
     check_not_dispatched(layout.model)
     check_has_weights(layout)
     for name, tensor in layout.tensors.items():
         if is_offloaded(tensor):
             raise OffloadedError(
-                f"{name!r} belongs to another model that is dispatched: call remove_hooks on that one first"
+                f"{name!r} belongs to another model that is dispatched: call remove_hooks on that model first"
             )
         if tensor.is_inference():
             raise DeviceMapError(
@@ -197,7 +197,7 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
 
 
 class Removable(Protocol):
-    """A handle of something that was changed in a model."""
+    """A handle of a change to a model."""
 
     def remove(self) -> None:
         """Undo the change."""
@@ -252,7 +252,7 @@ def carry_out(
 def _offload_engine(
     plan: DispatchPlan, files: Mapping[str, MappedFile], device_map: Mapping[str, Device]
 ) -> OffloadEngine:
-    """Return the engine that fetches the tensors of a plan from where they are stored by now."""
+    """Return the engine that fetches the tensors of a plan, after they were moved to their storage."""
     slots = defaultdict[int, list[TensorSlot]](list)  # the modules that hold each tensor, by its id
     for module in plan.layout.model.modules():
         for attribute in (PARAMETERS, BUFFERS):
@@ -359,7 +359,7 @@ def offload_stats(model: nn.Module) -> OffloadStats:
 def trace_offload(model: nn.Module) -> Generator[OffloadTrace]:
     """Run the block with a trace of a dispatched model: when each unit was fetched, waited for and computed.
 
-    Weights that the host uses in place are not fetched, and so not traced.
+    Weights that the host uses in place are neither fetched nor traced.
 
     Raises:
         OffloadedError: The model is not dispatched.

@@ -21,12 +21,12 @@ from drivetrain_weights import MappedFile
 
 
 class OffloadEngine:
-    """The engine that fetches the units of a model in its forward and backward, in any number of threads.
+    """The engine that fetches the units of a model for forwards and backwards in any number of threads.
 
     Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched whatever its
     size. Between forwards nothing is retained or in transfer, since stored weights may change then; the next forward
-    ends a backward that failed. Only the engine has a lock. It holds it whenever it calls the residency, a prefetcher
-    or the backward's order, also while it waits for a transfer.
+    ends a backward that failed. Only the engine has a lock. The engine holds the lock when it calls the residency, a
+    prefetcher or the backward's order, and while it waits for a transfer.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class OffloadEngine:
         return request.device == request.stored.device
 
     def find_in_use(self, tensor: Tensor) -> OffloadedTensor | None:
-        """Return the offloaded tensor in use whose values a tensor is a view of; None if there is none."""
+        """Return the offloaded tensor in use that a tensor is a view of; None if it is no such view."""
         with self._lock:
             return self._residency.find_in_use(tensor)
 
     def fetch_for_backward(self, weight: OffloadedTensor) -> Tensor:
-        """Return the values of a weight; they stay until the backward uses another unit."""
+        """Return the values of a weight, which stay until the backward uses another unit."""
         with self._lock:
             if not self._backward.is_running:
                 self._await_backward_end()
@@ -196,7 +196,7 @@ class OffloadEngine:
             self.stats.num_missed += 1
 
     def _free_window(self, tensors: Sequence[OffloadedTensor]) -> bool:
-        """Cancel prefetched units, the last ones first, and wait for room; return whether that took time."""
+        """Cancel prefetched units, last ones first, and wait for room; return whether the caller had to wait."""
         if self._residency.fits(tensors):
             return False
         for thread in self._forwards:
@@ -205,7 +205,7 @@ class OffloadEngine:
         return self._residency.wait_for_room(tensors)
 
     def _use_in_backward(self, unit: int, *, recomputed: bool) -> None:
-        """Hold the claim on a unit that a backward uses in place of the last one, and request the next ones."""
+        """Claim the unit that a backward uses, drop the claim on the previous unit, and request the next units."""
         if unit == self._backward_unit:
             return  # autograd asks for each weight of a unit by itself
         order, position = self._backward.use(unit, recomputed=recomputed)
@@ -227,7 +227,7 @@ class OffloadEngine:
             self._residency.cancel(self._units[unit])
 
     def _join_or_end_backward(self) -> bool:
-        """Await the end of the backward that this thread is in, and return True; if in none, end the last one."""
+        """Await the end of this thread's backward, and return True; outside a backward, end the last one."""
         try:
             self._await_backward_end()
         except RuntimeError:  # torch accepts callbacks only in a backward
@@ -236,7 +236,7 @@ class OffloadEngine:
         return True
 
     def _await_backward_end(self) -> None:
-        """Have torch call `_end_backward` when this backward is over, in the way of DistributedDataParallel."""
+        """Have torch call `_end_backward` after this backward, as DistributedDataParallel does."""
         call_after_backward(partial(self._end_backward, completed=True))
 
     def _end_backward(self, *, completed: bool = False) -> None:
@@ -247,14 +247,14 @@ class OffloadEngine:
             self._backward_prefetcher.cancel_all()
 
     def _release_views(self, thread: "_ThreadState") -> None:
-        """Release viewed weights once a thread is in no forward: nothing writes to the views any more."""
+        """Release viewed weights if a thread is in no forward, as nothing writes to the views then."""
         if thread.viewed and not thread.is_computing():
             viewed, thread.viewed = thread.viewed, []
             self._residency.release(viewed)
 
 
 class Prefetcher:
-    """The units that one run has requested and not used yet. Callers hold the engine's lock."""
+    """The units that a run has requested and not used yet. Callers hold the engine's lock."""
 
     __slots__ = ("_out_of_order", "_requested", "_residency", "_units")
 
@@ -340,7 +340,7 @@ class _ThreadState:
         return self.num_units > 0 or self.recorder.depth > 0
 
     def take(self, unit: int) -> bool:
-        """Take a unit for its use; return whether the forward that the thread is in has requested it."""
+        """Take a unit for its use; return whether the thread's current forward had requested it."""
         recorder = self.recorder
         if not recorder.depth:
             return False
@@ -348,7 +348,7 @@ class _ThreadState:
         return self.prefetcher.take(unit, recorder.order.units, recorder.position)
 
     def request_next(self) -> None:
-        """Request the units that the forward which the thread is in uses next."""
+        """Request the units that the thread's current forward uses next."""
         if self.recorder.depth:
             self.prefetcher.request(self.recorder.order.units, self.recorder.position)
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class ExecutionOrder:
-    """The order of the last complete run, or of the model; a unit, an index, may occur several times."""
+    """The order of unit indices in the last complete run, or in the model. A unit may occur several times."""
 
     def __init__(self, units: Sequence[int] = ()) -> None:
         self._set(tuple(units))
 
     def learn(self, units: Sequence[int]) -> None:
-        """Learn the order of a run, to expect it of the next one."""
+        """Learn the order of a run, and expect the same order in the next run."""
         if self.units != tuple(units):
             self._set(tuple(units))
 
@@ -24,7 +24,7 @@ class ExecutionOrder:
         self._positions = dict(positions)
 
     def position_after(self, unit: int, position: int) -> int:
-        """Return the position behind the next occurrence of a unit, or behind its first; an unknown unit keeps it."""
+        """Return the position after a unit's next use, else after its first use; an unknown unit keeps `position`."""
         units = self.units
         if position < len(units) and units[position] == unit:
             return position + 1
@@ -76,7 +76,7 @@ class OrderRecorder:
 
 
 class BackwardOrder:
-    """The expected order of a backward: that of the last one after such a forward, else the forward's in reverse."""
+    """The expected order of a backward: the last backward's after such a forward, else the forward's reversed."""
 
     def __init__(self) -> None:
         self.forward = ExecutionOrder()

@@ -38,7 +38,7 @@ Around: TypeAlias = Callable[["MethodWrapper", tuple[Any, ...], dict[str, Any]],
 
 
 class MethodWrapper(NotCopied):
-    """A replacement for the forward of a module, or for another method, until it is removed."""
+    """A replacement for a module's forward or another method, in place until `remove` is called."""
 
     def __init__(self, module: nn.Module, name: str, around: Around) -> None:
         method: Callable[..., Any] = getattr(module, name)
@@ -89,19 +89,19 @@ class MethodWrapper(NotCopied):
 
     @property
     def __code__(self) -> Any:
-        """The code of the replaced method, from which torch.export takes the names of its arguments."""
+        """The code of the replaced method; torch.export reads argument names from it."""
         return cast("Any", self.__wrapped__).__code__
 
     @property
     def __globals__(self) -> Any:
-        """An attribute that only torch.jit.script needs, which is refused; torch.fx does without it."""
+        """An attribute for torch.jit.script alone; access raises, as a dispatched model cannot be scripted."""
         raise AttributeError(
             "torch.jit.script cannot compile a dispatched model: call remove_hooks(model), or remove() of its "
             "OffloadHook, first; torch.compile takes it as it is"
         )
 
     def remove(self) -> None:
-        """Restore the module's own method; if it was replaced since, only drop `around`."""
+        """Restore the module's own method. If another replacement came later, only drop `around`."""
         self._around = None
         module = self._module()
         if module is None or getattr(module, self.name, None) is not self:
@@ -128,7 +128,7 @@ def check_removable(wrappers: Sequence[MethodWrapper]) -> None:
 
 
 def methods_of(module: nn.Module) -> list[str]:
-    """Return the methods of a module beside its forward that compute with it. Pure."""
+    """Return the methods of a module, other than its forward, that compute with it. Pure."""
     return [
         name
         for name in _METHODS
@@ -144,7 +144,7 @@ def hook_calls(
 ) -> list[RemovableHandle | MethodWrapper]:
     """Run hooks around the methods of a module that compute; remove the handles in reverse order.
 
-    `before` returns the arguments, `after` the result, and gets None for that of a failed call.
+    `before` returns the arguments, and `after` the result. After a failed call, `after` gets None for the result.
     """
 
     def around(method: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ class UnitListener(Listener, Protocol):
         """Begin a call of a unit."""
 
     def leave(self, index: int) -> None:
-        """End a call of a unit whose `enter` succeeded; it returned or failed."""
+        """End a call of a unit, whether the call returned or failed; `enter` had succeeded."""
 
 
 class _UnitCallbacks:
@@ -259,7 +259,7 @@ def _call_between(
 
 
 def _check_not_recorded() -> None:
-    """Check that this call is not exported or traced: the program would hold stored weights and fetch none."""
+    """Check that this call is not exported or traced, as the exported program would never fetch weights."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise OffloadedError(
             "weights of this model come and go, which torch.export and torch.jit.trace cannot record: call "

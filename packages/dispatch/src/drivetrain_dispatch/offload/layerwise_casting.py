@@ -35,7 +35,7 @@ def apply_layerwise_casting(
     Args:
         model: The model; changed in place.
         storage_dtype: The floating-point dtype that weights are stored in.
-        compute_dtype: The dtype that weights are converted to at use, and skipped parameters now.
+        compute_dtype: The dtype that weights are converted to at use; skipped parameters are converted in this call.
         skip_modules_pattern: Regular expressions; a parameter whose name one matches stays in `compute_dtype`.
         skip_modules_classes: Module classes whose own parameters stay in `compute_dtype`.
 

@@ -47,8 +47,8 @@ class MappedWeightsEngine:
 
     If some pages are not in memory at the beginning of a forward, threads read them in the order of the last such
     forward, and hooks on the modules track its position; otherwise the forward costs the same as with weights in
-    memory. Where the host or its container has no room for all pages, a part stays and the others are released behind
-    the forward, so that no page is evicted before its use. With `releases` none stays.
+    memory. Where the host or its container has no room for all pages, some pages stay and the others are released
+    behind the forward, so that no page is evicted before its use. With `releases` no page stays.
     """
 
     def __init__(self, units: Sequence[Unit], files: Mapping[str, MappedFile], *, releases: bool) -> None:
@@ -110,7 +110,7 @@ class MappedWeightsEngine:
                 self._reader.stop()
 
     def _some_are_missing(self) -> bool:
-        """Return whether pages are known to be missing from memory."""
+        """Return whether some pages of the weights are not in memory, as far as the system tells."""
         # The system call takes about 10 ms per gigabyte. Once it has found all pages in memory, it is repeated only
         # when that is a small share of the time since.
         start = time.perf_counter()

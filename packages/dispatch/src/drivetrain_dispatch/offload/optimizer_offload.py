@@ -38,7 +38,7 @@ class OptimizerOffload:
         optimizer.step = MethodType(self._wrap_step(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Create no more files. State in files stays there, as ordinary tensors."""
+        """Stop creating files. State that is in files stays in them, as ordinary tensors."""
         self._handle.remove()
         delattr(self._optimizer, _MARK)
         if self._was_own is None:
@@ -47,7 +47,7 @@ class OptimizerOffload:
             self._optimizer.step = self._was_own  # type: ignore[method-assign]
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a large tensor of the host in an unnamed file, which is freed with it; any other as it is."""
+        """Return a large host tensor in an unnamed file, which is freed with the tensor; return others unchanged."""
         if tensor in self._kept or tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor
         path = self._folder / f"state-{uuid4().hex}"
@@ -77,7 +77,7 @@ class OptimizerOffload:
                     state[key] = self.kept(value)
 
     def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the optimizer's step, which creates missing state in files."""
+        """Wrap the optimizer's step so that new state is created in files."""
 
         @wraps(step)
         def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class _Making(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the result of the function, in a file if it is new state."""
+        """Run the function; if the result is new optimizer state, return it in a file."""
         made = func(*args, **(kwargs or {}))
         if func not in _MAKES or not isinstance(made, Tensor):
             return made
@@ -126,10 +126,10 @@ class _Making(TorchFunctionMode):
 def disk_offload_optimizer(optimizer: Optimizer, offload_dir: Path | str) -> OptimizerOffload:
     """Keep the state of an optimizer (averages, momenta) on the disk.
 
-    The first step creates it there, one tensor after the other, and each step updates it there: the system writes
-    changed pages to the disk and reuses their memory. With weights on the disk (`disk_offload(..., write_back=True)`)
-    this trains models larger than the memory. Parameters must be on the host; state tensors of less than 64 KiB stay
-    in memory.
+    The first step creates the state in files, one tensor after the other, and each step updates it there. The system
+    writes changed pages to the disk and reuses their memory. With weights on the disk (`disk_offload(...,
+    write_back=True)`) this trains models larger than the memory. Parameters must be on the host; state tensors of
+    less than 64 KiB stay in memory.
 
     Args:
         optimizer: An optimizer of torch, or one that creates its state in the same way.

@@ -77,7 +77,7 @@ def can_release() -> bool:
 
 
 def release(pages: Pages) -> bool:
-    """Release pages of a file to the page cache, unless one was written to, and return whether they were released.
+    """Release pages of a file to the page cache unless a page was written to; return whether they were released.
 
     No thread may begin to write to the pages meanwhile.
     """
@@ -130,7 +130,7 @@ class MappedPart(NamedTuple):
     tensor: ref[Tensor] | None  # A weak reference to the tensor; None if it is quantized
 
     def is_used(self) -> bool:
-        """Return whether the tensor still has its values in these pages: it may have been converted."""
+        """Return whether the tensor still has its values in these pages, and was not converted or moved."""
         if self.tensor is None:
             return True
         tensor = self.tensor()
@@ -148,7 +148,7 @@ class PageLimits(NamedTuple):
 
 
 class PageReader:
-    """The threads that read the pages of one forward in order, unless all are there; pages are released behind it."""
+    """The threads that read a forward's missing pages in order; used pages are released behind the forward."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class PageReader:
         return bool(self.used) and self.used[-1] != index and self._uses_left[index] <= 0
 
     def _read(self) -> None:
-        """Read the pieces in order, each once there is room for it."""
+        """Read the pieces in order; before each piece, wait until there is room."""
         while True:
             with self._changed:
                 self._changed.wait_for(

@@ -1,8 +1,8 @@
-"""Fetch an offloaded weight for any operation that uses it, even if its own module is not called.
+"""Fetch an offloaded weight for any operation that uses it, even without a call of the weight's module.
 
 An offloaded parameter is an `OffloadedParameter`, which torch calls before every operation (`__torch_function__`). In
 a forward, another module (a tied head, `nn.LSTM`'s flat list) computes with the fetched weight, on the computing
-device. Elsewhere, it is the stored tensor.
+device. Outside a forward, operations use the stored tensor.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class TensorFetcher(Protocol):
         ...
 
     def release(self, tensors: Sequence[Tensor], result: object) -> None:
-        """Release tensors after an operation; its result may be a view of one."""
+        """Release tensors after an operation; `result` may be a view of a released tensor."""
 
     def keeps_device(self, tensor: Tensor) -> bool:
         """Return whether the device that stores a tensor also computes with it."""
@@ -102,7 +102,7 @@ def _compute_with_fetched(
 
 
 def _is_own_data(tensor: Tensor, value: Tensor, fetcher: TensorFetcher) -> bool:
-    """Return whether a value assigned to `.data` is the tensor's own data; in a forward, that of its fetched copy."""
+    """Return whether a value assigned to `.data` is the data of the tensor; in a forward, of its fetched copy."""
     if value is tensor:
         return fetcher.keeps_device(tensor)  # if False, the same call would move weights off the other device
     if not fetcher.is_computing():
@@ -146,19 +146,19 @@ _ORDINARY = {offloaded: ordinary for ordinary, offloaded in _OFFLOADED.items()}
 
 
 def mark_offloaded(tensor: Tensor, fetcher: TensorFetcher) -> None:
-    """Give a parameter or buffer the class of offloaded ones, and a weak reference to the engine that fetches it."""
+    """Turn a parameter or buffer into an offloaded one, with a weak reference to the engine that fetches it."""
     tensor._fetcher = ref(fetcher)  # type: ignore[attr-defined]
     tensor.__class__ = _OFFLOADED.get(type(tensor), type(tensor))  # type: ignore[assignment]
 
 
 def make_ordinary(tensor: Tensor) -> None:
-    """Give an offloaded tensor its ordinary class again, with its stored values."""
+    """Turn an offloaded tensor into an ordinary one again, with its stored values."""
     tensor.__class__ = _ORDINARY.get(type(tensor), type(tensor))  # type: ignore[assignment]
     del tensor._fetcher  # type: ignore[attr-defined]
 
 
 def is_offloaded(tensor: Tensor) -> bool:
-    """Return whether a tensor is an offloaded one of a dispatched model."""
+    """Return whether a tensor is an offloaded tensor of a dispatched model."""
     return isinstance(tensor, OffloadedParameter | OffloadedBuffer)
 
 
@@ -173,7 +173,7 @@ def call_plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[MethodWrapper]:
-    """Refuse to move or convert the modules that hold offloaded tensors, until the returned wrappers are removed."""
+    """Make moves and conversions of modules with offloaded tensors fail until the returned wrappers are removed."""
     # Calls that leave every weight unchanged go through, such as `model.cpu()` where the host computes; but none
     # where a quantized weight is offloaded.
     quantized = {id(layout.tensors[name]): name in layout.quantized for name in offloaded}
@@ -189,7 +189,7 @@ def keep_in_place(layout: ModelLayout, offloaded: Collection[str]) -> list[Metho
 
 
 def _refuse_changes(always: bool, apply: MethodWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to the tensors of a module, unless it would change an offloaded one."""
+    """Apply a function to the tensors of a module; raise if it would change an offloaded tensor."""
     module = apply.alive_module()
     function: Callable[[Tensor], Tensor] = kwargs["fn"] if "fn" in kwargs else args[0]
     tensors = [*module.parameters(), *module.buffers()]
@@ -199,7 +199,7 @@ def _refuse_changes(always: bool, apply: MethodWrapper, args: tuple[Any, ...], k
 
 
 def _changes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
-    """Return whether a function changes a tensor, tried on a few elements of the dtype and device in use."""
+    """Return whether a function returns another tensor, tried on a few elements of the dtype and device in use."""
     fetcher = _fetcher_of(tensor)
     if fetcher is None or not (fetcher.is_computing() or fetcher.keeps_device(tensor)):
         return True  # stored on one device, computed by another

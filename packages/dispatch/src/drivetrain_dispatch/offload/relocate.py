@@ -30,7 +30,7 @@ def relocate(
     *,
     write_back: bool = False,
 ) -> dict[str, MappedFile]:
-    """Move tensors to their homes, and return the files of those on the disk: `mapped`, or one in `offload_dir`."""
+    """Move tensors to their placements; return the files of tensors on the disk, `mapped` or new in `offload_dir`."""
     restore_scales(layout.model)
     tensors = layout.tensors
     names = [aliases[0] for aliases in layout.aliases]
@@ -100,7 +100,7 @@ class WritableFile(MappedFile):
         return self._pages[start : start + private.nbytes].view(private.dtype).view(private.shape)
 
     def check_unchanged(self) -> None:
-        """Check that no other file replaced this one; training may have changed its contents."""
+        """Check that no other file replaced this file. Changed contents are allowed, as training writes them."""
         self.check_in_place()
 
 

@@ -10,7 +10,7 @@ A tensor is in one of four states, by its claims (requests for values that are n
 | in use    | >= 0   | > 0   | done     | there; modules see them | `release` of all: resident, or stored       |
 
 `acquire` waits for a requested tensor first. Only `Residency` changes states, and only the engine calls it, with its
-lock held. What is written to the values in use is copied to the stored ones when they are released.
+lock held. In-place writes to values in use are copied to the stored tensor at the release.
 """
 
 import warnings
@@ -47,7 +47,7 @@ class TensorSlot(NamedTuple):
 
 
 class OffloadedTensor:
-    """A parameter or buffer with values elsewhere, which several units may use; see the module for its states."""
+    """A parameter or buffer whose values are fetched; several units may use it. See the module for its states."""
 
     __slots__ = (
         "index", "num_claims", "num_users", "quantized", "request", "requested_version", "shown", "slots", "tensor",
@@ -109,7 +109,7 @@ class OffloadedTensor:
                 lend_state(attributes, shown)
 
     def hide(self) -> None:
-        """Show the stored tensor to modules again, after storing what was written to the values."""
+        """Store in-place writes to the values, then show the stored tensor to modules again."""
         self.store_writes()
         self._restore_slots()
         self.value = self.shown = None
@@ -128,7 +128,7 @@ class OffloadedTensor:
                 return_state(attributes)
 
     def store_writes(self) -> None:
-        """Store what was written to the values since they arrived."""
+        """Copy in-place writes to the fetched values into the stored tensor."""
         assert self.value is not None
         if (version := version_of(self.value)) != self.value_version and not self.quantized:
             with torch.no_grad():
@@ -142,8 +142,8 @@ class OffloadStats:
 
     Attributes:
         num_used: The number of times that a unit was used.
-        num_missed: The number of times that its transfer had not begun by then, because it was not expected or the
-            window had no room: the forward stalled.
+        num_missed: The number of uses before which no transfer of the unit had begun, so that the forward stalled:
+            the use was unexpected, or the window had no room.
         bytes_fetched: The total of bytes that were fetched.
     """
 
@@ -162,7 +162,7 @@ class Residency:
         self._windows = {device: TransferWindow(device, most) for device, most in window_bytes.items()}
 
     def find_in_use(self, tensor: Tensor) -> OffloadedTensor | None:
-        """Return the tensor in use whose values another tensor is a view of, bit for bit; None if there is none."""
+        """Return the tensor in use that another tensor is an exact view of; None if it is no such view."""
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -188,12 +188,12 @@ class Residency:
         return not missing or self._windows[tensors[0].request.device].fits(missing)
 
     def wait_for_room(self, tensors: Sequence[OffloadedTensor]) -> bool:
-        """Wait until there is room for tensors, or only those in use are left; return whether it had to wait."""
+        """Wait until there is room for tensors, or only tensors in use are left; return whether this had to wait."""
         missing = _missing_bytes(tensors)
         return missing > 0 and self._windows[tensors[0].request.device].wait_for(missing)
 
     def request(self, tensors: Sequence[OffloadedTensor]) -> bool:
-        """Claim tensors, whatever room there is; return whether any was only stored, so that a transfer began."""
+        """Claim tensors, even without room; return whether a transfer began, as for a tensor that was only stored."""
         missing: list[OffloadedTensor] = []
         for tensor in tensors:
             tensor.num_claims += 1
@@ -225,7 +225,7 @@ class Residency:
         return tensor.transfer.wait()[tensor.index]
 
     def acquire(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """Turn the claims on tensors into uses of values that modules see; after an error, into nothing."""
+        """Turn the claims on tensors into uses, whose values modules see. On an error, drop the claims."""
         num_acquired = 0
         try:
             for tensor in tensors:
@@ -245,7 +245,7 @@ class Residency:
             raise
 
     def release(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """End a use of tensors; modules see those without another use as stored again."""
+        """End a use of tensors. Without another use of a tensor, modules see the stored tensor again."""
         for tensor in tensors:
             tensor.num_users -= 1
             if tensor.num_users == 0:
@@ -275,7 +275,7 @@ class Residency:
 def default_windows(
     names: Sequence[str], units: Sequence[Sequence[OffloadedTensor]]
 ) -> dict[torch.device, int]:
-    """Return the default window of each device in bytes: the largest three consecutive units there. Pure."""
+    """Return each device's default window in bytes: the largest sum of three consecutive units. Pure."""
     windows: dict[torch.device, int] = {}
     for device in dict.fromkeys(unit[0].request.device for unit in units):
         sizes = [
@@ -303,7 +303,7 @@ def _missing_bytes(tensors: Sequence[OffloadedTensor]) -> int:
 
 
 class _Fetched(torch.autograd.Function):
-    """A function from a parameter to its fetched values; the gradient returns to the device that stores it."""
+    """A function from a parameter to its fetched values; the gradient moves to the parameter's device."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, values: list[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ class _SavedWeight(NamedTuple):
 
 
 class _SavedActivation(NamedTuple):
-    """A saved tensor that is no weight; with saved-tensor hooks, torch does not check it for changes itself."""
+    """A saved tensor that is no weight, with its version: under saved-tensor hooks torch does not detect changes."""
 
     tensor: Tensor
     version: int
@@ -32,7 +32,7 @@ class _SavedActivation(NamedTuple):
 def save_references(
     find_in_use: Callable[[Tensor], OffloadedTensor | None], fetch: Callable[[OffloadedTensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Run the block with hooks by which autograd saves references to weights in use, not the weights."""
+    """Run the block with hooks that make autograd save references to the weights in use, not the weights."""
 
     def pack(tensor: Tensor) -> _SavedActivation | _SavedWeight:
         weight = find_in_use(tensor)

@@ -1,4 +1,4 @@
-"""The trace of a dispatched model: when each unit was fetched, waited for and computed, and a plot of it."""
+"""The trace of a dispatched model: when each unit was fetched, waited for and computed, and a plot."""
 
 from html import escape
 from typing import NamedTuple

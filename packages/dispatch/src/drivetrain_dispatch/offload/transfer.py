@@ -49,7 +49,7 @@ class TransferRequest(NamedTuple):
         return cls(stored, parts, device, dtype, quick, size_bytes, device_bytes)
 
     def copied(self, copy: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-        """Return the tensor made of copies of its parts; those of a packed tensor keep their dtypes."""
+        """Return the tensor made of copies of its parts. The parts of a packed tensor keep their dtypes."""
         if self.parts[0] is self.stored:
             return copy(self.stored, self.dtype)
         return made_of(self.stored, [copy(part, part.dtype) for part in self.parts])
@@ -74,7 +74,7 @@ class PendingTransfer:
         self._waiting_streams: set[int] | None = None  # ids of the streams that wait for the copies
 
     def __del__(self) -> None:
-        """Cancel a transfer that nothing waits for any more, unless it has begun."""
+        """Cancel the transfer if it has not begun, as nothing waits for it."""
         if self._work is not None:
             self._work.cancel()
 
@@ -128,7 +128,7 @@ class PendingTransfer:
 
 
 class TransferCompletion:
-    """The completion of copies that nothing waits for, which the thread may still be making."""
+    """The completion of copies that nothing waits for and that the background thread may still be making."""
 
     def __init__(self, event: torch.Event | None, *, may_be_running: bool = False) -> None:
         self._event = event
@@ -137,7 +137,7 @@ class TransferCompletion:
             self._enqueued.set()
 
     def finish(self, work: Future[Copies]) -> None:
-        """Note that the thread is done, and take the event of its copies."""
+        """Record that the thread is done, and take the event of its copies."""
         if not work.cancelled() and work.exception() is None:
             self._event = work.result().event
         self._enqueued.set()
@@ -165,7 +165,7 @@ class TransferEngine:
         self._no_inference_mode = torch.inference_mode(mode=False)
 
     def start(self, requests: Sequence[TransferRequest]) -> PendingTransfer:
-        """Start to transfer tensors; a transfer that takes less time than a request to the thread is made at once."""
+        """Start to transfer tensors; a transfer shorter than a request to the thread runs in the caller at once."""
         for request in requests:
             if not request.quick and self._thread is not None:
                 if self._process != os.getpid():  # a fork lacks its parent's threads
@@ -177,7 +177,7 @@ class TransferEngine:
         return PendingTransfer(self._transfer(requests))
 
     def close(self) -> None:
-        """End the thread; later requests, of a backward for example, are served at once."""
+        """End the thread. Later requests, of a backward for example, run in the caller."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
@@ -262,7 +262,7 @@ class TransferWindow:
         return self._reserved_bytes + size_bytes <= self._window_bytes
 
     def wait_for(self, size_bytes: int) -> bool:
-        """Wait for released memory until this many more bytes fit or none is left; return whether it waited."""
+        """Wait for releases until `size_bytes` more fit or no release is pending; return whether this waited."""
         waited = False
         while not self.fits(size_bytes) and self._released:
             self._released[0][0].synchronize()
@@ -274,7 +274,7 @@ class TransferWindow:
         self._reserved_bytes += size_bytes
 
     def release(self, size_bytes: int, cancelled: Completion | None = None) -> None:
-        """Release memory that the caller's thread computed with, or that only `cancelled` copies may still fill."""
+        """Release memory that the caller's thread used, or that no one but `cancelled` copies may still fill."""
         if self._device.type == "cpu":
             self._reserved_bytes -= size_bytes
             return

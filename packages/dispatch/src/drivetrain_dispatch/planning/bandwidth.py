@@ -31,7 +31,7 @@ _FOLDERS = {"darwin": Path("Library/Caches"), "win32": Path("AppData/Local")}
 def measure_rates(device: torch.device | str | int, *, cache: Path | None = None) -> Bandwidths:
     """Measure the transfer rates from the host's memory to a device, and from the disk to the host's memory.
 
-    Later calls read the cache, by machine, device and torch version. The disk is that of the cache's folder.
+    Later calls read the cache, by machine, device and torch version. The measured disk holds the cache's folder.
     """
     place, kept = torch.device(device), cache or default_cache()
     folder = next(folder for folder in kept.parents if folder.is_dir())

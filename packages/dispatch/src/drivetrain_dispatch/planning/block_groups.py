@@ -39,11 +39,11 @@ class Groups(NamedTuple):
     of_blocks: list[int] | None  # the index of each block's group; None if every block is a group of its own
 
     def by_block(self, values: list[_Value]) -> list[_Value]:
-        """Return values given for each group as values for each block."""
+        """Expand a list of values per group to a list of values per block."""
         return values if self.of_blocks is None else [values[index] for index in self.of_blocks]
 
     def fixed_bytes(self, segment: Sequence[int]) -> int:
-        """Return the bytes that a device holds to compute some groups, wherever their other weights are."""
+        """Return the bytes that a device holds while it computes groups, wherever their offloadable weights are."""
         peak = max([self.peaks[group] for group in segment], default=0)
         return peak + sum([self.kept[group] + self.stays[group] for group in segment])
 
@@ -83,7 +83,7 @@ def groups_of(blocks: Sequence[Block], costs: Sequence[BlockCost]) -> Groups:
 
 
 def _measure_needs(blocks: Sequence[Block]) -> list[int]:
-    """Return the window for each block with the units around it, as those may be fetched too."""
+    """Return the window for each block, with its neighbouring units, which may be fetched at the same time."""
     if all(block.end < 0 for block in blocks):
         return [block.need_bytes for block in blocks]
     needs: list[int] = []
@@ -113,7 +113,7 @@ class Forward:
     def works(
         self, sources: Sequence[Tier], devices: Sequence[int]
     ) -> Iterator[tuple[float, int, Tier, int, int | None]]:
-        """Yield the work of each unit for `forward_seconds`; bytes divide a block's time among its units."""
+        """Yield the work of each unit for `forward_seconds`; a block's time is divided among its units by bytes."""
         # Enclosing units by the last block inside them: device and bytes.
         around: dict[int, list[tuple[int, int]]] = {}
         on_device = Tier.DEVICE

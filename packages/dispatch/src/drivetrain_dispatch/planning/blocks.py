@@ -11,7 +11,7 @@ from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_module
 
 
 class Block(NamedTuple):
-    """A part of a model that is placed as a whole: a module, or a tensor of a module that is itself divided."""
+    """A part of a model that is placed as a whole: a module, or a tensor of a module that is divided."""
 
     name: str
     size_bytes: int  # the bytes of its tensors; a tensor that an earlier block shares counts only there
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
     @property
     def need_bytes(self) -> int:
-        """The bytes of window that it takes to fetch the block."""
+        """The bytes of the window that fetching the block needs."""
         return self.around_bytes + max(self.coming)
 
 
@@ -126,7 +126,7 @@ def _add_units(block: Block, units: Mapping[str, int], ends: Mapping[str, int]) 
 def _number_blocks(
     names: Sequence[str], undivided: Collection[str], tensors: Iterable[str]
 ) -> tuple[list[str], dict[str, int]]:
-    """Return the blocks' names, and the index of the block of each module and of each tensor of divided modules."""
+    """Return the blocks' names, and each module's block index, also for tensors of divided modules."""
     divided = {name for name, after in pairwise(names) if after.startswith(_prefix(name))}
     own: dict[str, list[str]] = {}
     for name in tensors:

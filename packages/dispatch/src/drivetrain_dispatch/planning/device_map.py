@@ -33,11 +33,11 @@ class Tier(IntEnum):
 class DeviceMap(dict[str, Device]):
     """A dict from names of modules, parameters or buffers to the devices that hold them; `""` is the whole model.
 
-    The longest entry that is a prefix of a tensor's name decides. It is a plain dict, and prints as a table of the
-    bytes and the predicted seconds of a forward of each name, and of the transfer rates that the plan assumes.
+    The longest entry that is a prefix of a tensor's name decides. A map is a plain dict. It prints as a table with
+    the bytes and the predicted seconds of each name in a forward, and the transfer rates that the plan assumes.
 
-    `window_bytes` are the most bytes of fetched weights that each device may hold at once, including those in use. A
-    device that is left out keeps room for any three consecutive parts.
+    `window_bytes` is the maximum of fetched bytes on each device at once, weights in use included. A device without
+    an entry keeps room for any three consecutive parts.
 
     Example:
         >>> DeviceMap({"embed": 0, "head": "cpu"})["head"]
@@ -100,7 +100,7 @@ class Row(NamedTuple):
 def rows_of(
     devices: Mapping[str, Device], sizes: Mapping[str, int], seconds: Mapping[str, float]
 ) -> list[Row]:
-    """Return the rows of a table: consecutive modules that are alike and on one accelerator share a row. Pure."""
+    """Return the rows of a table. Consecutive modules that are alike and on one accelerator share a row. Pure."""
     rows: list[Row] = []
     stem, last, computing = "", "", None  # of the previous row
     for name, device in devices.items():
@@ -200,7 +200,7 @@ def check_map(device_map: object, otherwise: str = "") -> None:
 def read_device_map(
     layout: ModelLayout, device_map: Mapping[str, Device], *, main_device: Device | None = None
 ) -> dict[str, Placement]:
-    """Check a device map, and return the placement of each tensor by its entry alone, whatever it is tied to. Pure.
+    """Check a device map, and return the placement of each tensor by its own entry, without regard to ties. Pure.
 
     The accelerator named last before an offloaded entry computes it; the main device computes offloaded entries at
     the beginning of the map. Without any accelerator the host computes.
@@ -239,10 +239,10 @@ def placements_of(
     main_device: Device | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, Placement]:
-    """Return where each parameter and buffer of a model is kept and computed, under every name that it has.
+    """Return the placement of each parameter and buffer of a model, under each of its names.
 
     A tied tensor has one home: the first computing device among its names, otherwise the host rather than the disk.
-    Buffers stay where they are computed, unless they are offloaded; running statistics always do.
+    Buffers that are not offloaded, and all running statistics, stay on the device that computes.
     """
     placements = read_device_map(layout, device_map, main_device=main_device)
     for name in layout.running_statistics if offload_buffers else layout.buffers:
@@ -265,7 +265,7 @@ def _computes(place: Place) -> TypeGuard[torch.device]:
 def devices_of_parts(
     modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]
 ) -> dict[str, torch.device]:
-    """Return the devices of the model and of the outermost modules that one device computes alone."""
+    """Return the devices of the model and of the outermost modules that a single device computes."""
     inside: dict[str, set[torch.device]] = {}
     for name, placement in placements.items():
         for outer in enclosing_modules(name):

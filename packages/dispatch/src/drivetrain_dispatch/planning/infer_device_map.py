@@ -58,7 +58,7 @@ def infer_auto_device_map(
         The map, with sizes, predicted times, and the window that each device reserves for fetched weights.
 
     Raises:
-        DeviceMapError: The budgets cannot hold the model; the message says which would.
+        DeviceMapError: The budgets cannot hold the model; the message names sufficient ones.
         ValueError: A named class or tensor is not in the model.
 
     Example:
@@ -114,7 +114,7 @@ def plan_device_map(
 
 
 def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> DeviceMap | None:
-    """Return a map that fills the devices in order, whatever a forward fetches; None if the disk is too small."""
+    """Return a map that fills the devices in order, without regard to transfers; None if the disk is too small."""
     computing, _ = split_budgets(budgets)
     devices = [*computing, *(device for device in ("cpu",) if device in budgets and device not in computing)]
     left = [budgets.get(device, 0) for device in devices]
@@ -138,7 +138,7 @@ def stored_map(blocks: Sequence[Block], budgets: Mapping[Device, int]) -> Device
 
 
 def split_budgets(budgets: Mapping[Device, int], *, in_place: bool = True) -> tuple[list[Device], Budgets]:
-    """Split budgets into those of the computing devices, and the rest; `in_place` is for the host, if it computes."""
+    """Split budgets into computing devices' and storage budgets; `in_place` applies to a host that computes."""
     host = sum(size_bytes for device, size_bytes in budgets.items() if tier_of(device) is Tier.HOST)
     computing = [device for device in budgets if tier_of(device) < Tier.HOST]
     rooms = tuple(budgets[device] for device in computing)
@@ -168,7 +168,7 @@ def build_device_map(
 
 
 def _outermost(devices: Mapping[str, Device]) -> dict[str, str]:
-    """Return for each name the outermost enclosing name whose parts are all on one device."""
+    """Return a dict from each name to its outermost enclosing name with all parts on one device."""
     common: dict[str, Device | None] = {}  # the device that all parts of a name share; None if they differ
     for name, device in devices.items():
         for outer in enclosing_modules(name):

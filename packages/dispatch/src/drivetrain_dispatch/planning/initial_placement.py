@@ -1,4 +1,4 @@
-"""The initial placements of a plan: as much as fits stays, the rest is spread evenly over the forward. Pure."""
+"""The initial placements of a plan: what fits stays, other groups are spread over the forward. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def all_stay(groups: Groups, budgets: Sequence[int]) -> Placed | None:
 
 
 def strategies_of(groups: Groups, budgets: Budgets) -> list[OffloadStrategy]:
-    """Return the strategies to try, the smallest windows first: of the largest unit, a group or several groups."""
+    """Return the strategies to try, from a window of the largest unit to windows of one and several groups."""
     # The largest group that may be offloaded is the largest of all, or that of the smaller nine tenths, so that the
     # few larger ones stay. If the model has few distinct group sizes, each of them is tried.
     ordered = sorted(groups.sizes)
@@ -85,7 +85,7 @@ def strategies_of(groups: Groups, budgets: Budgets) -> list[OffloadStrategy]:
 
 
 def some_come(groups: Groups, budgets: Budgets, strategy: OffloadStrategy) -> Placed | None:
-    """Return a placement that keeps what fits on the devices and spreads the rest evenly; None if there is none."""
+    """Return a placement that keeps what fits on the devices and spreads other groups evenly; None if impossible."""
     devices = list(budgets.devices)
     while any(devices):
         placed = Placed([], [])
@@ -128,7 +128,7 @@ def _cut_segments(groups: Groups, budgets: Sequence[int], shifts: Sequence[int] 
 def _spread(
     groups: Groups, segment: range, room: int, strategy: OffloadStrategy, *, first_stays: bool
 ) -> list[Tier] | None:
-    """Return the source of each of a device's groups, offloaded ones spread evenly; None if the room is too small."""
+    """Return the sources of a device's groups, with offloaded groups spread evenly; None if the room is too small."""
     sizes = groups.sizes[segment.start : segment.stop]
     sources: list[Tier] = []
     if sum(sizes) <= room:

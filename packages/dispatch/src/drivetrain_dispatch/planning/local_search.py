@@ -67,7 +67,7 @@ class Search:
         return Found(seconds, coming, placed, windows)
 
     def improved(self, found: Found, *, share: float = 1.0) -> Found:
-        """Return the best placement reached by changes that each shorten the forward, in a share of the trials."""
+        """Improve a placement by changes that shorten the forward; `share` is the part of the trials to use."""
         least = self._left - int(self._left * share)
         better: Found | None = found
         while better is not None:
@@ -139,7 +139,7 @@ class Search:
             yield self._use_all_memory(_replace_sources(placed, {index: _HOST}), [index])
 
     def _swap_with_others(self, placed: Placed, index: int, stay: Sequence[int]) -> Iterator[Placed]:
-        """Yield placements in which an offloaded group stays, and as many others as make room for it leave."""
+        """Yield placements in which an offloaded group stays, and enough other groups leave to make room."""
         sizes, device = self._groups.sizes, placed.devices[index]
         others = [other for other in stay if placed.devices[other] == device]
         for largest_first in (False, True):
@@ -153,7 +153,7 @@ class Search:
             yield self._use_all_memory(_replace_sources(placed, changes), list(changes))
 
     def _use_all_memory(self, placed: Placed, fixed: Sequence[int]) -> Placed:
-        """Return a placement with all memory used: more groups stay, but for `fixed` ones, and the host is full."""
+        """Return a placement that uses all memory: more groups stay, except `fixed` ones, and the host is full."""
         groups, sources = self._groups, list(placed.sources)
         by_size = sorted(range(len(sources)), key=lambda group: -groups.sizes[group])
         for at, budget in enumerate(self._budgets.devices):

@@ -1,4 +1,4 @@
-"""The memory budget of each device: what is free now, what a user specifies, or an even share."""
+"""The memory budget of each device: the free memory, a size from the user, or an even share."""
 
 from collections.abc import Iterable, Mapping
 from typing import cast
@@ -52,7 +52,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 def balanced_budgets(
     budgets: Mapping[Device, int], blocks: Iterable[Block], *, low_zero: bool = False
 ) -> dict[Device, int]:
-    """Return budgets that spread a model evenly over the accelerators; with `low_zero` the first gets the rest."""
+    """Return budgets that spread a model evenly over the accelerators; `low_zero` leaves the first the rest."""
     balanced = dict(budgets)
     spread = [device for device in budgets if tier_of(device) is Tier.DEVICE]
     if len(spread) < 2:

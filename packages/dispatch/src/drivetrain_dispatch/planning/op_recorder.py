@@ -55,7 +55,7 @@ class OpRecorder(TorchDispatchMode):
         self._last = -1
 
     def __enter__(self) -> "OpRecorder":
-        """Start to record; torch's FLOP counter is entered first, so that this mode sees operations before it."""
+        """Start to record. Torch's FLOP counter is entered first, so that this mode sees each operation first."""
         self._flops.__enter__()
         return super().__enter__()
 
@@ -64,19 +64,19 @@ class OpRecorder(TorchDispatchMode):
         self._flops.__exit__(*raised)
 
     def begin(self, block: int, *_: object) -> None:
-        """Record that a block's forward begins; a hook before it."""
+        """Record that a block's forward begins; used as a forward pre-hook."""
         self._running.append(block)
         self._last = block
         self.changes.append(MemoryChange(block, _NO_MEMORY, 0))
 
     def end(self, *_: object) -> None:
-        """Record that the innermost running forward ends; a hook after it."""
+        """Record that the innermost running forward ends; used as a forward hook."""
         self._running.pop()
         if self._running:
             self._last = self._running[-1]
 
     def memories_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the tensors' storages, as far as an operation used them."""
+        """Return the numbers of the tensors' storages; storages that no operation used are left out."""
         found = (self._memories.get(tensor.untyped_storage()) for tensor in tensors)
         return {number for number in found if number is not None}
 
@@ -127,7 +127,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode for attention without scores, as in fused kernels; the meta device would take the unfused path."""
+    """A mode that records attention as a fused kernel without scores; the meta device alone would not fuse."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 def kept_memories(changes: Iterable[MemoryChange], results: Collection[int]) -> set[int]:
-    """Return the numbers of the storages that are still allocated at the end, without those of results."""
+    """Return the numbers of the storages that are still allocated at the end, except storages of results."""
     left: set[int] = set()
     for change in changes:
         if change.size_bytes < 0:

@@ -47,7 +47,7 @@ def plan_places(
     """Plan where the blocks of a model are stored, so that peak memory stays within every budget.
 
     If the whole model fits, the devices are filled in order, so that activations seldom change devices. Otherwise as
-    many blocks as possible stay, and the others are spread evenly between them and prefetched into the device's
+    many blocks as possible stay. The other blocks are spread evenly among these and prefetched into the device's
     window. The plan tries several window sizes (small ones win if transfers are slower than computation), improves
     the best placements by local search, and takes the shortest predicted forward.
     """
@@ -74,7 +74,7 @@ def predicted_seconds(
     *,
     in_place: bool = False,
 ) -> float:
-    """Predict the time of a forward under a plan, in seconds; the plan may have been made for another forward."""
+    """Predict the seconds of a forward under a plan, which may have been made for another forward."""
     works = Forward(blocks, costs_of(blocks, costs)).works(plan.sources, plan.devices)
     if in_place:
         rates = Bandwidths(to_device=inf, from_disk=rates.from_disk)
@@ -82,7 +82,7 @@ def predicted_seconds(
 
 
 def _find_first_placements(search: Search, groups: Groups, budgets: Budgets) -> list[Found]:
-    """Return distinct initial placements: those of every strategy, and variants of the best one."""
+    """Return distinct initial placements: one of every strategy, and variants of the best."""
     found: list[tuple[Found, OffloadStrategy]] = []
     seen: list[Placed] = []
 
@@ -116,7 +116,7 @@ def _plan(groups: Groups, found: Found) -> PlacePlan:
 
 
 def _explain_failure(blocks: Sequence[Block], groups: Groups, budgets: Budgets) -> str:
-    """Return an error message with the budget that is too small, and a sufficient one."""
+    """Return an error message that names the budget that is too small and a sufficient budget."""
     total = sum(groups.sizes) + sum(groups.stays)
     held = sum(budgets.devices) + budgets.host + (budgets.disk or 0)
     if budgets.disk is not None and held < total:

@@ -16,7 +16,7 @@ FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def grid_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a weight's scales: one per block of the last two dims, including partial edge blocks."""
+    """Return the shape of a weight's scales: one scale per block of the last two dims, partial blocks included."""
     return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
 
 
@@ -93,7 +93,7 @@ def _change_parts(
     dtype: torch.dtype | None = None,
     **_: object,
 ) -> BlockScaledTensor:
-    """Return a weight with both parts changed; other options of the operation do not matter to them."""
+    """Return a weight with `change` applied to both parts; other options of the operation are ignored."""
     return BlockScaledTensor(change(tensor.values), change(tensor.scales), dtype or tensor.dtype)
 
 
@@ -105,14 +105,14 @@ def _move_parts(
     non_blocking: bool = False,
     **_: object,
 ) -> BlockScaledTensor:
-    """Move the parts; a new dtype changes only the dtype to compute in."""
+    """Move both parts to a device; a new dtype changes only the compute dtype."""
     return _change_parts(
         tensor, change=lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype=dtype
     )
 
 
 def _select_part(tensor: BlockScaledTensor, dim: int, index: int) -> BlockScaledTensor | None:
-    """Select one of several matrices; None if `dim` is one of a matrix's own dims."""
+    """Select one matrix of a stack; return None if `dim` is a row or column dimension."""
     if dim % tensor.dim() >= tensor.dim() - 2:
         return None
     return _change_parts(tensor, change=lambda part: part.select(dim % tensor.dim(), index))

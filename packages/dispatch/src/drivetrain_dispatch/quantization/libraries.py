@@ -131,7 +131,7 @@ class BitsAndBytes4Bit:
 
 @dataclass(frozen=True, slots=True)
 class TorchAO:
-    """A quantisation by one of torchao's weight-only configurations.
+    """A quantisation by a weight-only configuration of torchao.
 
     Args:
         config: The configuration, such as `torchao.quantization.Int8WeightOnlyConfig()`, `Int4WeightOnlyConfig()` or

@@ -45,9 +45,9 @@ class Quantization(Protocol):
 class StoredFP8:
     """A setting that keeps fp8 weights with block scales as the checkpoint stores them, as in DeepSeek-V3.
 
-    They take half the memory of bf16 on every device and on disk. Each operation dequantises the weights that it
-    computes with; of stacked experts, only one matrix at a time if the model selects them one by one. The weights are
-    frozen. Weights whose blocks do not fit the model's shapes are dequantised while they are read.
+    The weights take half the memory of bf16 on every device and on disk. Each operation dequantises the weights that
+    it computes with; of stacked experts, only one matrix at a time if the model selects them one by one. The weights
+    are frozen. Weights whose blocks do not fit the model's shapes are dequantised while they are read.
     """
 
 
@@ -60,8 +60,8 @@ def quantized_sizes(
 ) -> dict[str, int]:
     """Return the bytes of each weight that a load will pack, for `special_sizes` of `infer_auto_device_map`.
 
-    `dtype` and `special_dtypes` are what tensors are converted to before they are packed; a tensor with a special
-    dtype is not packed. The model is ideally on the meta device.
+    Tensors are converted to `dtype` or `special_dtypes` before they are packed; a tensor with a special dtype is not
+    packed. The model is ideally on the meta device.
 
     Raises:
         ValueError: No weight can be packed, the model lacks a named module or tensor, or packing a weight fails.
