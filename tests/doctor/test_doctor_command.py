@@ -46,7 +46,7 @@ def test_a_host_with_faults_names_each_with_its_repair_and_exits_with_1(
     [
         (("--num-nodes", "3"), r"launch\.num_nodes=3 .* contradicts the job that slurm started, which has 2"),
         (("--folder", __file__), "this is a file; name the folder of the checkpoints"),
-        (("--folder", "missing/checkpoints"), "neither it nor the folder around it exists"),
+        (("--folder", "missing/checkpoints"), "neither this folder nor its parent exists"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_before_anything_is_measured(

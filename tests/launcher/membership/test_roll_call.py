@@ -72,4 +72,4 @@ def test_two_nodes_with_the_same_rank_are_told() -> None:
 def test_nodes_that_were_told_different_numbers_are_told() -> None:
     place = meeting(num_nodes=2, timeout_seconds=5)
     said = outcomes([StaticNodes(place, rank=0), StaticNodes(replace(place, num_nodes=3), rank=1)])
-    assert any("but another of the run 'run' of" in text for text in said)
+    assert any("but another node of run 'run' expects" in text for text in said)

@@ -193,7 +193,7 @@ class ClusterContract(ABC):
         )
 
     def check_ids_of_no_job_are_refused(self, _: Path) -> None:
-        """Check that `cancel` refuses what cannot be the id of a job."""
+        """Check that `cancel` refuses a text that cannot be the id of a job."""
         made = Path("owned")  # where a shell would run
         for job_id in ("", "-1", "; touch owned", "$(touch owned)", "../1"):
             try:

@@ -48,7 +48,7 @@ class CheckedRun:
 
     @property
     def hosts_store(self) -> bool:
-        """True if the run's store certainly listens on this host."""
+        """True if this host certainly hosts the run's store."""
         return self.num_nodes == 1 or self.node_rank == 0
 
 

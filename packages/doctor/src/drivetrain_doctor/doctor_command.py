@@ -43,7 +43,7 @@ class DoctorArguments:
         """Check the folder and the numbers; a UsageError names the flag."""
         if not self.folder.exists() and not self.folder.absolute().parent.is_dir():
             raise UsageError(
-                f"--folder {self.folder}: neither it nor the folder around it exists; name the checkpoints' folder"
+                f"--folder {self.folder}: neither this folder nor its parent exists; name the checkpoints' folder"
             )
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"--folder {self.folder}: this is a file; name the folder of the checkpoints")

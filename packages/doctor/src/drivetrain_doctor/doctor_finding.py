@@ -85,7 +85,7 @@ class Examination:
 
     Attributes:
         hosts: The label and the reports of each host; hosts other than 0 have only their own.
-        together: The reports on all hosts together; on host 0, or if this host could not join.
+        together: The reports on all hosts together; present on host 0, or if this host could not join.
         is_broken: Whether a finding, on any host, will break a run.
         is_leader: Whether this host shows the findings of all.
     """

@@ -45,7 +45,7 @@ def run_check(check: Check, *, limit_seconds: float) -> CheckReport:
 
 
 def within(seconds: float, call: Callable[[], _Result], *, name: str) -> _Result:
-    """Return the result of a call without a time limit of its own, such as one that waits for a driver.
+    """Return the result of a call within a time limit, such as a call that waits for a driver.
 
     Raises:
         TimeoutError: The call took longer. The call's thread, named `name`, ends with the process at the latest.

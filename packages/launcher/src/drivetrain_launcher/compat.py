@@ -45,11 +45,11 @@ class StartRank(Protocol):
         Args:
             local_rank: The local rank.
             environment: All environment variables of the rank.
-            outputs: The files for stdout and stderr; None for those of the launcher.
+            outputs: The files for stdout and stderr; None for the launcher's own.
             start_fresh: The function that starts the rank as torch does.
 
         Returns:
-            The process, with `pid`, `returncode`, `poll` and `wait` as those of `Popen`.
+            The process, with `pid`, `returncode`, `poll` and `wait` as in `Popen`.
         """
         ...
 

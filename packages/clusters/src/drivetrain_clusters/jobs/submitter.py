@@ -13,7 +13,7 @@ _INTERRUPTED = 130
 
 
 def describe(submission: Submission) -> str:
-    """Return what a submission writes and runs, as text for a terminal."""
+    """Return the files and the command of a submission, as text for a terminal."""
     command = f"$ {shlex.join(submission.command)}\n" if submission.command else ""
     return f"{submission}\n{command}"
 

@@ -1,4 +1,4 @@
-"""Limits of files, processes, locked memory and memory, against what a run on this host needs."""
+"""Limits of files, processes, locked memory and memory, compared with the needs of a run on this host."""
 
 import os
 from contextlib import suppress

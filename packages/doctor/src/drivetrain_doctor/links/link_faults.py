@@ -33,8 +33,8 @@ def find_faults(values: Mapping[Link, float], *, slow_below: float) -> LinkFault
     """Find the slow hosts, links or islands.
 
     The usual value is robust against slow hosts: one slow host of three makes two of three links slow, but leaves two
-    hosts with a fast link. A host is blamed only if more than half of its links to the others, and at least two, are
-    slow; hosts are blamed one at a time, the worst first, so that one slow host does not blame its partners.
+    hosts with a fast link. A host is blamed only if more than half of its links, and at least two, are slow. Hosts
+    are blamed one at a time, the worst first, so that a slow host's partners are not blamed.
 
     Args:
         values: The value of each link, lower host first; links that were not measured are missing.

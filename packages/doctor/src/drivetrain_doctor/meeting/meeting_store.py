@@ -41,7 +41,7 @@ _MEANINGS = (
 
 
 class MeetingError(LaunchError):
-    """An error of a host that cannot join; the message names what listens at the address, and a remedy."""
+    """An error of a host that cannot join; the message names the cause and a remedy."""
 
 
 class HostMeeting:
@@ -96,7 +96,7 @@ class HostMeeting:
             return self._values.read(f"word/{step}")
         except DistError as failure:
             raise MeetingError(
-                f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: its doctor has "
+                f"host 0 did not tell this host, rank {self.rank}, how it goes on after {step}: host 0's doctor has "
                 f"ended, or is frozen; look at its output ({str(failure).partition(chr(10))[0][:120]})"
             ) from failure
 
@@ -176,6 +176,6 @@ def _reach(checked: CheckedRun, progress: Callable[[str], None]) -> TCPStore:
         )
     except (DistError, RuntimeError, TimeoutError) as failure:
         raise MeetingError(
-            f"what listens at {where} is no store of torch, or is frozen: most likely another program holds the port "
+            f"the program at {where} is no store of torch, or is frozen: most likely another program holds the port "
             "on host 0; say another --master-port on every host"
         ) from failure

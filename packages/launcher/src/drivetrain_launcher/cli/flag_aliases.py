@@ -1,7 +1,7 @@
 """The flags of Accelerate and torchrun: translated to drivetrain's, or refused with an alternative.
 
-Command lines keep working after a switch to drivetrain, and no flag is ignored silently. Flags whose values
-need translation too, such as Accelerate's for FSDP, DeepSpeed and fp8, are the matter of `foreign_flags.py`.
+Command lines keep working after a switch to drivetrain, and no flag is ignored silently. `foreign_flags.py`
+handles flags whose values need translation too, such as Accelerate's for FSDP, DeepSpeed and fp8.
 """
 
 from collections.abc import Collection, Mapping

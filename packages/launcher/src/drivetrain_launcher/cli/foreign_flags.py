@@ -50,7 +50,7 @@ def translator_of(flag: str, known: Collection[str]) -> ForeignFlags | None:
 
 
 def add_meanings(written: Mapping[ForeignFlags, Mapping[str, str]], given: GivenFlags) -> None:
-    """Add the settings of foreign flags to `given`, and report those that drivetrain realises differently.
+    """Add the settings of foreign flags to `given`, and report flags that drivetrain realises differently.
 
     `written` maps each flag to its value. A UsageError lists all flags that are unsupported or contradict other
     flags.

@@ -29,7 +29,7 @@ ScriptCheck = Callable[[ast.Module, ResolvedLaunch], str | None]
 
 
 def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
-    """Reject what would fail on every rank, and report launcher flags that follow the script."""
+    """Reject a launch that would fail on every rank, and report launcher flags that follow the script."""
     check_device(resolved.layers)
     check_bound_devices(resolved)
     folder, path, through = Path.cwd(), Path(target.name), resolved.launch.through

@@ -111,7 +111,7 @@ class ElasticNodes(RendezvousHandler):
             self._member.wait(seconds)
 
     def finished(self) -> None:
-        """Say that all ranks of this node have ended well."""
+        """Report that all ranks of this node have ended well."""
         if self._member is not None:
             self._member.finished(self._round)
 

@@ -125,8 +125,8 @@ class StaticNodes(GivenNodes):
         count = store.compare_set("num_nodes", "", str(meeting.num_nodes)).decode()
         if count != str(meeting.num_nodes):
             raise LaunchError(
-                f"this node was told of {meeting.num_nodes} nodes, but another of the run {meeting.run_id!r} of "
-                f"{count}: say the same --num-nodes on all, or another --master-port for another run"
+                f"this node expects {meeting.num_nodes} nodes, but another node of run {meeting.run_id!r} "
+                f"expects {count}: say the same --num-nodes on all, or another --master-port for another run"
             )
         if store.add(f"taken/{self._rank}", 1) > 1:
             other = store.get(f"node/{self._rank}").decode()

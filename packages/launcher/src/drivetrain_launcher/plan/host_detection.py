@@ -31,7 +31,7 @@ class Core:
 class CpuTopology:
     """The physical cores that this process may use, by their first CPU, and where the accelerators are.
 
-    `device_nodes` has the NUMA node of each visible accelerator, None where the kernel does not tell it; `is_bound`
+    `device_nodes` has the NUMA node of each visible accelerator, None if the kernel does not tell; `is_bound`
     says whether this process may use only a part of the machine's CPUs; `quota` is the CPU time, in cores,
     that its control group may use, None without a limit.
     """

@@ -79,10 +79,10 @@ class LaunchPlan:
         preload: The modules that are imported once, in a process that the ranks are forked off; empty for fresh
             interpreters.
         log_dir: The folder for output files, in addition to the terminal.
-        prefix: The ranks whose lines begin with their rank: those other than 0, all or none.
+        prefix: The ranks whose lines begin with their rank: all ranks but 0, all ranks, or none.
         show_ranks: The ranks whose output is shown; empty for all.
-        tail: The number of last lines of a failed rank to show again; None for a few if its output is not shown.
-        environment: The variables that the launcher adds to the environment of each process, besides its ranks.
+        tail: The number of last lines of a failed rank to show again; None for a few if the rank is not shown.
+        environment: The variables that the launcher adds to the environment of each process, without rank variables.
         bindings: The cores of each rank, by local rank; empty to bind none.
         placement: The place in a cluster's job; None outside any job.
         max_requeues: The maximum number of times that the job is started again after all ranks have saved; None for

@@ -138,8 +138,8 @@ def _processes_per_node(settings: LaunchSettings, host: Host) -> tuple[int, tupl
     what = f"{host.accelerator} device{'s' if available != 1 else ''}"
     if host.accelerator is not None and available == 0:
         raise LaunchError(
-            f"this node has no {host.accelerator} device that torch can use: say --cpu to train on the CPU, or leave "
-            "the kind of device to be found out"
+            f"this node has no {host.accelerator} device that torch can use: say --cpu to train on the CPU, or do "
+            "not set the kind of device"
         )
     asked = settings.processes_per_node
     if asked is None and settings.num_processes is not None:

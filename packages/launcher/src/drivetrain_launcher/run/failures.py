@@ -114,7 +114,7 @@ def record_error(file: Path, error: BaseException, *, was_shown: bool) -> None:
 def format_for_user(error: BaseException) -> str:
     """Format an exception with its traceback; for an error that drivetrain raises, only down to the user's line.
 
-    The message of such an error suffices: it gives the value or the call, what is allowed and a remedy. One line
+    The message of such an error suffices: it gives the value or the call, the allowed values and a remedy. One line
     replaces the library's frames. A failed assertion is shown in full, and so is an error whose message does not
     repeat the message of its cause.
     """

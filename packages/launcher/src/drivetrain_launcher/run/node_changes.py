@@ -85,7 +85,7 @@ class NodeChanges:
         return self._shutdown_seconds if self._nodes.can_save else _SHORT_STOP_SECONDS
 
     def say_why_restart(self) -> None:
-        """Say why the ranks are stopped, if the nodes have changed."""
+        """Say why the ranks are stopped, provided that the nodes have changed."""
         if self._nodes.is_dropped:
             say(
                 "this node was frozen or silent, and the others went on without it: its ranks are stopped, and it "

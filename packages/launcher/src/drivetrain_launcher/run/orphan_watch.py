@@ -1,4 +1,4 @@
-"""End a rank whose launcher or notebook has died: the one protection of ranks that no keeper protects.
+"""End a rank whose launcher or notebook has died: the only protection of ranks without a keeper.
 
 A launcher's keeper notices the launcher's death at once, and ends its ranks. This thread in each rank serves where
 the keeper was killed too, and under a notebook, which has no keeper. Standard library only, so that a rank starts as

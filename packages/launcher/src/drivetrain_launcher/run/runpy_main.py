@@ -127,9 +127,9 @@ def _put_first_on_path(folder: str) -> None:
 
 
 def _frames_of(main: ModuleType, error: BaseException) -> TracebackType | None:
-    """Return the traceback from the program's first frame on; None if it has no frame, as with a syntax error.
+    """Return the traceback from the program's first frame on; None without such a frame, as for a syntax error.
 
-    A package around a module runs before the module does: its frames stand behind those of finding it.
+    A package around a module runs before the module does: its frames follow the frames that find the module.
     """
     found = error.__traceback__
     while found is not None and found.tb_frame.f_globals is not main.__dict__:

@@ -130,7 +130,7 @@ def backup_of(path: Path) -> Path:
 
 
 def write_settings(path: Path, text: str) -> Path | None:
-    """Write a settings file, and return the path of the copy of the file that was there; None if there was none."""
+    """Write a settings file, and return the path of the earlier file's copy; None without an earlier file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -269,6 +269,6 @@ def _harmless_choices(flag: FlagWords) -> tuple[str, ...]:
 
 
 def _shorten(about: str) -> str:
-    """Return a description in one line, cut where a menu would wrap it."""
+    """Return a description in one line, shortened to the width of a menu."""
     line = " ".join(about.split())
     return line if len(line) <= 80 else f"{line[:77].rstrip()}..."

@@ -1,4 +1,4 @@
-"""The launcher's side of the keeper process: start it, report ranks and their outputs to it, and replace it."""
+"""The launcher's side of the keeper process: start the keeper, report ranks and outputs to it, and replace it."""
 
 import json
 import subprocess

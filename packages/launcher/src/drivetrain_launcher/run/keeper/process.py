@@ -202,7 +202,7 @@ class KeeperProcess:
             screen.release(now=time.monotonic())
 
     def _end_ranks(self) -> None:
-        """End the ranks of a launcher that died, and show their output meanwhile."""
+        """End the ranks of a launcher that died, and show their output until the end."""
 
         def show() -> None:
             if not self._is_full:

@@ -38,7 +38,7 @@ class RankStreams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the outputs once all is shown."""
+        """Close the outputs once all output is shown."""
         self._keeper.drain()
         self._close()
 

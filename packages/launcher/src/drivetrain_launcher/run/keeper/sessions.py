@@ -22,7 +22,7 @@ _KEEPER = b"keeper/process.py"
 def end_sessions(
     leaders: Collection[int], *, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Ask the leaders to stop, give them seconds to save, then kill what is left of their sessions.
+    """Ask the leaders to stop, give them seconds to save, then kill the rest of their sessions.
 
     `meanwhile` is called again and again until the sessions have ended.
     """
@@ -105,7 +105,7 @@ def _running_session(pid: int) -> int | None:
 
 
 def _status(pid: int) -> list[bytes] | None:
-    """Return a process's state, parent, group, session and what follows them in its `stat`; None if it is gone."""
+    """Return the fields of a process's `stat`: state, parent, group, session and the rest; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()

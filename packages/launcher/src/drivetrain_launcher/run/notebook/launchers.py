@@ -19,7 +19,7 @@ def notebook_launcher(
 ) -> list[Any]:
     """Run a function on several processes of this machine, from a notebook or an interpreter.
 
-    The processes are fresh interpreters, whatever this one has initialised. The function, its arguments and what it
+    The processes are fresh interpreters, which share no state with this one. The function, its arguments and what it
     uses are shipped to them; modules are imported there. Their output appears in the calling cell. `Workers` keeps
     the processes for the next call.
 

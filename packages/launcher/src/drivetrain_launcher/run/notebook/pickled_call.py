@@ -34,7 +34,7 @@ class PickledCall:
 
 
 class CallPickler(cloudpickle.Pickler):
-    """A pickler that moves tensors to the CPU, and notes what a rank needs besides the objects.
+    """A pickler that moves tensors to the CPU, and records sources and names that a rank needs with the objects.
 
     Attributes:
         sources: The source of each file that is only in memory, such as a cell, by name.

@@ -155,7 +155,7 @@ def leave_groups() -> None:
 
 
 def free_memory() -> None:
-    """Free what only cycles hold, and give unused device memory back to the driver."""
+    """Collect objects in reference cycles, and give unused device memory back to the driver."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():

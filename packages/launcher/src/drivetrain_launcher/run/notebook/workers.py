@@ -12,7 +12,7 @@ from drivetrain_launcher.run.notebook.rank_pool_plan import plan_rank_pool
 class Workers:
     """Processes that stay between the calls of a notebook.
 
-    They start as the object is made, and import torch meanwhile. They end with `close`, at the end of a `with` block,
+    They start as the object is made, and import torch at once. They end with `close`, at the end of a `with` block,
     with the object, and with the notebook, even if it is killed.
 
     Between two calls each rank leaves its process groups, frees unused device memory, and takes over the notebook's

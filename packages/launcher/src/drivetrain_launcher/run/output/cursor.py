@@ -59,7 +59,7 @@ class CursorTracker:
         return self._bottom - self._row
 
     def feed(self, data: bytes) -> None:
-        """Follow what the program has written."""
+        """Follow the bytes that the program has written."""
         data = self._rest + data
         place = 0
         for found in _ESCAPE.finditer(data):

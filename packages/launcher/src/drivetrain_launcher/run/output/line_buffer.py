@@ -18,7 +18,7 @@ _RESET = b"\x1b[0m"
 
 
 class LineBuffer:
-    """The bytes of one stream that do not yet make a whole line."""
+    """A buffer of the bytes of one stream that do not make a whole line yet."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

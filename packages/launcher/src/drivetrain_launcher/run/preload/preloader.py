@@ -21,9 +21,9 @@ _READ_AT_IMPORT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFI
 
 
 class ForkedRank:
-    """A rank that another process has forked, with what torch's agent uses of `subprocess.Popen`.
+    """A rank that another process has forked, with the methods of `Popen` that torch's agent calls.
 
-    `look` waits up to a number of seconds, or without end for None, for ranks to end, and sets their `returncode`.
+    `look` waits some seconds (None: without a limit) until ranks end, and sets the `returncode` of ended ranks.
     """
 
     def __init__(self, pid: int, look: Callable[[float | None], None]) -> None:
@@ -120,7 +120,7 @@ class Preloader:
         return started
 
     def look(self, seconds: float | None = 0.0) -> None:
-        """Wait some seconds, or without end for None, to learn which ranks have ended."""
+        """Wait some seconds (None: without a limit) to learn which ranks have ended."""
         if self._ranks and select([self._link.connection], [], [], seconds)[0]:
             try:
                 self._take_messages()
