@@ -1,6 +1,6 @@
-"""Measure training: throughput and phases of a step, MFU, a live line, the rank that the others wait for.
+"""Measure training: throughput, the phases of a step, MFU and the slowest rank; show them in a live line.
 
-`ThroughputMeter` and `PhaseTimes` serve any loop; `step_watch.py` measures the loop of an Accelerator by them.
+`ThroughputMeter` and `PhaseTimes` serve any loop; `step_watch.py` uses them to measure the loop of an Accelerator.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Count the samples and tokens of each step from the batches that went backward in it."""
+"""Count the samples and tokens of each step, from the batches that had a backward in the step."""
 
 import logging
 from collections import deque
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class BatchCounts:
-    """The samples of all ranks and the tokens of this one, in the open step and in each ended step not yet taken.
+    """The samples of all ranks and the tokens of this rank, for the open step and for ended steps not yet taken.
 
     Args:
-        is_main: Whether to warn that batches lack the field.
+        is_main: Whether to warn of batches without the token field.
 
     Attributes:
         count_tokens: A function from a batch to the number of tokens of this rank; None counts the elements of the
-            field.
+            token field.
     """
 
     def __init__(self, token_field: str, *, is_main: bool) -> None:
@@ -35,12 +35,12 @@ class BatchCounts:
         self._ended: deque[Counts] = deque()
 
     def receive(self, plan: BatchPlan, batch: Any) -> None:
-        """Take a batch; it counts if it goes backward before the next one comes."""
+        """Take a batch, which counts if it has a backward before the next batch comes."""
         known = plan.real_counts is not None and plan.sizes is not None
         self._received = Counts(float(sum(plan.real_counts or ())) if known else None, self._tokens(batch))
 
     def count_received(self) -> None:
-        """Count the newest batch, once: batches without a backward are for evaluation."""
+        """Count the newest batch once, at its backward: batches without a backward are for evaluation."""
         if self._received is not None:
             self._open, self._received = self._open.plus(self._received), None
 
@@ -50,7 +50,7 @@ class BatchCounts:
         self._open = Counts()
 
     def take_step(self) -> Counts:
-        """Return the counts of the first step that has ended and was not taken yet."""
+        """Return the counts of the earliest ended step that was not taken yet."""
         return self._ended.popleft()
 
     def _tokens(self, batch: Any) -> float | None:

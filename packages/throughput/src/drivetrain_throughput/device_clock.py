@@ -1,4 +1,4 @@
-"""A clock of a device's own work: torch's events, recorded between kernels and read once they have passed."""
+"""A clock of a device's work: it records torch's events between kernels, and reads events that have passed."""
 
 import logging
 
@@ -16,13 +16,13 @@ class DeviceClock:
         self._device = device
 
     def moment(self) -> torch.Event:
-        """Return the moment at which the device has done what is on its current stream so far."""
+        """Return the moment at which the device will have finished the work now on its current stream."""
         event = torch.Event(device=self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def is_past(self, moment: torch.Event) -> bool:
-        """Return whether the device has come so far. Never waits."""
+        """Return whether the device has reached a moment. Never waits."""
         return moment.query()
 
     def seconds_between(self, start: torch.Event, end: torch.Event) -> float:
@@ -31,9 +31,9 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return the clock of a device: of its events, or of the host where it has none that measure time.
+    """Return the clock of a device, or the host's clock if the device's events cannot measure time.
 
-    Waits for the device once.
+    This waits for the device once.
     """
     if device.type == "cpu":
         return HostClock()

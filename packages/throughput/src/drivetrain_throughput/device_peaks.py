@@ -9,7 +9,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the dense peak of a device in FLOP/s, or None if the device or precision is not in the table.
 
     Args:
-        device_name: The name as its driver says it, such as "NVIDIA H100 80GB HBM3".
+        device_name: The name that the device's driver reports, such as "NVIDIA H100 80GB HBM3".
         precision: "bf16", "fp16", "tf32" or "fp32".
 
     Example:

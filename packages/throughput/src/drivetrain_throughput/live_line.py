@@ -1,4 +1,4 @@
-"""A line that tells how fast the training is: redrawn in place on a terminal, else a plain line now and then."""
+"""A line with the speed of training, redrawn in place on a terminal; elsewhere, a plain line at intervals."""
 
 import sys
 import time
@@ -15,16 +15,16 @@ class LinePainter(Protocol):
     """A way to show a line of text."""
 
     def show(self, text: str) -> None:
-        """Show the line in place of the one before, or below it."""
+        """Show a line in place of the line before, or below it."""
         ...
 
     def close(self) -> None:
-        """Take down what is shown."""
+        """Remove the line that is shown."""
         ...
 
 
 class _PlainLines:
-    """Lines below each other on a stream; without one, on the standard error of the moment."""
+    """Lines below each other on a stream; if the stream is None, on the current standard error."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -65,7 +65,7 @@ class LiveLine:
         self._next = float("-inf")
 
     def show(self, step: int, throughput: Throughput) -> None:
-        """Show the line if it is time; cheap if it is not."""
+        """Show the line if the interval has passed; otherwise return at little cost."""
         now = self._clock()
         if now < self._next:
             return
@@ -82,7 +82,7 @@ class LiveLine:
         self._painter.show(live_text(step, throughput))
 
     def close(self) -> None:
-        """Take down the line, and give back standard output and error; a later `show` brings it back."""
+        """Remove the line, and restore standard output and error; a later `show` draws the line again."""
         if self._painter is not None:
             self._painter.close()
             self._painter = None

@@ -1,4 +1,4 @@
-"""Rates of a training loop over its last steps and over all of them. Pure: the caller says how long a step took."""
+"""Rates of a training loop over its last steps and over all steps. Pure: the caller passes each step's duration."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ class Counts(NamedTuple):
     tokens: float | None = 0.0
 
     def plus(self, other: "Counts") -> "Counts":
-        """Return the sums; a count that is unknown in one is unknown in the sum."""
+        """Return the sums of the counts; a count that is unknown on either side is unknown in the sum."""
         return Counts(*(None if a is None or b is None else a + b for a, b in zip(self, other, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""The time that each step spends in each phase, read without waiting for what is still running on a device."""
+"""The time that each step spends in each phase, read without waiting for work that still runs on a device."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "communication", "checkpoi
 
 
 class Clock(Protocol):
-    """A clock whose moments may lie ahead: those of a device are known once it has come so far."""
+    """A clock whose moments may lie ahead: a device's moment is known once the device has reached it."""
 
     def moment(self) -> Any:
         """Return the present moment of the host, or the moment at which a device finishes all queued work."""
@@ -49,7 +49,7 @@ class _Segment:
 
 
 class PhaseTimes:
-    """A stopwatch of the phases of each step. Phases may nest: the time of an inner one is not the outer one's too.
+    """A stopwatch of the phases of each step. Phases may nest: an inner phase's time is not part of the outer phase.
 
     The seconds of a step's phases add up to the time between its end and the end of the step before. Time outside of
     all phases is in "other". Time before the first phase begins is in no step. Not thread-safe.
@@ -75,16 +75,16 @@ class PhaseTimes:
 
     @property
     def innermost(self) -> str | None:
-        """The innermost open phase; None outside of all."""
+        """The innermost open phase; None if no phase is open."""
         return self._open[-1] if self._open else None
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, inside the one that is open, if any."""
+        """Begin a phase, inside the innermost open phase if there is one."""
         self._cut()
         self._open.append(phase)
 
     def end(self, phase: str) -> None:
-        """End a phase, and those inside it that an exception has left open; do nothing if it is not open."""
+        """End a phase and the phases that an exception left open inside; do nothing if the phase is not open."""
         if phase not in self._open:
             return
         self._cut()
@@ -92,7 +92,7 @@ class PhaseTimes:
             pass
 
     def end_step(self) -> None:
-        """End the step, and phases that are still open."""
+        """End the step and all phases that are still open."""
         if self._since is None:
             return
         self._cut()

@@ -1,4 +1,4 @@
-"""Gather what each rank has measured, and make the metrics of all ranks from it."""
+"""Gather the measurements of each rank, and compute the metrics of all ranks."""
 
 import logging
 import socket
@@ -29,8 +29,8 @@ class _Pending:
 class RankRows:
     """A gather of rows of numbers, at most one at a time.
 
-    It runs over the CPU's part of the process group, which no kernel waits for. A group that was made without one
-    gathers on the device, and reading it waits for the device.
+    It runs over the CPU's part of the process group, which no kernel waits for. Without a CPU part, it runs on the
+    device, and reading the result waits for the device.
     """
 
     def __init__(self, context: Context) -> None:
@@ -38,7 +38,7 @@ class RankRows:
         self._pending: _Pending | None = None
 
     def begin(self, row: list[float]) -> None:
-        """Begin to gather a row, as long on every rank. Called on all ranks, as collectives are."""
+        """Begin to gather a row, which has the same length on every rank. Called on all ranks."""
         world_size, group = self._context.topology.world_size, self._context.group
         if world_size == 1:
             self._pending = _Pending(torch.tensor([row], dtype=torch.float64), torch.empty(0), None)
@@ -52,7 +52,7 @@ class RankRows:
         self._pending = _Pending(rows.view(world_size, -1), mine, work)
 
     def take(self, *, wait: bool = False) -> list[list[float]] | None:
-        """Return the row of each rank, once; None if none is there yet."""
+        """Return the rows of all ranks, once per gather; None if no finished gather is left to return."""
         pending = self._pending
         if pending is None:
             return None
@@ -65,7 +65,7 @@ class RankRows:
 
 
 class RankThroughput:
-    """The throughput of all ranks, one gather at a time, and the warning of a rank that is slow.
+    """The throughput of all ranks, one gather at a time, and the warning of a slow rank.
 
     `readers` has, for each shard of the data, the first of the ranks that read it.
     """
@@ -81,16 +81,16 @@ class RankThroughput:
         self._measured: Throughput | None = None  # by this rank, when the gather under way began
 
     def add(self, step: StepRecord) -> None:
-        """Add a step of this rank to those that are compared."""
+        """Add a step of this rank to the steps that are compared."""
         if not self._is_first:
             self._steady.add(step)
         self._is_first = False
 
     def begin(self, measured: Throughput) -> None:
-        """Begin to gather every rank's times and tokens; the gather before was taken. Called on all ranks.
+        """Begin to gather every rank's times and tokens, after the last gather was taken. Called on all ranks.
 
         Args:
-            measured: The throughput that this rank knows; its tokens are those of one reader times all readers.
+            measured: The throughput that this rank knows; its tokens are one reader's times the number of readers.
         """
         if not self._hosts:
             self._hosts = gather_object(self._context, socket.gethostname())
@@ -102,10 +102,10 @@ class RankThroughput:
         self._measured = measured
 
     def take(self, *, wait: bool = False) -> dict[str, float] | None:
-        """Return the metrics of all ranks, once, and warn of a rank that is slow.
+        """Return the metrics of all ranks, once per gather, and warn of a slow rank.
 
         Returns:
-            The metrics, on rank 0; None elsewhere, and while no gather is over.
+            The metrics on rank 0; None on other ranks, and while no gather has finished.
         """
         if self._measured is None or (rows := self._rows.take(wait=wait)) is None:
             return None
@@ -128,7 +128,7 @@ class RankThroughput:
         return metrics
 
     def drop(self) -> None:
-        """Drop what other ranks have not sent."""
+        """Drop a gather for which other ranks have not sent their rows."""
         self._measured = None
 
     def _warn_of(self, straggler: Straggler) -> None:

@@ -59,7 +59,7 @@ class SupportsNumSteps(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps so far, without those that were skipped."""
+        """The number of steps so far, without skipped steps."""
         ...
 
 
@@ -68,7 +68,7 @@ class SupportsModel(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model that computes."""
+        """The module that computes."""
         ...
 
 
@@ -90,7 +90,7 @@ class StepWatch:
     """A stopwatch of an Accelerator's steps. Not thread-safe; labels of other threads are left out.
 
     Args:
-        prepared: The prepared objects; not kept alive.
+        prepared: The prepared objects, held by a weak reference.
         reading: The loaders being read.
         readers: For each shard of the data, the first of the ranks that read it.
         mode: The precision of the run, such as "bf16".
@@ -128,7 +128,7 @@ class StepWatch:
         context.progress.add_observer(self.observe)
 
     def observe(self, label: str) -> None:
-        """Take a label of the progress record."""
+        """Note a label of the progress record."""
         # A program's own mark may have the text of a member.
         if not isinstance(label, ProgressMark) or get_ident() != self._thread or label not in _BOUNDARIES:
             return
@@ -142,7 +142,7 @@ class StepWatch:
         self._flops.mark(phase, begins=begins)
 
     def begin_wait(self) -> None:
-        """Begin the part of a backward in which this rank waits for others: it has computed its gradients.
+        """Begin the wait for other ranks in a backward, once this rank has computed its gradients.
 
         May be called by a thread of autograd, while the loop's thread waits for the backward.
         """
@@ -150,7 +150,7 @@ class StepWatch:
             self._times.begin("communication")
 
     def watch_reads(self, readings: Iterator[Reading]) -> Iterator[Reading]:
-        """Hand on what a loader reads, and measure how long the loop waits for it."""
+        """Pass on a loader's readings, and measure how long the loop waits for each."""
         end = object()
         while True:
             self._times.begin("data")
@@ -165,7 +165,7 @@ class StepWatch:
             yield reading  # pyright: ignore[reportReturnType]
 
     def end_step(self) -> None:
-        """End the step if it is a new one, once an optimizer has stepped. Called on all ranks."""
+        """End the step when an optimizer has stepped, unless it was skipped or is over. Called on all ranks."""
         self._times.end("optimizer")
         prepared = self._prepared()
         step = max((optimizer.num_steps for optimizer in prepared.optimizers), default=0) if prepared else 0
@@ -188,7 +188,7 @@ class StepWatch:
             self._line.show(step, self._meter.over_window())
 
     def over_window(self) -> Throughput:
-        """Return the throughput of the last steps that this rank knows the times of."""
+        """Return the throughput of the last steps whose times this rank knows."""
         self._read_steps()
         return self._meter.over_window()
 
@@ -198,13 +198,13 @@ class StepWatch:
         return self._meter.in_total()
 
     def finish(self) -> None:
-        """Log what was measured last, and take down the line. Called on all ranks, before the trackers finish."""
+        """Log the last measurements, and remove the line. Called on all ranks, before the trackers finish."""
         if self._step is not None:
             self._log_ranks(self._step, wait=True)
         self.close()
 
     def close(self) -> None:
-        """Stop measuring, and drop what other ranks have not sent. May be called on any rank."""
+        """Stop measuring, and drop a gather that other ranks have not completed. May be called on any rank."""
         self._ranks.drop()
         self._context.progress.remove_observer(self.observe)
         if self._line is not None:
@@ -225,7 +225,7 @@ class StepWatch:
             self._ranks.add(record)
 
     def _log_ranks(self, step: int, *, wait: bool = False) -> None:
-        """Log the metrics of a gather that is over, under the step before this one."""
+        """Log the metrics of a finished gather, under `step`."""
         metrics = self._ranks.take(wait=wait)
         if metrics is not None and self._trackers.is_started:
             self._trackers.log(metrics, step=step)

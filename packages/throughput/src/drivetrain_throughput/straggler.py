@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for, from what each rank measured. Pure."""
+"""Find the rank that the others wait for, from the measurements of each rank. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ class Straggler:
 def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
     """Return the rank that the others wait for, or None if no rank stands out.
 
-    Where one rank is late with its data, all others spend as much time in collectives. Collectives may also run
-    inside forward and backward, if a backend gathers parameters or averages gradients there. A rank that is long in
-    forward is therefore named only if the others did not spend that time on their own work; one that is long in
-    backward, only if the others spent it in communication. Where waits inside backward are not measured as
-    communication, a rank that is slow in backward alone is not found.
+    If one rank is late with its data, all others spend as much time in collectives. Collectives may also run inside
+    forward and backward, if a backend gathers parameters or averages gradients there. A rank with a long forward is
+    therefore named only if the others did not spend that time on their own work, and a rank with a long backward only
+    if the others spent that time in communication. If waits inside backward are not measured as communication, a rank
+    that is slow only in backward is not found.
 
     Args:
         per_rank_phase_seconds: For each rank, the mean seconds that a step spends in each phase.
@@ -77,7 +77,7 @@ def find_straggler(per_rank_phase_seconds: Sequence[Mapping[str, float]]) -> Str
 
 
 def _others_exceed(seconds: Sequence[float], rank: int) -> float:
-    """Return the seconds by which the median of the other ranks exceeds that of a rank."""
+    """Return the seconds by which the median of the other ranks exceeds a rank's seconds."""
     return median([*seconds[:rank], *seconds[rank + 1 :]]) - seconds[rank]
 
 

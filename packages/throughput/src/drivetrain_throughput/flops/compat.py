@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelFlopCounter(FlopCounterMode):
-    """A counter of a model's operations without repeated ones: inside a backward, a forward is repeated."""
+    """A counter of a model's operations. It leaves out forwards that are repeated inside a backward."""
 
     def __init__(self, *, is_in_backward: bool) -> None:
         super().__init__(display=False)
@@ -56,7 +56,7 @@ class ModelFlopCounter(FlopCounterMode):
 def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:
     """Return the formula of a fused attention's backward without the first of its five products.
 
-    It computes the scores again, which the forward has not kept. The products are of one size where queries and
-    values are.
+    The first product recomputes the scores, which the forward has not kept. All five products have one size if
+    queries and values have one size.
     """
     return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5

@@ -1,4 +1,4 @@
-"""Give a meter what MFU needs: the peak of the devices, and the operations of the first step."""
+"""Give a meter the inputs of MFU: the peak of the devices, and the operations of the first step."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstStepFlops:
-    """The count of the first step, where the peak of the device is known and the operations are not given."""
+    """The count of the first step's operations, if the device's peak is known and the operations are not given."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FirstStepFlops:
         self._is_over = False
 
     def mark(self, phase: str, *, begins: bool) -> None:
-        """Take the begin or end of a phase; the first forward or backward begins the count."""
+        """Note the begin or end of a phase; the first forward or backward begins the count."""
         if self._is_over or phase not in ("forward", "backward"):
             return
         # A forward without gradients belongs to an evaluation, not to the step.
@@ -64,7 +64,7 @@ class FirstStepFlops:
             self._counter.end()
 
     def end_step(self) -> None:
-        """End the count, and tell the meter its result."""
+        """End the count, and give the result to the meter."""
         if self._counter is not None:
             self._meter.flops_per_step = float(self._counter.total * self._context.topology.world_size)
             self._counter, self._is_over = None, True

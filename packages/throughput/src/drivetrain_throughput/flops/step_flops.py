@@ -4,10 +4,10 @@ from drivetrain_throughput.flops.compat import ModelFlopCounter
 
 
 class StepFlops:
-    """A counter of the operations that the model and its gradients need, as model FLOPs utilisation (MFU) takes them.
+    """A counter of the operations that a model and its gradients need, for model FLOPs utilisation (MFU).
 
-    It leaves out operations that repeat a forward inside backward, as activation checkpointing does; hardware FLOPs
-    utilisation (HFU) would contain them. It runs inside forward and backward alone: its torch dispatch mode must not
+    The counter leaves out forwards repeated inside backward, as in activation checkpointing; hardware FLOPs
+    utilisation (HFU) would include them. It runs only inside forward and backward: its torch dispatch mode must not
     overlap the user's modes.
 
     Attributes:
@@ -20,7 +20,7 @@ class StepFlops:
         self._depth = 0
 
     def begin(self, *, is_backward: bool = False) -> None:
-        """Count what follows; calls may nest."""
+        """Begin to count operations; calls may nest."""
         self._depth += 1
         if self._depth == 1:
             self._mode = ModelFlopCounter(is_in_backward=is_backward)
