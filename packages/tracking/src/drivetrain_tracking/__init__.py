@@ -1,9 +1,9 @@
 """A run's log that survives kills and resumes, and every tracking platform fed from it.
 
 `JSONLTracker` writes the log, without dependencies. `make_trackers` makes trackers by name: a writer process beside
-the training feeds each platform from the log, so that none can slow, stop or crash the run. `TrackerGroup` logs to
-several trackers from the right rank and names one that fails; `make_tracker` creates a single one. `Image`, `Table`
-and others are what can be logged besides numbers.
+the training feeds each platform from the log, so that no platform can slow, stop or crash the run. `TrackerGroup`
+logs to several trackers from the right rank and names a tracker that fails; `make_tracker` creates a single tracker.
+Besides numbers, `Image`, `Table` and other media can be logged.
 """
 
 from typing import TYPE_CHECKING

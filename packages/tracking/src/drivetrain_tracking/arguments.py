@@ -1,4 +1,4 @@
-"""Checks of user input: trackers, and options for a tracker's own calls."""
+"""Checks of user input: trackers, and options for calls of a tracker."""
 
 from collections.abc import Mapping
 from inspect import Parameter, signature

@@ -1,4 +1,4 @@
-"""Make trackers of names (the log, and platforms that are fed from it) and of live objects."""
+"""Make trackers from names (of the log, and of platforms fed from the log) and from live objects."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -23,18 +23,18 @@ _TRACKER_OF_MODULE = {
 def make_trackers(
     names: Sequence[str], directory: Path | str, *, settings: TrackingSettings | None = None
 ) -> list[Tracker]:
-    """Make the trackers of these names: the log, which every platform is fed from, comes first.
+    """Make the trackers of these names. The log comes first, since it feeds every platform.
 
     A tracker that logs on all ranks is not forwarded: each rank calls it.
 
     Args:
-        names: Names as for `make_tracker`; `"all"` is every one whose library is installed.
-        directory: The folder of the log and of what platforms write.
+        names: Names as for `make_tracker`; `"all"` stands for every tracker whose library is installed.
+        directory: The folder of the log and of the platforms' files.
         settings: The `tracking` section; the defaults if None.
 
     Raises:
-        TypeError: The names are no list of strings.
-        UnknownTrackerError: There is no tracker of a name.
+        TypeError: The names are not a list of strings.
+        UnknownTrackerError: No tracker has one of the names.
         MissingLibraryError: The library of a platform is not installed; the message names the extra that brings it.
     """
     if not names:
@@ -62,10 +62,10 @@ def make_trackers(
 def as_tracker(live: Any) -> Tracker:
     """Return a user's tracker, or a tracker of a user's live run of a platform.
 
-    A live run is logged to in this process, as it was made, and left open.
+    This process logs to a live run directly, and leaves the run open.
 
     Raises:
-        TypeError: The object is neither; the message says what it lacks.
+        TypeError: The object is no tracker and no live run; the message says which attributes are missing.
     """
     is_live = not isinstance(live, type) and not callable(getattr(live, "start", None))
     module = f"{type(live).__module__}."

@@ -41,16 +41,16 @@ TrackerOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Logged:
-    """A record whose numbers may still be on their way from a device, and the options of its call."""
+    """A record, whose numbers may still be on their way from a device, and the options of its `log` call."""
 
     record: LoggedRecord
     options: TrackerOptions
 
 
 class TrackerGroup:
-    """A group of trackers that is used like one. Call it on all ranks: each tracker logs only on the ranks it needs.
+    """A group of trackers, used like one tracker. Called on all ranks: each tracker logs only on the ranks it needs.
 
-    Any thread may log: one call is carried out after the other.
+    Any thread may log: calls run one after the other.
 
     Args:
         trackers: The trackers, each with a unique name.
@@ -106,7 +106,7 @@ class TrackerGroup:
         """Return a tracker by its name, for platform-specific calls.
 
         Raises:
-            UnknownTrackerError: The tracker is not in use; the message lists those that are.
+            UnknownTrackerError: The tracker is not in use; the message lists the trackers in use.
         """
         if name not in self._by_name:
             used = self._describe_used()
@@ -127,8 +127,8 @@ class TrackerGroup:
         Args:
             run_name: The name of the run.
             config: The configuration of the run, for `plain_config`.
-            plan: The run's effective plan, for trackers that keep one (`PlanTracker`).
-            info: The run's surroundings, for trackers that keep it (`InfoTracker`).
+            plan: The run's effective plan, for trackers that keep a plan (`PlanTracker`).
+            info: The run's surroundings, for trackers that keep them (`InfoTracker`).
             options: A mapping from a tracker's name to additional keyword arguments for its `start`. Options of a
                 tracker that is not in use are ignored, with a warning.
 
@@ -159,9 +159,9 @@ class TrackerGroup:
     def log(self, values: Metrics, *, step: int | None = None, options: TrackerOptions | None = None) -> None:
         """Log values to every tracker; if one fails, the others still get the values.
 
-        Numbers on a device are copied without a wait for it: a later call writes their record, at the latest
-        `finish`, and raises a tracker's error about it. Media that a full or failing disk does not take are lost and
-        counted, with one warning; the values of the call are logged all the same.
+        Numbers on a device are copied without a wait for the device: a later call, at the latest `finish`, writes
+        their record and raises a tracker's error about it. If the disk is full or fails, media are lost and counted,
+        with one warning; the values of the call are still logged.
 
         Args:
             values: A mapping from names to values, and to media such as `Image`.
@@ -195,14 +195,14 @@ class TrackerGroup:
             self._write(self._numbers.add(copied, _Logged(record, own)))
 
     def expect_repeated_steps(self) -> None:
-        """Have the next step begin a new attempt if it was logged before: a checkpoint was restored."""
+        """Make the next step begin a new attempt if it was logged before. Called when a checkpoint was restored."""
         self._steps.expect_repeated_steps()
 
     def finish(self) -> None:
         """Finish every tracker, even if one fails; before `start`, do nothing.
 
-        The run is finished, unless an exception is on its way, as in a `finally` block: then it failed. A run whose
-        process exits without this call failed, too.
+        The run counts as finished. If an exception is being raised, as in a `finally` block, the run counts as
+        failed, and so does a run whose process exits without this call.
 
         Raises:
             TrackerFailedError: A tracker raised an exception; the message names it.
@@ -226,7 +226,7 @@ class TrackerGroup:
                 self._temporary.cleanup()
 
     def _end_at_exit(self, state: RunState) -> None:
-        """End the log and the platforms of this process; nothing waits for those beside it, which read the log."""
+        """End the log and the platforms of this process, without a wait for writer processes, which read the log."""
         self._is_started = False
         self._call(
             "the end of the process",
@@ -269,7 +269,7 @@ class TrackerGroup:
     def _check_options(
         self, method: Literal["start", "log"], options: TrackerOptions | None
     ) -> TrackerOptions:
-        """Return the options after checking them on every rank, so that either all ranks raise or none does."""
+        """Return the options after checking them on every rank, so that all ranks raise or no rank does."""
         for name, given in (options or {}).items():
             if name in self._by_name:
                 check_options(self._by_name[name], method, given)

@@ -8,8 +8,8 @@
 {"event": "finish", "time": 1763690100.0, "crc": "0c9a2f4e"}
 ```
 
-A resumed run appends to the same file; its start tells the last step before it, and that step's attempt. Repeated
-steps have an `"attempt": 2`, or 3, and so on.
+A resumed run appends to the same file; its start line has the last step before the resume, and that step's attempt.
+Repeated steps have an `"attempt": 2`, or 3, and so on.
 """
 
 import math
@@ -36,9 +36,9 @@ _TAIL_BYTES = 1 << 20  # of an earlier log, to find its last step; doubled until
 class JSONLTracker:
     """A tracker that writes `DIRECTORY/log.jsonl`.
 
-    Each line is with the operating system when its call returns, so that the end of this process by any signal loses
-    none; every `flush_seconds` the lines go to the disk, so that the end of the machine loses what came after. A disk
-    that is full does not stop training; see `Spool`. Any thread may log.
+    When a call returns, its line is with the operating system: if a signal ends this process, no line is lost. Every
+    `flush_seconds` the lines go to the disk: if the machine goes down, only later lines are lost. A full disk does
+    not stop training; see `Spool`. Any thread may log.
 
     NaN and infinities, which JSON lacks, are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which
     Python's `float()` parses.
@@ -52,7 +52,7 @@ class JSONLTracker:
         on_all_ranks: Always False: only rank 0 writes.
         media_kinds: Every kind: media are files beside the log.
         path: The absolute path of the file.
-        steps: The order of the steps; from `start` on that of an earlier run in the file.
+        steps: The order of the steps, which `start` continues from an earlier run in the file.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -99,7 +99,7 @@ class JSONLTracker:
         self._open_spool().append({"event": "plan", "time": self.now(), "plan": plain_config(plan)})
 
     def record_info(self, info: Metrics) -> None:
-        """Write what is known of the run's surroundings: commit, versions, hardware, command line."""
+        """Write the run's surroundings: commit, versions, hardware, command line."""
         self._open_spool().append({"event": "info", "time": self.now(), "info": plain_config(info)})
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
@@ -118,11 +118,11 @@ class JSONLTracker:
             self.write([LoggedRecord(time=self.now(), step=step, attempt=attempt, values=plain)])
 
     def lose(self, error: OSError) -> None:
-        """Count media, or a record, that the disk did not take; warn of the first."""
+        """Count media or a record that could not be written to the disk; warn of the first loss."""
         self._open_spool().lose(error)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Append a line for each record, whose names `check_names` has seen."""
+        """Append a line for each record; `check_names` has already checked the names."""
         for record in records:
             line: dict[str, Plain] = {} if record.step is None else {"step": record.step}
             line["time"] = record.time
@@ -140,7 +140,7 @@ class JSONLTracker:
         return count_first_held(records, times)
 
     def finish(self) -> None:
-        """Write the last line of a run that is finished, and close the file."""
+        """Write the last line of a finished run, and close the file."""
         self.end("finished")
 
     def end(self, state: RunState | None) -> None:
@@ -154,7 +154,7 @@ class JSONLTracker:
         self._spool = None
 
     def now(self) -> float:
-        """Return the time, later than that of every earlier record: a record's time is what identifies it."""
+        """Return the time, always later than the last record's: the time identifies a record."""
         self._time = max(time.time(), math.nextafter(self._time, math.inf))
         return self._time
 
@@ -168,7 +168,7 @@ class JSONLTracker:
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Check that values have names, none of which the log reserves for itself."""
+    """Check that values have names, and that the log reserves none of these names."""
     if not isinstance(cast("object", values), Mapping):
         raise ValueNotLoggableError(
             f"log({values!r}): give values by name, such as log({{'loss': 0.3}}, step=1)"

@@ -18,7 +18,7 @@ class Tracker(Protocol):
     1. Construction with a directory, on every rank. It opens and writes nothing.
     2. `start`, once, before anything is logged.
     3. `log`, any number of times.
-    4. `finish`, at the end; a second call, or one without a start, does nothing.
+    4. `finish`, at the end; a second call, or a call without a start, does nothing.
 
     `start` and `log` may take additional keyword arguments with defaults, which users pass as `options`. A tracker
     that keeps the run's effective plan besides its configuration is a `PlanTracker`.
@@ -57,10 +57,10 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class StateTracker(Tracker, Protocol):
-    """A tracker that also shows how a run ended; without `end`, a run that failed has no `finish`."""
+    """A tracker that also shows how a run ended. On a failed run, a tracker without `end` gets no `finish`."""
 
     def end(self, state: RunState | None) -> None:
-        """End the run as `finish` does, in place of it; None releases a run that may go on."""
+        """End the run in place of `finish`; None releases a run that may go on."""
         ...
 
 
@@ -75,7 +75,7 @@ class PlanTracker(Tracker, Protocol):
 
 @runtime_checkable
 class InfoTracker(Tracker, Protocol):
-    """A tracker that also keeps what is known of the run's surroundings: commit, versions, hardware, command line."""
+    """A tracker that also keeps the run's surroundings: commit, versions, hardware, command line."""
 
     def record_info(self, info: Metrics) -> None:
         """Record the surroundings: plain values, kilobytes or more of them. Called once, after `start`."""
@@ -92,13 +92,13 @@ class PlatformTracker(Tracker, Protocol):
 
     @property
     def media_kinds(self) -> frozenset[MediaKind]:
-        """The kinds of media that it takes; others stay in files beside the log."""
+        """The kinds of media that the platform takes; other media stay in files beside the log."""
         ...
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Write records, whose times increase strictly; once it returns, a kill of this process loses none."""
+        """Write records, whose times strictly increase; once the call returns, a kill of this process loses none."""
         ...
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Return how many of these records, from the first on, the platform holds; 0 makes it get them again."""
+        """Return how many of the records, counted from the first, the platform holds; the others are sent again."""
         ...

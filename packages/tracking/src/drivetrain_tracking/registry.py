@@ -21,7 +21,7 @@ def tracker_names() -> tuple[str, ...]:
 
 
 def make_tracker(name: str, directory: Path | str) -> Tracker:
-    """Construct a tracker by its name, importing its module only now.
+    """Construct a tracker by its name; the tracker's module is imported only by this call.
 
     Args:
         name: The name of the tracker in the entry point group `drivetrain.trackers`, or `module:Class` of your own.
@@ -57,10 +57,10 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
 
 
 def chosen_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names with `"all"` replaced by every one whose library is installed, each once.
+    """Return the names, each once; `"all"` becomes the names of trackers whose library is installed.
 
     Raises:
-        TypeError: The names are no sequence of strings.
+        TypeError: The names are not a sequence of strings.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in cast("Sequence[object]", names)):
         raise TypeError(f'names={names!r}: give a list of names, such as ["jsonl", "wandb"]')

@@ -15,7 +15,7 @@ _MEASURES = "throughput or throughput_every_steps or live_line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSettings:
-    """The `tracking` section: what happens when a tracker fails, and when values are on the disk."""
+    """The `tracking` section: reactions to failing trackers, flushes to disk, and the throughput."""
 
     on_error: OnError = _setting(  # noqa: RUF009 it returns a field
         "raise", "Handling of a failing tracker: raise ends the run, warn logs a warning and continues."

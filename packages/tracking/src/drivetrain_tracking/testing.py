@@ -33,11 +33,11 @@ class TrackerContract(ABC):
         """Return the step and values of every `log`, in order, as read back from the platform's files."""
 
     def as_stored(self, values: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the form in which the platform stores values: flat names, floats of 32 bits, no strings, ..."""
+        """Return values in the form that the platform stores: flat names, floats of 32 bits, no strings, ..."""
         return values
 
     def check_all(self, directory: Path) -> list[str]:
-        """Run every check, each in a directory of its own.
+        """Run every check in a separate directory.
 
         Returns:
             The names of the checks that ran.
@@ -126,10 +126,10 @@ class TrackerContract(ABC):
 
 
 class PlatformContract(TrackerContract):
-    """The checks of a tracker, and those of one that a writer process feeds (`PlatformTracker`).
+    """The checks of a tracker, and the checks of a `PlatformTracker`, which a writer process feeds.
 
     Attributes:
-        counts_held: Whether `count_held` says what the platform holds; without that it returns 0.
+        counts_held: Whether `count_held` counts the records on the platform; otherwise it returns 0.
     """
 
     counts_held: bool = True
@@ -140,7 +140,7 @@ class PlatformContract(TrackerContract):
 
     @property
     def checks(self) -> tuple[Callable[[Path], None], ...]:
-        """The checks of a tracker, and those of its records."""
+        """The checks of a tracker, and the checks of its records."""
         return (
             *super().checks,
             self.check_it_tells_which_records_it_holds,
@@ -148,7 +148,7 @@ class PlatformContract(TrackerContract):
         )
 
     def check_it_tells_which_records_it_holds(self, directory: Path) -> None:
-        """Check that a new tracker of a run, as after a kill, tells how many of the records on their way arrived."""
+        """Check that a new tracker of a run, as after a kill, counts the sent records that have arrived."""
         records = [LoggedRecord(time=1_700_000_000.25 + n, step=n, values={"loss": n / 4}) for n in range(6)]
         first = self.make(directory)
         first.start("contract", {})

@@ -1,4 +1,4 @@
-"""Deliver a log while it grows, until its run has ended; used by the writer process, and by replay."""
+"""Deliver a log while it grows, until the log's run has ended; the writer process and replay use this module."""
 
 import logging
 import time
@@ -21,12 +21,12 @@ def deliver_until_end(
     is_over: Callable[[], bool],
     on_progress: Callable[[Delivery], None] = lambda _: None,
 ) -> bool:
-    """Deliver a log until nothing more is logged; try again, with doubling pauses, while the platform fails.
+    """Deliver a log until its run has ended; if the platform fails, try again after pauses that double.
 
-    Once `is_over` returns True, attempts without progress go on for `seconds_after_end`.
+    Once `is_over` returns True, attempts that make no progress go on for `seconds_after_end`.
 
     Returns:
-        Whether all records were delivered, and a run that did not say its end was shown as killed.
+        Whether all records were delivered, including the end of a run that was killed.
     """
     pause = _FIRST_PAUSE_SECONDS
     failing_at, failing_since = -1, 0.0  # an offset in the log, and a time

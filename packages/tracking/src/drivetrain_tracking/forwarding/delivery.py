@@ -1,4 +1,4 @@
-"""The state of a delivery: how far a log was sent to one platform, in a file that is replaced whole."""
+"""The progress of a log's delivery to one platform, kept in a file that is always replaced as a whole."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from drivetrain_tracking.spool.files import read_json, replace_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The state of a delivery; offsets are those in the log, in bytes."""
+    """The progress of a delivery; offsets are positions in the log, in bytes."""
 
     offset: int = 0  # behind the last delivered record
     sending_end: int = (
@@ -23,7 +23,7 @@ class Delivery:
 
     @classmethod
     def load(cls, path: Path) -> "Delivery":
-        """Load a delivery; one that was never saved begins at the log's first record."""
+        """Load a delivery from a file; without a file, begin at the log's first record."""
         try:
             return cls(**read_json(path))
         except (ValueError, TypeError) as error:
@@ -38,5 +38,5 @@ class Delivery:
 
 
 def delivery_path(log: Path, platform: str) -> Path:
-    """Return the file of a platform's delivery, beside the log."""
+    """Return the path of the file with a platform's delivery, in the folder of the log."""
     return log.with_name(f"{platform}.delivered")

@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class DrainTime:
-    """The time that all platforms share at the end of a run to take the rest of the log."""
+    """The time at the end of a run in which all platforms together may take the rest of the log."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._until: float | None = None
 
     def restart(self) -> None:
-        """Let the next call of `left` start the time again."""
+        """Reset the time; the next call of `left` starts it again."""
         self._until = None
 
     def left(self) -> float:
@@ -47,10 +47,10 @@ class ForwardedTracker:
 
     Args:
         log: The path of the log.
-        drain_time: The time for what is left at the end, which the platforms of a run share; 30 s if None.
+        drain_time: The time at the end for the rest of the log, shared by a run's platforms; 30 s if None.
 
     Attributes:
-        platform: A tracker like that of the writer process, never started, for its options and names.
+        platform: A tracker like the writer process's, never started; it tells options and names.
 
     Raises:
         UnknownTrackerError: There is no tracker of this name.
@@ -69,11 +69,11 @@ class ForwardedTracker:
         self._writer: WriterProcess | None = None
 
     def start(self, run_name: str, config: Metrics, **options: Any) -> None:  # noqa: ARG002 the log tells it
-        """Start the process; its platform starts with the run that the log tells.
+        """Start the writer process, which takes the run's name and configuration from the log.
 
         Raises:
-            TrackerStateError: It is started already.
-            ValueNotLoggableError: An option is no plain value, which another process could not be given.
+            TrackerStateError: The tracker is started already.
+            ValueNotLoggableError: An option is not a plain value, so that no other process can receive it.
         """
         if self._writer is not None:
             raise TrackerStateError(f"{self.name}: start() again, while a run is open: finish() first")
@@ -109,7 +109,7 @@ class ForwardedTracker:
         self.write([LoggedRecord(time=0.0, step=step, values=values)])
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Tell of names that the platform does not take; the writer process reads the values from the log."""
+        """Report names that the platform does not take; the writer process reads the values from the log."""
         for record in records:
             known = self._known_names
             if record.media or not (known.issuperset(record.values) and are_plain(record.values)):
@@ -118,11 +118,11 @@ class ForwardedTracker:
                 known.update(record.values)
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
-        """Return the number of records: the log holds all, and the writer process compares with the platform."""
+        """Return the number of records: the log holds all, and the writer process asks the platform."""
         return len(records)
 
     def finish(self) -> None:
-        """Wait for the platform to take what is left, within the drain time, and tell if it did not."""
+        """Wait within the drain time for the platform to take the rest of the log; report if it does not."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None

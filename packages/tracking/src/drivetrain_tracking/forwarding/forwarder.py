@@ -1,4 +1,4 @@
-"""Deliver a log to a tracker in order: at once, again while a platform is down, and on after a kill."""
+"""Deliver a log to a tracker in order: retry while a platform is down, and continue after a kill."""
 
 import logging
 import os
@@ -30,16 +30,16 @@ class Forwarder:
     """The delivery of one log to one tracker. Not thread-safe.
 
     A file beside the log keeps the state of the delivery, and notes each batch before it is sent. After a kill or a
-    failed call, a `PlatformTracker` says how many records of that batch it holds. Any other tracker gets the records
-    one by one, and after a kill the last one a second time.
+    failed call, a `PlatformTracker` says how many records of that batch the platform holds. Any other tracker gets
+    single records, and after a kill gets the last record a second time.
 
     A record that the tracker refuses by a `ValueNotLoggableError` is counted and passed over. Any other error is
     raised: the platform may be back at the next call. No record may block all later ones: a record that fails by
-    itself several times is sent without its media. If the platform refuses that, too, but takes the next record, the
-    record is at fault, and counted as refused.
+    itself several times is sent without its media. If the platform also refuses this record but takes the next, the
+    record is counted as refused.
 
     Args:
-        tracker: The tracker, which is not started yet.
+        tracker: A tracker that is not started yet.
     """
 
     def __init__(self, log: Path, tracker: Tracker, *, options: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +76,7 @@ class Forwarder:
         return len(self._waiting)
 
     def deliver(self, *, on_progress: Callable[[Delivery], None] = lambda _: None) -> bool:
-        """Deliver what is in the log by now; return whether the last record is that of the run's end."""
+        """Deliver the log's present records; return whether the last record tells the end of the run."""
         has_ended = False
         while self._waiting or self._read():
             has_ended = self._waiting[0].record.get("event") == "finish"
@@ -90,13 +90,13 @@ class Forwarder:
         return has_ended
 
     def log_has_ended(self) -> bool:
-        """Return whether the last line of the log is that of the run's end by now, delivered or not."""
+        """Return whether the last line of the log now tells the end of the run, delivered or not."""
         tail = SpoolReader(self._log, max(self.delivery.offset, self._log.stat().st_size - _LAST_LINE_BYTES))
         last = deque(tail.read(), maxlen=1)
         return bool(last) and last[0].record.get("event") == "finish"
 
     def end_killed(self) -> None:
-        """End the platform's run as killed, if the log ends without saying how, and no process writes it any more."""
+        """End the platform's run as killed, if the log lacks the run's end and no process writes the log any more."""
         has_open_run = self.delivery.run_offset >= 0 and not self.delivery.is_ended
         if not has_open_run or self.log_has_ended() or is_locked(self._log):
             return
@@ -107,7 +107,7 @@ class Forwarder:
         self.delivery.save(self.place)
 
     def close(self) -> None:
-        """Release the platform's run, if it is open, and let other processes deliver; the run may go on."""
+        """Release the platform's run if it is open, so that it may go on, and let other processes deliver."""
         try:
             self._end(None)
         finally:
@@ -158,7 +158,7 @@ class Forwarder:
             self._advance(batch)
 
     def _pass_over(self, found: SpooledRecord, failed: LoggedRecord, error: Exception) -> bool:
-        """Pass over a record that failed often if the platform takes it without its media, or the next one."""
+        """Skip a record that failed often, if the platform takes it without media, or takes the next record."""
         self._num_failures += 1
         if self._num_failures < _MOST_FAILURES:
             return False
@@ -212,7 +212,7 @@ class Forwarder:
             self._tracker.log(record.values, step=record.step)
 
     def _select_media(self, kinds: Collection[MediaKind], record: LoggedRecord) -> LoggedRecord:
-        """Return the record with the media of the platform's kinds whose files exist."""
+        """Return the record with only the media that the platform takes and whose files exist."""
         taken: dict[str, StoredMedium] = {}
         for name, medium in record.media.items():
             if medium.kind not in kinds:
@@ -253,7 +253,7 @@ class Forwarder:
         self._is_started = True
 
     def _ensure_started(self) -> None:
-        """Start the tracker with the run that is being delivered, after an earlier process was killed."""
+        """Start the tracker, if need be, with the run that a killed process was delivering."""
         if self._is_started:
             return
         if self.delivery.run_offset < 0:
@@ -291,7 +291,7 @@ class Forwarder:
 
 
 def logged_record(line: Mapping[str, Any], folder: Path) -> LoggedRecord:
-    """Return the record of a line of values, whose media are relative to the folder of the log."""
+    """Return the record of a line of values; paths of media in a line are relative to the log's folder."""
     values = {name: value for name, value in line.items() if name not in RESERVED_NAMES}
     return LoggedRecord(
         time=line["time"],

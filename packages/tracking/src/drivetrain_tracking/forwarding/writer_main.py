@@ -1,4 +1,4 @@
-"""The process that writes to one platform: it follows the log until its run ends, or its trainer is gone."""
+"""The process that writes to one platform: it follows the log until the run ends or the training process is gone."""
 
 import argparse
 import logging
@@ -21,12 +21,12 @@ EXIT_UNDELIVERED = 3
 
 
 def options_path(log: Path, platform: str) -> Path:
-    """Return the file of the options of a platform's `start`, beside the log."""
+    """Return the path of the file with the options for a platform's `start`, in the log's folder."""
     return log.with_name(f"{platform}.options.json")
 
 
 def open_forwarder(log: Path, name: str) -> Forwarder:
-    """Open the delivery of a log to a tracker of this name, with the options that its run was started with."""
+    """Open the delivery of a log to a tracker of this name, with the options given at the run's start."""
     tracker = make_tracker(name, log.parent)
     if isinstance(tracker, JSONLTracker):  # it would append to the log that it is fed from
         raise SpoolInUseError(

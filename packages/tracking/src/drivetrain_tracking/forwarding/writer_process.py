@@ -1,4 +1,4 @@
-"""Start the process that writes to a platform, and start it again when it crashes; training never waits for it."""
+"""Start the process that writes to a platform, and restart it after a crash; training never waits for the process."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ class WriterCommand:
 
     @property
     def output(self) -> Path:
-        """The file of what the writer and its library print."""
+        """The file for the output that the writer and the platform's library print."""
         return self.log.with_name(f"{self.platform}.writer.log")
 
 
@@ -61,7 +61,7 @@ class WriterProcess:
         self._keeper.start()
 
     def finish(self, timeout_seconds: float) -> bool:
-        """Wait for the writer, whose log has its last line by now, and end it when the time is over."""
+        """Wait for the writer to deliver the finished log, and end the writer after the timeout."""
         self._is_finishing.set()
         self._keeper.join()
         try:

@@ -1,1 +1,1 @@
-"""Images, audio, video, tables, histograms, texts, figures and artifacts: what is logged besides numbers."""
+"""Images, audio, video, tables, histograms, texts, figures and artifacts: the media that one can log."""

@@ -1,4 +1,4 @@
-"""Tables, histograms and texts, which stand in the log itself; and artifacts, which are files of any kind."""
+"""Tables, histograms and texts, whose content is in the log itself; and artifacts, which are files of any kind."""
 
 import shutil
 from collections.abc import Sequence

@@ -15,11 +15,11 @@ _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, 
 
 
 class DiskError(OSError):
-    """The disk does not take a medium: it is full or fails."""
+    """A medium cannot be written, since the disk is full or fails."""
 
 
 def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Medium]]:
-    """Return the values that are no media, and the media; only the outermost level is looked at."""
+    """Return the values that are not media, and the media; look only at the outermost level."""
     if are_plain(values):
         return values, {}
     media = {name: value for name, value in values.items() if isinstance(value, Medium)}
@@ -27,7 +27,7 @@ def split_media(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str,
 
 
 def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> dict[str, StoredMedium]:
-    """Store media in `folder`, under names of their time and name: all of them, or none.
+    """Store either all media or none in `folder`, in files named by their time and name.
 
     Raises:
         DiskError: The disk is full or fails.
@@ -52,7 +52,7 @@ def store_media(media: Mapping[str, Medium], folder: Path, *, time: float) -> di
 
 
 def describe_medium(medium: StoredMedium, folder: Path) -> dict[str, Plain]:
-    """Return the entry of a medium in a log that stands in `folder`."""
+    """Return the log entry of a medium, for a log in `folder`."""
     entry: dict[str, Plain] = {"kind": medium.kind}
     if medium.path is not None:
         inside = medium.path.is_relative_to(folder)
@@ -65,7 +65,7 @@ def describe_medium(medium: StoredMedium, folder: Path) -> dict[str, Plain]:
 
 
 def read_medium(entry: Mapping[str, Any], folder: Path) -> StoredMedium:
-    """Return the medium of an entry in a log that stands in `folder`."""
+    """Return the medium of a log entry, for a log in `folder`."""
     file = entry.get("file")
     return StoredMedium(
         kind=entry["kind"],

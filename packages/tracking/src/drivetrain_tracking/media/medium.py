@@ -1,4 +1,4 @@
-"""The base of media, each of which stores itself in a folder, once, before any platform gets it."""
+"""The base of media. A medium stores itself in a folder once, before any platform gets it."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from drivetrain_tracking.values.records import MediaKind, StoredMedium
 
 
 class Medium(ABC):
-    """A value to log that is no number. It is stored when it is logged, and not kept in memory."""
+    """A value to log other than a number. Its content is stored when logged, and not kept in memory."""
 
     @abstractmethod
     def store(self, stem: Path) -> StoredMedium:
@@ -50,7 +50,7 @@ def media_library(name: str) -> Any:
 
 
 def copied(source: Path, stem: Path, kind: MediaKind, caption: str) -> StoredMedium:
-    """Return a medium whose file is a copy of one of the user's."""
+    """Return a medium whose file is a copy of the user's file."""
     if not source.is_file():
         raise ValueNotLoggableError(f"{kind} {str(source)!r}: there is no such file")
     path = stem.with_name(stem.name + source.suffix)

@@ -1,1 +1,1 @@
-"""The platforms, a file for each: the form of records on the platform, and the count of those that it holds."""
+"""The platforms, a file for each: the form of a platform's records, and the count of the records it holds."""

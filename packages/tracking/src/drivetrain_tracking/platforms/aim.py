@@ -24,8 +24,8 @@ class AimOptions:
         repo: The folder of the repository, or a server, `aim://HOST:PORT`; the tracker's directory by default.
         experiment: The experiment that the run belongs to.
         tags: The tags of the run.
-        force_resume: True to break the lock that a killed process left. Aim breaks it itself where it sees that the
-            process is gone: not on another machine, and not if another process has its number now.
+        force_resume: True to break the lock that a killed process left. Aim breaks the lock itself if it sees that
+            the process is gone; it cannot see this on another machine, or if another process has the same number now.
     """
 
     repo: str | None = None
@@ -37,13 +37,13 @@ class AimOptions:
 class AimTracker(Platform[AimOptions]):
     """A tracker that writes to an Aim repository.
 
-    Numbers and booleans are metrics, strings are texts, NaN and infinities stay; None is left to the log. A record
-    without a step gets the step after the last. Steps that a resumed run logs again are in the context
+    Numbers and booleans are metrics, strings are texts, NaN and infinities are kept; None is only in the log. A
+    record without a step gets the step after the last. Steps that a resumed run logs again are in the context
     `{"attempt": 2}`, since Aim keeps one value for a name, context and step.
 
     RocksDB hands each value to the operating system at once, so a kill takes nothing back. A record that a kill cut
-    short is written again over its first part. Queries (`Repo.query_metrics`, `Repo.iter_runs`) read an index that
-    `aim up` fills; `finish` adds the run to it, so that they find it without a server.
+    short is written again in full. Queries (`Repo.query_metrics`, `Repo.iter_runs`) read an index that `aim up`
+    fills; `finish` adds the run to the index, so that queries find the run without a server.
     """
 
     name = "aim"
@@ -58,7 +58,7 @@ class AimTracker(Platform[AimOptions]):
 
     @staticmethod
     def directory_of(given: Any) -> Path:
-        """Return the repository of an `aim.Run` of the user's."""
+        """Return the repository of the user's `aim.Run`."""
         return Path(given.repo.root_path)
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
@@ -156,7 +156,7 @@ class AimTracker(Platform[AimOptions]):
             self._run.log_artifact(str(medium.path), f"{name}-{at}{suffix}", block=True)
 
     def _distribution(self, medium: StoredMedium) -> Any:
-        """Return a histogram with bins of one width, as Aim's have; other bins count where their centre is."""
+        """Return a histogram with bins of equal width, as Aim needs; other bins count at their centre."""
         numpy = load_library("numpy", extra=self.name)
         assert isinstance(medium.data, dict)
         edges, counts = numpy.asarray(medium.data["edges"]), numpy.asarray(medium.data["counts"])

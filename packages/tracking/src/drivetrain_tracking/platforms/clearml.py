@@ -30,19 +30,19 @@ class ClearMLOptions:
 
 
 class ClearMLTracker(Platform[ClearMLOptions]):
-    """A tracker that writes a task of ClearML; a process has one such task at a time.
+    """A tracker that writes a task of ClearML; a process can have one such task at a time.
 
     Numbers and booleans are scalars, `lr/head` the series "head" of the plot "lr"; strings are lines of the console;
-    None is left to the log. ClearML would report 0 for a value that is not finite: the series "loss is NaN",
-    "loss is Infinity" or "loss is -Infinity" is 1 at that step instead. A step that is missing is the last one.
+    None is only in the log. ClearML would report 0 for a value that is not finite: the series "loss is NaN", "loss is
+    Infinity" or "loss is -Infinity" is 1 at that step instead. A record without a step gets the last step.
     `drivetrain/time` holds each record's time. ClearML overwrites a step at its second report: repeated steps of a
     resumed run are the series "loss (attempt 2)".
 
-    Offline, `write` returns once all is in the session's file of events, which a kill does not change; online, once
-    the server has taken all. The sessions are where ClearML keeps them, `~/.clearml/cache/offline` or
+    Offline, `write` returns once all values are in the session's file of events, which a kill does not change;
+    online, once the server has all values. The sessions are where ClearML keeps them, `~/.clearml/cache/offline` or
     CLEARML_CACHE_DIR. A stopped run goes on in a further session: `Task.import_offline_session(folder)` imports the
-    first, and with `previous_task_id=` the others into the same task. A task of the user's that reports from a
-    process of its own, as ClearML's do by default, writes every 5 seconds, and each `write` waits for it.
+    first, and with `previous_task_id=` the others into the same task. By default, a user's own task reports from a
+    separate process every 5 seconds, and each `write` waits for it.
     """
 
     name = "clearml"
@@ -58,7 +58,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         self._step = 0
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
-        """Create the task, or the next offline session of it."""
+        """Create the task, or the task's next offline session."""
         library = load_library("clearml", extra=self.name)
         self._task = self._init(library, run_name) if self._given is None else self._given
         is_offline = library.Task.is_offline()
@@ -66,7 +66,7 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         self._task.connect(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
-        """Report the values of each record, its time last, and wait until they left this process."""
+        """Report the values of each record, the time last, and wait until all have left this process."""
         logger, events = self._task.get_logger(), self._events
         written_before = events.stat().st_size if events is not None and events.exists() else 0
         for record in records:
@@ -93,9 +93,9 @@ class ClearMLTracker(Platform[ClearMLOptions]):
         self._task.connect_configuration(dict(document), name=name)
 
     def close(self) -> None:
-        """Close the task, and mark one that has not finished at the server.
+        """Close the task; if the run has not finished, mark the task so at the server.
 
-        A session has no place for its state: it is the last line of the console, and a configuration `state`.
+        An offline session stores the state as the last line of the console and as a configuration `state`.
         """
         if self.has_ended_early:
             self.keep_document("state", {"state": self.state_word})
@@ -147,6 +147,6 @@ class ClearMLTracker(Platform[ClearMLOptions]):
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the plot and the series of a name: those of "lr/head" are "lr" and "head"."""
+    """Return the plot and the series of a name: "lr/head" is the series "head" of the plot "lr"."""
     title, _, series = name.partition("/")
     return title, series or title

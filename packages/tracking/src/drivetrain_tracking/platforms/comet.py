@@ -52,12 +52,12 @@ class CometTracker(Platform[CometOptions]):
     """A tracker that writes an experiment of Comet.
 
     Numbers and booleans are metrics, NaN and infinities too; a string is one of Comet's "others", which hold the last
-    value; None is left to the log. A step that is missing is the last one. `drivetrain/time` holds a record's time.
-    Values that a resumed run logs again are named `attempt-2/NAME`.
+    value; None is only in the log. A record without a step gets the last step. `drivetrain/time` holds a record's
+    time. Values that a resumed run logs again are named `attempt-2/NAME`.
 
-    Offline, `write` returns once all is in the experiment's file of messages, which a kill does not change; online,
-    once Comet has taken all. A stopped run goes on in a further archive of the same key; the first start after a kill
-    also makes the archive that the killed process did not. Upload `KEY.zip` before `KEY-*.zip`.
+    Offline, `write` returns once all values are in the experiment's file of messages, which a kill does not change;
+    online, once Comet has all values. A stopped run goes on in a further archive of the same key; the first start
+    after a kill also makes the killed process's archive. Upload `KEY.zip` before `KEY-*.zip`.
     """
 
     name = "comet"
@@ -71,7 +71,7 @@ class CometTracker(Platform[CometOptions]):
         self._messages: Path | None = None  # the file of an offline experiment
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
-        """Begin the experiment, after an archive was made of what a killed process left."""
+        """Begin the experiment, after making an archive of messages that a killed process left."""
         comet = load_library("comet_ml", extra=self.name)
         if self._given is None:
             logging.getLogger("comet_ml").setLevel(logging.ERROR)
@@ -85,7 +85,7 @@ class CometTracker(Platform[CometOptions]):
         self._experiment.log_parameters(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
-        """Write the metrics of each record, its time last, and wait until they left this process."""
+        """Write the metrics of each record, the time last, and wait until all have left this process."""
         written_before = self._messages.stat().st_size if self._messages is not None else 0
         for record in records:
             if record.step is not None:
@@ -109,7 +109,7 @@ class CometTracker(Platform[CometOptions]):
     def close(self) -> None:
         """End the experiment; an offline one becomes an archive.
 
-        Its state at Comet is set; an archive has no place for it, but among the "others".
+        Comet gets the state of an online experiment; an archive has it among the "others".
         """
         if self.state is not None:
             self._experiment.log_other("drivetrain/state", self.state)

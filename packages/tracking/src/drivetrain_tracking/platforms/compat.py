@@ -1,7 +1,7 @@
 """The private names of the platforms' libraries that this package uses, in one place.
 
-Those libraries have no public call for them. tests/tracking/platforms/test_compat.py holds each one to what is relied
-on, and docs/platforms.md lists them. A library is imported in a call only, where its objects are not handed in.
+The libraries have no public names for these uses. tests/tracking/platforms/test_compat.py checks each name, and
+docs/platforms.md lists them. A library is imported only inside a call that gets none of its objects.
 """
 
 from collections.abc import Generator, Mapping
@@ -42,7 +42,7 @@ def aim_forget_runs(repo: Any) -> None:
 
 
 def aim_wait_for_server(repo: Any) -> None:
-    """Wait until the server of a remote aim.Repo has all that was sent."""
+    """Wait until the server of a remote aim.Repo has all values that were sent."""
     if repo.is_remote_repo:
         repo._client.get_queue().wait_for_finish()
 
@@ -53,12 +53,12 @@ def dvclive_sends_to_studio(live: Any) -> bool:
 
 
 def swanlab_emit(run: Any, event: object) -> None:
-    """Hand an event to the thread of a swanlab.Run that stores; unlike `Run.log`, an event has its own time."""
+    """Pass an event to the storage thread of a swanlab.Run; unlike in `Run.log`, an event has its own time."""
     run._components.emitter.emit(event)
 
 
 def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
-    """Return whether a swanlab.Run keeps a value: a key has one type, and one value a step."""
+    """Return whether a swanlab.Run would keep a value: a key has one type, and one value per step."""
     metric = run._core._metrics.get(key)
     if metric is None:
         return True
@@ -66,7 +66,7 @@ def swanlab_takes(run: Any, key: str, *, step: int, column_type: int) -> bool:
 
 
 def swanlab_stop_watching(run: Any) -> None:
-    """End the thread that watches files; a swanlab.Run that watched none leaves it behind."""
+    """End the thread that watches files; a swanlab.Run that watched no files does not end it."""
     watcher = run._core._watcher
     if watcher is not None and getattr(watcher, "_started", True) is False:
         watcher._observer.stop()
@@ -86,7 +86,7 @@ def swanlab_quiet() -> Generator[None]:
 class SwanLabFlush(dict[str, Any]):
     """Ask SwanLab's storage thread to write all earlier events and flush its file, when it reads this event's data.
 
-    The file keeps up to 8 KiB in this process, and the thread waits for half a second; neither has a flush.
+    The file buffers up to 8 KiB in this process, and the thread waits for half a second; neither offers a flush.
     """
 
     def __init__(self, run: Any) -> None:
@@ -96,7 +96,7 @@ class SwanLabFlush(dict[str, Any]):
         self._error: Exception | None = None
 
     def items(self) -> Any:
-        """Store and flush, on the thread that calls; return no items."""
+        """Store and flush, on the calling thread; return no items."""
         try:
             consumer = self._run._components.consumer
             consumer._flush()
@@ -119,7 +119,7 @@ class SwanLabFlush(dict[str, Any]):
 
 
 def trackio_medium(value: Any, *, project: str, run: str, step: int) -> dict[str, Any]:
-    """Return what a row of Trackio's database holds of a medium, and copy its file to Trackio's folder."""
+    """Return the entry of a medium for a row of Trackio's database; copy the medium's file to Trackio's folder."""
     if hasattr(value, "_save"):
         value._save(project, run, step)
     elif hasattr(value, "_process_data"):
@@ -128,7 +128,7 @@ def trackio_medium(value: Any, *, project: str, run: str, step: int) -> dict[str
 
 
 def trackio_manifest(artifact: Any, project: str) -> Any:
-    """Copy the files of a trackio.Artifact into a project, and return the list of them."""
+    """Copy the files of a trackio.Artifact into a project, and return the list of the files."""
     return artifact._build_manifest(project)
 
 

@@ -1,7 +1,7 @@
 """The names that each platform takes, and its words for how a run ended, as data.
 
-A name that a platform does not take gets another one with a mark of eight digits of its own hash. So two names stay
-two, the same ones in every process, after a resume and in a replay, whatever was logged before.
+A name that a platform does not take is replaced by a name that ends in eight digits of the hash of the original. So
+different names stay different, and are the same in every process, after a resume and in a replay.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """A rule of what a platform takes as a name of one kind, and for `lead` and `trail` as each part of a path."""
+    """A rule for a platform's names of one kind; `lead` and `trail` apply to each part of a path."""
 
     unlike: str = r"[\x00-\x1f\x7f\ud800-\udfff]"  # a character that may not stand in a name
     lead: str = ""  # characters that a name may not begin with
@@ -29,7 +29,7 @@ class NameRule:
     taken: str = r"(?!)"  # names that the platform or its tracker has for itself
 
     def name_of(self, given: str) -> str:
-        """Return the name itself if the platform takes it, else one with a mark that no other name gets. Pure."""
+        """Return the name itself if the platform takes it, else a name with a mark unique to it. Pure."""
         kept = re.sub(self.unlike, "-", given)
         parts = [part for part in kept.split("/") if part not in ("", ".", "..")] if self.is_path else [kept]
         stripped = (part.lstrip(self.lead or None).rstrip(self.trail or None) for part in parts)
@@ -135,7 +135,7 @@ class PlatformNames:
         self._known: dict[str | tuple[str, ...], str] = {}  # the name, or the path of a value that has none
 
     def of(self, given: str) -> str:
-        """Return the platform's name of one that was given."""
+        """Return the platform's name for a name that the user gave."""
         found = self._known.get(given)
         if found is None:
             found = self._known[given] = self._rule.name_of(given)

@@ -24,9 +24,9 @@ class DVCLiveOptions:
 
     Attributes:
         dvcyaml: The path of the `dvc.yaml` to write; one in the run's folder by default.
-        save_experiment: True to save the run as an experiment of DVC, of the run's name, when it ends; needs a Git
+        save_experiment: True to save the run, when it ends, as an experiment of DVC with the run's name; needs a Git
             repository.
-        report: A report in the run's folder, which DVCLive writes anew at each `write`.
+        report: The kind of report in the run's folder, which DVCLive rewrites at each `write`.
     """
 
     dvcyaml: str | None = None
@@ -38,12 +38,12 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
     """A tracker that writes DVCLive's files.
 
     Numbers and strings are rows of `plots/metrics/NAME.tsv`, true and false are 1 and 0, NaN and infinities are the
-    words `nan` and `inf`; None is left to the log. A record without a step gets the last step. Steps that a resumed
-    run logs again go to `attempt-2/NAME`. A name that is another's folder in DVC's summary (`loss` and `loss/val`)
-    gets dots in place of slashes.
+    words `nan` and `inf`; None is only in the log. A record without a step gets the last step. Steps that a resumed
+    run logs again go to `attempt-2/NAME`. If a name is a folder of another name in DVC's summary (`loss` and
+    `loss/val`), dots replace its slashes.
 
-    DVCLive closes a table after each row, so a kill takes none back. What a killed `write` left half-done is cut off
-    when the next tracker starts.
+    DVCLive closes a table after each row, so a kill loses no rows. The next tracker cuts off the unfinished rows of a
+    killed `write` when it starts.
     """
 
     name = "dvclive"
@@ -59,9 +59,9 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
     @staticmethod
     def directory_of(given: Any) -> Path:
-        """Return the folder of a `dvclive.Live` of the user's.
+        """Return the folder of the user's `dvclive.Live`.
 
-        What a killed process left half-done in it stays, since other values than the tracker's may be among it.
+        Unfinished rows of a killed process stay there, since they may hold other values than the tracker's.
         """
         return Path(given.dir).absolute()
 
@@ -73,7 +73,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         self._live.log_params(self.parameters(config))
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
-        """Write a row for each value, note how long the tables are, and bring DVC's summary up to date."""
+        """Write a row for each value, note the sizes of the tables, and update DVC's summary."""
         for record in records:
             if record.step is not None:
                 self._live.step = record.step
@@ -137,7 +137,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
         return live
 
     def _list(self, live: Any) -> None:
-        """Write what DVC shows to dvc.yaml. DVCLive adds to a file in the run's own folder without taking away."""
+        """List the files for DVC to show in dvc.yaml. DVCLive removes no entries from one in the run's folder."""
         if self._options.dvcyaml is None:
             Path(live.dvc_file).unlink(missing_ok=True)
         live.make_dvcyaml()
@@ -166,7 +166,7 @@ class DVCLiveTracker(Platform[DVCLiveOptions]):
 
 
 def free_name(name: str, taken: frozenset[str]) -> str:
-    """Return a name for files that is neither another's nor a folder of another's in DVC's summary."""
+    """Return a name for files that differs from taken names and from their folders in DVC's summary."""
     # Names that differ in upper and lower case alone would be one file on some disks.
     folded = {one.casefold() for one in taken}
 

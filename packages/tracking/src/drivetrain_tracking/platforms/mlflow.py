@@ -24,8 +24,8 @@ class MLflowOptions:
 
     Attributes:
         experiment: The experiment, created where it does not exist.
-        tracking_uri: The store, such as "http://127.0.0.1:5000" or "sqlite:///runs.db"; if None, what
-            `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI say, else a sqlite file in the directory.
+        tracking_uri: The store, such as "http://127.0.0.1:5000" or "sqlite:///runs.db"; if None, that of
+            `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI, else a sqlite file in the directory.
         tags: Tags of the run.
     """
 
@@ -37,10 +37,10 @@ class MLflowOptions:
 class MLflowTracker(Platform[MLflowOptions]):
     """A tracker that writes a run of MLflow through its client.
 
-    Numbers and booleans are metrics, a string is a tag that holds its last value, None is left to the log. A step
-    that is missing is 0. NaN is kept; a store in SQL makes the largest number of an infinity, so that the metric
-    `drivetrain/infinite` counts them. `drivetrain/time` holds each record's time. MLflow keeps all values of a step;
-    those that a resumed run logs again have `drivetrain/attempt` at the same time.
+    Numbers and booleans are metrics, a string is a tag that holds its last value, None is only in the log. A record
+    without a step gets step 0. NaN is kept. A store in SQL turns an infinity into the largest number; the metric
+    `drivetrain/infinite` counts infinities. `drivetrain/time` holds each record's time. MLflow keeps all values of a
+    step; values that a resumed run logs again have `drivetrain/attempt` at the same time.
 
     `write` returns once the store has committed, which a kill does not change. An image whose record a kill cut off
     may be there twice.
@@ -113,7 +113,7 @@ class MLflowTracker(Platform[MLflowOptions]):
         self._client.log_dict(self._run_id, dict(document), f"{name}.json")
 
     def close(self) -> None:
-        """Set the run's status."""
+        """Set the run's status in MLflow."""
         if self.state_word is not None:
             self._client.set_terminated(self._run_id, status=self.state_word)
 

@@ -34,7 +34,7 @@ Options = TypeVar("Options")
 
 
 class Platform(ABC, Generic[Options]):
-    """A tracker that writes to a platform, from the training process or from one of its own.
+    """A tracker that writes to a platform, from the training process or from a writer process.
 
     It is a `Tracker`; a forwarder calls `write` with batches of records instead of `log`, and asks `count_held` after
     a failure. A subclass implements `open`, `write_records`, `close` and `keep_document`, and imports its library in
@@ -44,13 +44,13 @@ class Platform(ABC, Generic[Options]):
         name: The name of the tracker and of the extra that installs its library.
         library: The top module of the library.
         on_all_ranks: Always False: only rank 0 writes.
-        joining_variables: Environment variables by which a child process would join a run of its parent's; the
-            process that writes to the platform gets none of them.
-        media_kinds: The kinds of media that the platform takes; others stay in files beside the log.
-        options_type: The frozen dataclass of the platform's own options, the keyword arguments of `start`.
+        joining_variables: Environment variables by which a child process would join its parent's run; the writer
+            process gets none of these variables.
+        media_kinds: The kinds of media that the platform takes; other media stay in files beside the log.
+        options_type: The frozen dataclass of the platform's options, which are keyword arguments of `start`.
         directory: The folder that the platform may write to.
-        state: The state in which the run ended, once it has; None if it may go on.
-        conventions: The platform's names and words; those of an unknown one take every name.
+        state: The state in which the run ended; None if the run has not ended or may go on.
+        conventions: The platform's rules for names, and its words; the default takes every name.
 
     Args:
         directory: The folder that the platform may write to, created when it starts.
@@ -80,7 +80,7 @@ class Platform(ABC, Generic[Options]):
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Return a tracker that logs to a run of the user's, an object of the library; `finish` leaves it open.
+        """Return a tracker that logs to the user's run, an object of the library; `finish` leaves the run open.
 
         Raises:
             ValueError: The platform cannot log to this run; the message says why.
@@ -99,7 +99,7 @@ class Platform(ABC, Generic[Options]):
         """Check that the platform's library is installed, without importing it.
 
         Raises:
-            MissingLibraryError: It is not; the message names the extra that brings it.
+            MissingLibraryError: The library is not installed; the message names the extra that brings it.
         """
         if find_spec(self.library) is None:
             raise MissingLibraryError(_missing_library(self.library, self.name))
@@ -143,17 +143,17 @@ class Platform(ABC, Generic[Options]):
         return named
 
     def parameters(self, config: Mapping[str, Plain]) -> dict[str, Plain]:
-        """Return a configuration with the platform's names, as one level where the platform takes no nested one."""
+        """Return a configuration with the platform's names, flattened if the platform takes no nested values."""
         if self.conventions.separator is not None:
             return dict(self._parameter_names.flat(config))
         return {self._parameter_names.of(name): value for name, value in config.items()}
 
     def file_name(self, name: str) -> str:
-        """Return the platform's name of an artifact, or of a run's folder."""
+        """Return the platform's name for an artifact or a run's folder."""
         return self._file_names.of(name)
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
-        """Write records in order; a kill of this process takes none of them back once the call returns.
+        """Write records in order; once the call returns, a kill of this process loses none of the records.
 
         Raises:
             TrackerStateError: It is not started.
@@ -165,11 +165,11 @@ class Platform(ABC, Generic[Options]):
         self.write_records(self.named(records))
 
     def finish(self) -> None:
-        """Close the run as finished; do nothing if none was started."""
+        """Close the run as finished; do nothing if no run was started."""
         self.end("finished")
 
     def end(self, state: RunState | None) -> None:
-        """End the run, if it is started; None releases a run that may go on, where the platform can."""
+        """End the run, if it is started; with None, release a run that may go on, if the platform can do so."""
         if self._is_started:
             self._is_started, self.state = False, state
             if self._given is None:
@@ -195,13 +195,13 @@ class Platform(ABC, Generic[Options]):
 
     @abstractmethod
     def close(self) -> None:
-        """End the run, with `state_word`, and release the library; not called for a run of the user's."""
+        """End the run, with `state_word`, and release the library. Never called for a user's own run."""
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Return how many of these records, counted from the first, the platform holds already.
 
-        A forwarder calls it with the records that it was sending when a writer was killed, or a call failed. 0, as
-        here, makes it write all of them again: a platform that cannot say gets each record at least once.
+        A forwarder passes the records that it was sending when a writer was killed, or a call failed. This default,
+        0, makes it write all of them again, for platforms that cannot tell.
         """
         del records
         return 0
@@ -211,7 +211,7 @@ class Platform(ABC, Generic[Options]):
         self.keep_document("plan", plan)
 
     def record_info(self, info: Metrics) -> None:
-        """Keep what surrounds the run: commit, versions, hardware, command line."""
+        """Keep the run's surroundings: commit, versions, hardware, command line."""
         self.keep_document("info", info)
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Platform(ABC, Generic[Options]):
 
 
 def wait_for_text(path: Path, text: str, *, offset: int) -> None:
-    """Wait until a thread or process of a library has written a text behind an offset of a file."""
+    """Wait until a library's thread or process has written a text to a file, after an offset."""
     # The 7 bytes that begin each block of a `.wandb` file may divide it.
     pattern = re.compile("(?:.{7})?".join(map(re.escape, text)).encode(), re.DOTALL)
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
@@ -259,7 +259,7 @@ def load_library(module: str, *, extra: str) -> ModuleType:
 
 
 def _missing_library(library: str, extra: str) -> str:
-    """Return the message of a library that is not installed."""
+    """Return the error message for a library that is not installed."""
     return (
         f"the tracker {extra!r} needs the library {library!r}, which is not installed: "
         f"pip install 'drivetrain-tracking[{extra}]'"

@@ -21,7 +21,7 @@ class SwanLabOptions:
     """The options of a run of SwanLab.
 
     Attributes:
-        mode: The place that values go to. By default online if SwanLab finds a key (`swanlab login`,
+        mode: The destination of values. By default online if SwanLab finds a key (`swanlab login`,
             `SWANLAB_API_KEY`), else offline. SwanLab's own `SWANLAB_MODE` counts too.
         project: The project; the name of the current folder by default.
         workspace: The workspace on the server.
@@ -41,13 +41,13 @@ class SwanLabOptions:
 class SwanLabTracker(Platform[SwanLabOptions]):
     """A tracker that writes SwanLab's files, offline unless a key of its server is configured.
 
-    Numbers and booleans are scalars with the record's time, NaN and infinities among them; strings are texts; None is
-    left to the log. A record without a step gets the step after the last. Steps that a resumed run logs again are
-    `attempt-2/NAME`. SwanLab keeps one value for a name and a step: a second one is `NAME (2)`, and so is a value of
-    another type under the same name.
+    Numbers and booleans are scalars with the record's time, including NaN and infinities; strings are texts; None is
+    only in the log. A record without a step gets the step after the last. Steps that a resumed run logs again are
+    `attempt-2/NAME`. SwanLab keeps one value for a name and a step: a second value goes to `NAME (2)`, and so does a
+    value of another type.
 
-    Each start writes to a folder of its own, with the id of the first. SwanLab keeps values in the process until it
-    closes a file; `write` has its thread flush the file, so a kill takes nothing back.
+    Each start writes to a new folder, with the id of the first start. SwanLab keeps values in the process until it
+    closes a file; `write` makes SwanLab's thread flush the file, so a kill loses nothing.
     """
 
     name = "swanlab"
@@ -63,17 +63,17 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 
     @staticmethod
     def directory_of(given: Any) -> Path:
-        """Return the folder of a `swanlab.Run` of the user's."""
+        """Return the folder of the user's `swanlab.Run`."""
         return Path(given.dir).parent.parent
 
     def open(self, run_name: str, config: Mapping[str, Plain]) -> None:
-        """Open a run with the id of the stopped one, if there is one."""
+        """Open a run; if a run of this name was stopped, use the stopped run's id."""
         self._run = self._given or self._open(run_name)
         self._run.config.update(self.parameters(config))
         self._flush()
 
     def write_records(self, records: Sequence[LoggedRecord]) -> None:
-        """Hand each record to SwanLab's thread, then wait until that has flushed its file."""
+        """Pass each record to SwanLab's thread, then wait until the thread has flushed its file."""
         if self._run.mode == "disabled":
             return
         events = load_library(_EVENTS, extra=self.name)
@@ -136,7 +136,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
         flush.wait()
 
     def _entries(self, record: LoggedRecord) -> Iterator[tuple[str, Any]]:
-        """Yield what a record becomes in SwanLab, by name."""
+        """Yield SwanLab's values of a record, by name."""
         library = load_library("swanlab", extra=self.name)
         for name, number in record.numbers.items():
             yield record.attempt_prefix + name, number
@@ -147,7 +147,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
                 yield record.attempt_prefix + name, self._medium(medium)
 
     def _free_key(self, name: str, value: Any, step: int, taken: dict[str, tuple[int, set[int]]]) -> str:
-        """Return the name, with a number if SwanLab would drop the value under it, and note it as taken."""
+        """Return the name as a key, numbered if SwanLab would drop the value otherwise; note the key as taken."""
         kinds = load_library("swanlab.proto.swanlab.metric.column.v1.column_pb2", extra=self.name).ColumnType
         kind = kinds.COLUMN_TYPE_SCALAR if isinstance(value, float) else value.column_type()
         for key in (name if n == 1 else f"{name} ({n})" for n in count(1)):
@@ -176,7 +176,7 @@ class SwanLabTracker(Platform[SwanLabOptions]):
 
 
 def chosen_mode(asked: str | None, configured: str, *, has_key: bool) -> str:
-    """Return the mode of a run: the user's, else that of SwanLab's settings, but never online without a key."""
+    """Return the mode of a run: the user's choice, else SwanLab's setting, but never online without a key."""
     return asked or ("offline" if configured == "online" and not has_key else configured)
 
 

@@ -31,7 +31,7 @@ class TensorBoardTracker(Platform[NoOptions]):
     The configuration is a text and a row of the HParams tab, the plan a text. Repeated steps of a resumed run are
     another run, `attempt-2`: TensorBoard hides points that a restart seems to have abandoned.
 
-    Each record is one event, with a checksum: a kill leaves it in its file whole or not at all.
+    Each record is one event with a checksum: after a kill, the file holds all of the record or nothing.
     """
 
     name = "tensorboard"
@@ -91,14 +91,14 @@ class TensorBoardTracker(Platform[NoOptions]):
         self._flush()
 
     def close(self) -> None:
-        """Write a text `state` if the run did not finish, or did not before."""
+        """Write a text `state` if the run, or an earlier start of it, did not finish."""
         note = self._folder / _NOT_FINISHED
         if self.has_ended_early or (self.state == "finished" and note.exists()):
             self._add(1, wall_time=time.time(), values=[_text("state", self.state_word)])
             note.touch() if self.has_ended_early else note.unlink()
 
     def end(self, state: RunState | None) -> None:
-        """End the run, and close the event files; those of later attempts are ours in a user's run, too."""
+        """End the run, and close the event files; in a user's run, only the files of later attempts."""
         super().end(state)
         for writer in self._writers.values():
             writer.close()

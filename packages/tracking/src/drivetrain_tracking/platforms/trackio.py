@@ -36,9 +36,9 @@ class TrackioTracker(Platform[TrackioOptions]):
     booleans, None, NaN and infinities are kept. Steps that a resumed run logs again are the run
     `NAME (attempt 2)`.
 
-    A call of `write` is one transaction of SQLite, and a row that is there already is not written twice: a kill
-    neither takes nor doubles anything. The configuration is stored with the first record after the start, since
-    Trackio has no place for that of an empty run. To send a run to a Space, call `trackio.sync` after it.
+    A call of `write` is one transaction of SQLite, and an existing row is not written twice: a kill neither loses nor
+    repeats rows. The configuration is stored with the first record after the start, since Trackio cannot store it for
+    an empty run. To send a run to a Space, call `trackio.sync` after the run.
     """
 
     name = "trackio"
@@ -134,7 +134,7 @@ class TrackioTracker(Platform[TrackioOptions]):
     def close(self) -> None:
         """Write a state other than "finished" as a row, and to the configuration until the next record.
 
-        Trackio has no states, and nothing of a run is open.
+        Trackio has no states, and keeps nothing of a run open.
         """
         if self.has_ended_early:
             self._storage().bulk_log(
@@ -184,7 +184,7 @@ class TrackioTracker(Platform[TrackioOptions]):
         return kinds.get(medium.kind, library.Image)(str(medium.path), caption=medium.caption)
 
     def _add_artifact(self, record: LoggedRecord, name: str, medium: StoredMedium) -> None:
-        """Add a version of an artifact; content that is there already makes none."""
+        """Add a version of an artifact, unless the same content is stored already."""
         library = load_library("trackio", extra=self.name)
         run = self.file_name(self._name_of(record.attempt))
         artifact = library.Artifact(f"{run}-{name}", type="file")

@@ -48,7 +48,7 @@ class WandbTracker(Platform[WandbOptions]):
     that a resumed run logs again have `drivetrain/attempt`. Strings, booleans, None, NaN and infinities are kept.
 
     wandb writes from a service process. `write` returns once the row is in the run's `.wandb` file, which neither a
-    kill of this process nor one of the service changes. What a killed online run had not uploaded, `wandb sync` sends
+    kill of this process nor one of the service changes. After a kill of an online run, `wandb sync` uploads the rest
     from that file. A stopped offline run goes on in another `offline-run-*` folder with the same id, which
     `wandb beta sync` joins to one run.
     """
@@ -67,10 +67,10 @@ class WandbTracker(Platform[WandbOptions]):
 
     @staticmethod
     def directory_of(given: Any) -> Path:
-        """Return the folder of a `wandb.Run` of the user's.
+        """Return the folder of the user's `wandb.Run`.
 
-        `write` returns once wandb's service process has the rows; that process writes them to the run's file as often
-        as the run's own settings say, and when this process dies.
+        `write` returns once wandb's service process has the rows; that process writes the rows to the run's file at
+        the intervals of the run's settings, and when this process dies.
         """
         return Path(given.dir)
 
@@ -117,7 +117,7 @@ class WandbTracker(Platform[WandbOptions]):
             self._remember()
 
     def keep_document(self, name: str, document: Metrics) -> None:
-        """Keep a document as the artifact `NAME-RUN`, whose type is its name."""
+        """Keep a document as the artifact `NAME-RUN` of the type `NAME`."""
         artifact = load_library("wandb", extra=self.name).Artifact(f"{name}-{self._run.id}", type=name)
         with artifact.new_file(f"{name}.json") as file:
             json.dump(document, file, indent=2)

@@ -1,1 +1,1 @@
-"""The facts of a run: what surrounds it, and how it ended."""
+"""The facts of a run: its surroundings, and how it ended."""

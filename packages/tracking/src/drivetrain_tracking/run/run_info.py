@@ -19,7 +19,7 @@ _GIT_TIMEOUT_SECONDS = 10.0
 def collect_info() -> dict[str, Plain]:
     """Return the commit, versions, hardware and command line of this process, without secrets.
 
-    Versions are those of the packages that are imported by now; accelerators are told if torch is.
+    The versions cover the packages imported so far. Accelerators are listed if torch is imported.
     """
     imported = {name.partition(".")[0] for name in sys.modules}
     distributions = {  # such as PyYAML, whose module has another name
@@ -46,7 +46,7 @@ def collect_info() -> dict[str, Plain]:
 
 
 def git_info(folder: Path) -> dict[str, Plain] | None:
-    """Return the commit, branch, remote and changes of a folder's repository, secrets masked; None without one."""
+    """Return the commit, branch, remote and changes of a folder's repository, secrets masked; None if it has none."""
     root = _git(folder, "rev-parse", "--show-toplevel")
     if root is None:
         return None
@@ -66,7 +66,7 @@ def git_info(folder: Path) -> dict[str, Plain] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None where it fails: no git, no repository, no commit, a slow file system."""
+    """Return git's output, or None if it fails: no git, no repository, no commit, a slow file system."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],

@@ -1,4 +1,4 @@
-"""The state in which a run ended, from what its process knows: its end was reached, it raised, or was killed."""
+"""The state in which a run ended, as its process knows it: finished, failed by an exception, or killed."""
 
 import atexit
 import logging
@@ -15,16 +15,16 @@ RunState: TypeAlias = Literal["finished", "failed", "killed"]
 
 
 def state_of(error: BaseException | None) -> RunState:
-    """Return the state of a run that ends while an exception is on its way, or without one."""
+    """Return the state of a run that ends with an exception or, if None, without an exception."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished"
     return "killed" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 class EndAtExit:
-    """A call of a function when this process exits by itself, unless cancelled.
+    """A call of a function at this process's normal exit, unless cancelled.
 
-    Forked children make no call, nor does a process that a signal or `os._exit` ends.
+    Forked children do not call the function, nor does a process that a signal or `os._exit` ends.
     """
 
     def __init__(self, end: Callable[[RunState], None]) -> None:
@@ -48,7 +48,7 @@ class EndAtExit:
         return "finished" if error is self._earlier else state_of(error)
 
     def cancel(self) -> None:
-        """Make no call at the exit."""
+        """Cancel the call at the exit."""
         atexit.unregister(self._call)
         if self._in_child is not None:
             self._in_child.cancel()
@@ -70,7 +70,7 @@ Owner = TypeVar("Owner")
 
 
 def in_forked_children(owner: Owner, put_right: Callable[[Owner], None]) -> None:
-    """Call `put_right(owner)` first in each forked child while the owner lives: locks of other threads stay held."""
+    """Call `put_right(owner)` first in each forked child while the owner lives: there, held locks stay locked."""
     known = ref(owner)
 
     def call() -> None:

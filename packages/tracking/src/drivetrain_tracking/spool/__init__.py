@@ -1,1 +1,1 @@
-"""The spool of a run: every logged value is a checksummed line on the disk before any platform hears of it."""
+"""The spool of a run: every logged value is in a checksummed line on the disk before any platform gets it."""

@@ -1,7 +1,7 @@
 """Open regular files, lock them, and replace them.
 
-A pipe in a file's place would be waited for, and a device may have no end. A lock lasts until its process unlocks or
-ends, by any signal too.
+Reading a pipe in a file's place would wait, and a device may have no end. A lock lasts until its process unlocks it
+or ends, even by a signal.
 """
 
 import errno
@@ -20,7 +20,7 @@ _MOST_JSON_BYTES = 1 << 26
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without waiting, and return its descriptor; links are followed.
+    """Open a regular file without waiting, following links, and return its descriptor.
 
     Raises:
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be opened.
@@ -37,11 +37,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a regular file of a JSON object; a missing file has no members.
+    """Read a JSON object from a regular file; return an empty one if the file is missing.
 
     Raises:
         OSError: See `open_regular`.
-        ValueError: It is no JSON, too long, or nested too deeply.
+        ValueError: The file is not JSON, too long, or nested too deeply.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -64,7 +64,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def open_alone(path: Path, *, taken: Exception) -> int:
-    """Open a file to read and write, created if need be, and lock it, or raise `taken`; without locks, warn."""
+    """Open or create a file, and lock it. Raise `taken` if it is locked; warn if locks do not exist here."""
     file = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

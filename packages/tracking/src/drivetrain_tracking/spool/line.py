@@ -5,7 +5,7 @@
 ```
 
 The checksum is the CRC-32 of all bytes before `, "crc"`. It reveals a line that was cut, or that two programs wrote
-into at once. Readers that know nothing of it see one more member.
+into at once. Readers unaware of the checksum see one more member.
 """
 
 import json
@@ -45,12 +45,12 @@ def encode(record: Mapping[str, Plain]) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return whether a line, without its break, has a checksum, of whatever value."""
+    """Return whether a line, given without its break, has any checksum, right or wrong."""
     return line[_AT_MARK] == _MARK
 
 
 def is_complete(line: bytes) -> bool:
-    """Return whether a line with a checksum has that of its bytes."""
+    """Return whether the checksum of a line matches the line's bytes."""
     return line[_AT_SUM] == b"%08x" % crc32(line[:-_TAIL])
 
 
@@ -65,7 +65,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def restore_numbers(value: Any) -> Any:
-    """Return a value of a line with the floats that JSON lacks, which stand there as strings."""
+    """Return a value of a line, with the strings for NaN and infinities turned back into floats."""
     if isinstance(value, str):
         return NOT_FINITE.get(value, value)
     if isinstance(value, dict):

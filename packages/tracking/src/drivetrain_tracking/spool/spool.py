@@ -23,11 +23,11 @@ class Spool:
     """A file of records that one process appends to, from any of its threads.
 
     A record is with the operating system when `append` returns: it survives the end of this process by any signal. It
-    survives the end of the machine from the next flush on, which a thread of the spool makes every `flush_seconds`.
+    survives the end of the machine after the next flush, which a thread of the spool makes every `flush_seconds`.
 
     A disk that is full or fails does not stop training. Records that could not be written are counted, with one
-    warning, and a record of their number follows when the disk takes records again. The first flush that fails is a
-    warning, and so is the next that succeeds.
+    warning, and a record with their number follows when the disk takes records again. The first flush that fails logs
+    a warning, and so does the next flush that succeeds.
 
     Args:
         path: The file, created if it is missing; an unfinished line of a killed process is removed first.
@@ -58,7 +58,7 @@ class Spool:
         in_forked_children(self, Spool.forget)
 
     def append(self, record: Mapping[str, Plain]) -> None:
-        """Append a record; an error of the disk is counted, not raised."""
+        """Append a record; if the disk fails, count the lost record and raise nothing."""
         line = encode(record)
         with self._lock:
             if self._file is None:
@@ -79,7 +79,7 @@ class Spool:
             self._written.set()
 
     def lose(self, error: OSError) -> None:
-        """Count a record, or a part of one, that could not be written to the folder; the first is told."""
+        """Count a record, or a part of a record, that could not be written; warn of the first loss."""
         with self._lock:
             if self.num_lost == self._num_lost_told:  # the first since the last record that went
                 logger.warning(
@@ -104,7 +104,7 @@ class Spool:
             logger.warning("%d records could not be written to %s", self.num_lost, self._path)
 
     def forget(self) -> None:
-        """Close the file without a flush or an unlock, in a forked child: its parent goes on with both."""
+        """Close the file in a forked child, without a flush or an unlock, since the parent still uses the file."""
         self._lock = threading.RLock()  # a thread of the parent may have held the other
         if self._file is not None:
             os.close(self._file)
@@ -117,7 +117,7 @@ class Spool:
         self._flush(file)
 
     def _flush(self, file: int) -> None:
-        """Flush what was written; warn when that begins to fail, and when it succeeds again."""
+        """Flush the file; warn when flushes begin to fail, and when a flush succeeds again."""
         if not self._written.is_set():
             return
         self._written.clear()
@@ -138,7 +138,7 @@ class Spool:
 
 
 def _cut_unfinished_line(file: int) -> int:
-    """Remove what a killed process left of a line, and return the end of the file. No reader has passed it."""
+    """Remove an unfinished line of a killed process, and return the new end. No reader has passed that line."""
     end = os.lseek(file, 0, os.SEEK_END)
     whole = end
     while whole > 0:

@@ -1,4 +1,4 @@
-"""Read a spool from any line on, while it is written: damaged lines are passed over and counted."""
+"""Read a spool from any line on, while it is written; skip and count damaged lines."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class SpooledRecord(NamedTuple):
 
 
 class SpoolReader:
-    """A reader of the records behind an offset. Not thread-safe."""
+    """A reader of the records after an offset in a spool. Not thread-safe."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.offset = offset

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 class StepOrder:
     """A count of the attempts of a run. Not thread-safe.
 
-    A run that resumes from a checkpoint may repeat steps of before its stop. They are a new attempt, so that neither
-    curve replaces the other in silence.
+    A run that resumes from a checkpoint may repeat steps. The repeated steps are a new attempt, so that neither curve
+    silently replaces the other.
     """
 
     def __init__(self, last_step: int | None = None, attempt: int = 1) -> None:
@@ -24,7 +24,7 @@ class StepOrder:
         self._has_warned = False
 
     def expect_repeated_steps(self) -> None:
-        """Have the next step begin a new attempt if it is not behind the last one: a checkpoint was restored."""
+        """Expect repeated steps after a restored checkpoint: a next step not above the last begins a new attempt."""
         self._may_repeat = True
 
     def add(self, step: int | None) -> int:

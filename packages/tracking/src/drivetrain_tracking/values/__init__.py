@@ -1,1 +1,1 @@
-"""Logged values: plain ones, those on a device, records of them, and secrets that are masked."""
+"""Logged values: plain values, values on a device, records of values, and masked secrets."""

@@ -1,4 +1,4 @@
-"""Read logged numbers from a device without waiting for it: they are copied now, and read a step later."""
+"""Read logged numbers without waiting for their device: start the copy now, and read it a step later."""
 
 import sys
 from collections import deque
@@ -24,7 +24,7 @@ class CopiedValues(NamedTuple):
         return all(event.query() for event in self.events)
 
     def read(self) -> dict[str, Plain]:
-        """Wait for the numbers, and return the values as plain ones."""
+        """Wait for the numbers, and return plain values."""
         for event in self.events:
             if not event.query():
                 event.synchronize()
@@ -32,7 +32,7 @@ class CopiedValues(NamedTuple):
 
 
 def copy_values(values: Mapping[str, Any]) -> CopiedValues:
-    """Begin to copy scalars from their devices, without a wait: one copy for all of a device and dtype."""
+    """Begin to copy scalars from their devices without a wait, in one copy for each device and dtype."""
     found: dict[tuple[Any, Any], list[Any]] = {}
     torch = sys.modules.get("torch")  # without it there is no tensor; this package does not import it
     if torch is not None and not are_plain(values):
@@ -57,7 +57,7 @@ def copy_values(values: Mapping[str, Any]) -> CopiedValues:
 
 
 class DeviceValues(Generic[Purpose]):
-    """A queue of logged values: each is returned, in order, once its numbers are on the host.
+    """A queue of logged values, which come out in order once their numbers are on the host.
 
     Values without tensors on a device come out at once, unless earlier ones are still on their way. Not thread-safe.
     """
@@ -66,7 +66,7 @@ class DeviceValues(Generic[Purpose]):
         self._pending: deque[tuple[Purpose, CopiedValues]] = deque()
 
     def add(self, copied: CopiedValues, purpose: Purpose) -> list[tuple[Purpose, dict[str, Plain]]]:
-        """Take copied values, and return those that are on the host by now, with their purposes, in order."""
+        """Add copied values; return the values now on the host, with their purposes, in order."""
         if not copied.events and not self._pending:
             return [(purpose, copied.plain)]
         self._pending.append((purpose, copied))

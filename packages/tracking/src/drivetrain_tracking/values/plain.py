@@ -24,7 +24,7 @@ Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | 
 
 
 def are_plain(values: Mapping[Any, object]) -> bool:
-    """Return whether all values of a mapping are of `PLAIN_TYPES`, by one pass that runs in C."""
+    """Return whether all values of a mapping are of `PLAIN_TYPES`, by one fast pass in C."""
     return PLAIN_TYPES.issuperset(map(type, values.values()))
 
 
@@ -54,15 +54,15 @@ def plain_config(config: Any, *, tells: bool = True) -> dict[str, Plain]:
 
     Dataclasses, namespaces, objects of attrs, and objects with `model_dump` or `to_dict` become dicts, paths strings,
     enum members their values, sets sorted lists. Any other object becomes its text: a configuration is there to be
-    read. Keys become strings; of two keys with one text, such as 1 and "1", the string keeps it, and the other gets a
-    mark.
+    read. Keys become strings. If two keys have the same text, such as 1 and "1", the string key stays, and the other
+    key gets a mark.
 
     Args:
         config: A mapping, or an object that becomes one.
-        tells: Whether a warning tells of keys that got a mark: on one rank.
+        tells: Whether to warn of keys that got a mark; true on one rank.
 
     Raises:
-        ValueNotLoggableError: It is no mapping and does not become one.
+        ValueNotLoggableError: The configuration is not a mapping and cannot become a mapping.
     """
     marked: list[str] = []
     opened = _open_value(config, marked)

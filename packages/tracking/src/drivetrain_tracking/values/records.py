@@ -1,4 +1,4 @@
-"""The records of a run's log, as frozen values that a platform gets."""
+"""The records of a run's log, in the frozen form that a platform receives."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class StoredMedium:
 
     Attributes:
         kind: The kind of medium.
-        path: The file; None where `data` holds all. Images and figures are PNG, audio is WAV.
+        path: The file; None if `data` holds the content. Images and figures are PNG, audio is WAV.
         data: A table's `{"columns": [...], "rows": [[...], ...]}`, a histogram's
             `{"edges": [n + 1 numbers], "counts": [n numbers]}`, a text's string; None for files.
-        caption: A line of text to show with it.
+        caption: A line of text to show with the medium.
     """
 
     kind: MediaKind
@@ -34,10 +34,10 @@ class LoggedRecord:
     """The record of one `log` call.
 
     Attributes:
-        time: When it was logged, in seconds since the epoch.
+        time: The time of the `log` call, in seconds since the epoch.
         step: The optimizer step, if one was given.
-        attempt: 1, and one more each time that a resumed run logs steps again: a platform keeps both apart.
-        values: Plain values by name, as they were logged; `flat_values` makes one level of them.
+        attempt: 1, plus 1 each time that a resumed run repeats steps; a platform keeps attempts apart.
+        values: Plain values by name, as they were logged; `flat_values` flattens them.
         media: Media by name.
     """
 
@@ -60,12 +60,12 @@ class LoggedRecord:
 
     @property
     def attempt_prefix(self) -> str:
-        """The text before the names of a platform that keeps attempts apart by names; empty for the first."""
+        """The prefix of names on a platform that keeps attempts apart by name; empty for the first attempt."""
         return "" if self.attempt == 1 else f"attempt-{self.attempt}/"
 
 
 def count_first_held(records: Sequence[LoggedRecord], held_times: Collection[float]) -> int:
-    """Return how many records, counted from the first, have their times among those that a platform holds."""
+    """Return how many records, counted from the first, have times that a platform holds."""
     return next((n for n, record in enumerate(records) if record.time not in held_times), len(records))
 
 
@@ -75,7 +75,7 @@ def flat_values(values: Mapping[str, Plain]) -> dict[str, str | int | float | bo
 
 
 def flat_leaves(values: Mapping[str, Plain]) -> list[tuple[tuple[str, ...], str | int | float | bool | None]]:
-    """Return nested values with the names that lead to each, in order."""
+    """Return each nested value with the names on the path to it, in order."""
     leaves: list[tuple[tuple[str, ...], str | int | float | bool | None]] = []
     pending: list[tuple[tuple[str, ...], Plain]] = [((name,), value) for name, value in values.items()][::-1]
     while pending:

@@ -63,7 +63,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def mask_config(value: Any) -> Any:
-    """Return plain nested values with the secrets among them masked: by their names, and by their form."""
+    """Return plain nested values with secrets masked, which are recognized by their name or form."""
     if isinstance(value, Mapping):
         return {
             name: MASK
@@ -92,7 +92,7 @@ def mask_command(arguments: Sequence[str]) -> list[str]:
 
 
 def mask_text(text: str) -> str:
-    """Return a text, such as the changes of a commit, with secrets masked: assignments to their names, and forms."""
+    """Return a text, such as a commit's changes, with secrets masked: values of secret names, and known forms."""
 
     def masked(found: "re.Match[str]") -> str:
         if not is_secret_name(found["name"]):

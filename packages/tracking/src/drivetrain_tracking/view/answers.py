@@ -41,7 +41,7 @@ class CurveQuestion:
 
 
 def describe_run(index: int, run: RunIndex) -> dict[str, Any]:
-    """Return what the list of runs shows of a run."""
+    """Return the entry of a run for the list of runs."""
     with run.lock:
         facts = run.facts
         return {
@@ -58,7 +58,7 @@ def describe_run(index: int, run: RunIndex) -> dict[str, Any]:
 
 
 def describe_details(run: RunIndex) -> dict[str, Any]:
-    """Return what a run was started with, its texts, and its newest media."""
+    """Return a run's start values, its texts, and its newest media."""
     with run.lock:
         facts = run.facts
         first = max(0, len(facts.media) - _MOST_MEDIA)
@@ -93,7 +93,7 @@ def describe_differences(first: RunIndex, second: RunIndex) -> dict[str, Any]:
 
 
 def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str, Any]:
-    """Return the points of a metric in several runs, reduced to what a picture of the range can show."""
+    """Return the points of a metric in several runs, reduced to the points that a picture of the range can show."""
     chosen = [(index, runs[index]) for index in question.runs if index < len(runs)]
     low, high = _range_of([run for _, run in chosen], question)
     answered: list[dict[str, Any]] = []
@@ -110,9 +110,9 @@ def answer_curves(runs: Sequence[RunIndex], question: CurveQuestion) -> dict[str
 
 
 def compare_values(first: Mapping[str, Plain], second: Mapping[str, Plain]) -> list[dict[str, Any]]:
-    """Compare nested values; the names are those of the first run in its order, then others of the second.
+    """Compare nested values; names of the first run come first, in its order, then other names of the second.
 
-    Values are texts of JSON, None where a run has none of the name: 1 and 1.0 are different.
+    Values are JSON texts, or None if a run lacks the name. So 1 and 1.0 are different.
     """
     left, right = (
         {name: json.dumps(value, ensure_ascii=False) for name, value in flat_values(values).items()}
@@ -154,7 +154,7 @@ def _describe_curve(curve: Curve, window: Window, origin: float) -> dict[str, An
 
 
 def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float, float]:
-    """Return the ends of the axis: those of the question, else those of the points."""
+    """Return the ends of the axis: the ends that the question gives, else the ends of the points."""
     low, high = inf, -inf
     for run in runs:
         with run.lock:
@@ -171,7 +171,7 @@ def _range_of(runs: Sequence[RunIndex], question: CurveQuestion) -> tuple[float,
 
 
 def _axis_and_origin(run: RunIndex, question: CurveQuestion) -> tuple[Axis, float]:
-    """Return the axis of the points that a question needs, and where the shown axis begins on it."""
+    """Return the points' axis that a question needs, and the position where the shown axis begins."""
     if question.axis == "step":
         return "step", 0.0
     return "time", (run.facts.start_time or 0.0) if question.axis == "relative" else 0.0

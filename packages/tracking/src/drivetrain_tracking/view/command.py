@@ -78,7 +78,7 @@ def check_folders(folders: Sequence[Path]) -> None:
 
 
 def check_kind(log: Path) -> None:
-    """Check that a log begins with a record of a run; an empty one is a run that has just begun."""
+    """Check that a log begins with a record of a run; accept an empty log, whose run has just begun."""
     with os.fdopen(open_regular(log), "rb") as file:
         lines = file.read(_FIRST_BYTES).split(b"\n")
     # The last line may be cut; a run may also have been killed in its first line, so any line will do.
@@ -92,7 +92,7 @@ def check_kind(log: Path) -> None:
 
 
 def open_server(collection: RunCollection, port: int) -> ViewServer:
-    """Return a server that listens."""
+    """Return a listening server."""
     try:
         return ViewServer(collection, port)
     except OSError as error:

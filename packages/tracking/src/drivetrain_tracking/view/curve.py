@@ -1,4 +1,4 @@
-"""The points of one metric of a run: attempts kept apart, and values that are no finite numbers beside them."""
+"""The points of one metric of a run, with attempts kept apart and non-finite values kept separately."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Curve:
     """The points of one metric of a run. Not thread-safe.
 
     An attempt is one branch as a rule. Where code logs the same metric with two step counters, the points go to
-    several branches, in each of which steps grow; points beyond 32 branches are only counted.
+    several branches with growing steps; points beyond 32 branches are only counted.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Curve:
     def extend(
         self, attempt: int, steps: Sequence[int], times: Sequence[float], values: Sequence[float]
     ) -> None:
-        """Append the values of an attempt, as many steps and times as values, in the order of the log."""
+        """Append the values of an attempt in the log's order; `steps` and `times` are as long as `values`."""
         self.num_points += len(values)
         self.last = values[-1]
         # A comparison of sums costs less than one test for each value, and NaN and infinities never leave a sum.
@@ -64,7 +64,7 @@ class Curve:
                 self._place(branches, attempt, *_columns(marked))
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the branches in parts: valid ones, and those with steps that a later attempt repeated."""
+        """Yield the branches in parts: valid parts, and parts with steps that a later attempt repeated."""
         for branch in self.branches:
             later = [other.points.steps[0] for other in self.branches if other.attempt > branch.attempt]
             end = len(branch.points)
@@ -82,7 +82,7 @@ class Curve:
         times: Sequence[float],
         values: Sequence[float],
     ) -> None:
-        """Append points to branches of their attempt, and make new ones for steps that fall back."""
+        """Append points to branches of their attempt, and make new branches for steps that fall back."""
         own = [branch for branch in branches if branch.attempt == attempt]
         if not own:
             own = [Branch(attempt=attempt, points=SortedPoints())]
@@ -114,7 +114,7 @@ def _columns(
 
 
 def _choose_branches(steps: Sequence[int], ends: Sequence[int | None]) -> list[int | None]:
-    """Return the branch of each step: the one whose last step is nearest below it, or a new one, or None for none."""
+    """Return the branch of each step: that with the nearest last step below, a new one, or None if none is left."""
     lasts = list(ends)
     chosen: list[int | None] = []
     for step in steps:

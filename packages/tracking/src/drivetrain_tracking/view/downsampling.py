@@ -32,7 +32,7 @@ class ReducedPoints:
 
 
 def column_edges(window: Window) -> list[float]:
-    """Return where each column of pixels begins, and where the last one ends: one number more than columns."""
+    """Return the start of each column of pixels, and the end of the last column: one number more than columns."""
     width = (window.high - window.low) / window.num_columns
     inner = [window.low + width * column for column in range(1, window.num_columns)]
     # Rounding must not carry an inner edge past the end.
@@ -55,8 +55,8 @@ def reduce_points(
 ) -> ReducedPoints:
     """Return the points that a picture of a window needs.
 
-    Those are all points if there are at most two a column, else the lowest and the highest of each column. The points
-    next to the window on the left and right are included, so that the line leaves the picture where it should.
+    These are all points if columns hold at most two on average, else the lowest and highest of each column. The
+    points next to the window on both sides are included, so that the line leaves the picture where it should.
     """
     xs = points.positions(window.axis)
     end = len(xs) if stop is None else stop

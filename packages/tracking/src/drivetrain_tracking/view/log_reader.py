@@ -1,4 +1,4 @@
-"""Find the logs of runs, and read each in chunks while it is written; another file in its place is noticed."""
+"""Find the logs of runs, and read each log in chunks while it is written; detect a replaced file."""
 
 import json
 import os
@@ -102,7 +102,7 @@ class LogReader:
 
 
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of lines, and how many lines hold none: a checksum must match; older versions wrote none."""
+    """Return the records of lines, and the number of lines without one. Checksums must match; old lines have none."""
     marked = list(filter(has_checksum, lines))
     whole = list(filter(is_complete, marked))
     # As one JSON array they are parsed three times as fast. Lines that no checksum vouches for are parsed one by one:

@@ -1,4 +1,4 @@
-"""The media of a run: the entries of its log, and the files of its folder that may be served."""
+"""The media of a run: entries of the run's log, and files of the run's folder that may be served."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DOWNLOAD = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedMedium:
-    """A medium as a log names it."""
+    """A medium as described by a log entry."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class LoggedMedium:
 
 
 def read_media(entries: object, step: int | None) -> list[LoggedMedium]:
-    """Return the media of the member `media` of a record; entries of another shape are passed over."""
+    """Return the media in the member `media` of a record; skip entries of another shape."""
     if not isinstance(entries, dict):
         return []
     return [
@@ -55,7 +55,7 @@ def read_media(entries: object, step: int | None) -> list[LoggedMedium]:
 
 
 def find_medium_file(folder: Path, file: str) -> Path | None:
-    """Return the file of a medium, or None if it is missing or lies outside of the run's folder, by a link too."""
+    """Return the file of a medium; None if it is missing, or outside of the run's folder, directly or by a link."""
     try:
         path = (folder / file).resolve(strict=True)
         inside = path.is_relative_to(folder.resolve(strict=True)) and path.is_file()
@@ -65,5 +65,5 @@ def find_medium_file(folder: Path, file: str) -> Path | None:
 
 
 def content_type_of(path: Path) -> str:
-    """Return the type that a file is served as: that of a picture, a sound or a film, or that of a download."""
+    """Return the content type to serve a file as: a picture, a sound, a film, or else a download."""
     return _CONTENT_TYPES.get(path.suffix.lower(), DOWNLOAD)

@@ -1,4 +1,4 @@
-"""Read what a page asks for out of a URL. Pure."""
+"""Parse the URL of a page's request. Pure."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -13,7 +13,7 @@ Asked: TypeAlias = Mapping[str, Sequence[str]]
 
 
 class BadRequestError(ValueError):
-    """A URL asks for what there is not; the message says what is wrong."""
+    """A URL asks for something that does not exist; the message says what is wrong."""
 
 
 def read_query(query: str) -> Asked:

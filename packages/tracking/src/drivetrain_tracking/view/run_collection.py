@@ -15,7 +15,7 @@ _SEARCH_SECONDS = 10.0
 
 
 class RunCollection:
-    """The runs of some folders, new ones last. As a context, a thread reads the logs, and looks for new ones."""
+    """The runs of some folders, new runs last. Inside the context, a thread reads logs and looks for new logs."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)

@@ -1,4 +1,4 @@
-"""The index of one run: its curves and what is known of it, built from its log while others ask."""
+"""The index of one run: the run's curves and facts, built from its log while other threads read the index."""
 
 import threading
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Rows = dict[str, tuple[list[int], list[float], list[float]]]
 
 @dataclass(slots=True, kw_only=True)
 class RunFacts:
-    """The facts that a log tells of its run, besides curves."""
+    """The facts in a run's log, besides curves."""
 
     run_name: str = ""
     config: Mapping[str, Plain] = field(default_factory=dict[str, Plain])  # of the newest start
@@ -56,7 +56,7 @@ class RunIndex:
         self._may_repeat = False  # True between the start of a resumed run and its first step
 
     def advance(self) -> bool:
-        """Read some more of the log, and return whether more is there. A log that cannot be read is a `problem`."""
+        """Read the next part of the log, and return whether more is left. If the log is unreadable, set `problem`."""
         try:
             chunk = self._reader.read()
         except OSError as error:
@@ -135,7 +135,7 @@ class RunIndex:
             self._take_others(record, step, time, by_name)
 
     def _take_others(self, record: dict[str, Any], step: int, time: float, by_name: Rows) -> None:
-        """Add the values of a line that are not plain floats: nested ones, integers, strings that stand for NaN."""
+        """Add the values of a line that are not plain floats: nested values, integers, strings for NaN."""
         others = {
             name: value
             for name, value in record.items()
@@ -176,7 +176,7 @@ def _is_time(time: object) -> TypeGuard[float]:
 
 
 def _number_of(value: object) -> float | None:
-    """Return a value as a number, or None if it is none; strings that stand for NaN and infinities are numbers."""
+    """Return a value as a number, or None if it is not a number; strings for NaN and infinities are numbers."""
     if isinstance(value, (int, float)):
         try:
             return float(value)

@@ -88,14 +88,14 @@ class ViewServer(ThreadingHTTPServer):
         return tuple(f"{host}:{self.server_address[1]}" for host in (HOST, "localhost"))
 
     def server_bind(self) -> None:
-        """Bind without the base's look-up of the machine's name, which may ask a name server."""
+        """Bind without the base class's look-up of the machine's name, which may contact a name server."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over connections that a browser drops when its page is closed; other errors are printed."""
+        """Ignore connections that a browser drops when its page is closed; print other errors."""
         if isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             logger.debug("a browser dropped its connection", exc_info=True)
         else:
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: ViewServer  # pyright: ignore[reportIncompatibleVariableOverride] no other server makes one
 
     def do_GET(self) -> None:
-        """Answer a request, but refuse foreign names that lead to this server (DNS rebinding)."""
+        """Answer a request; refuse foreign host names that lead to this server (DNS rebinding)."""
         if self.headers.get("Host") in self.server.allowed_hosts:
             self._send(self.server.answer(self.path))
         else:
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or missing_bytes > 0
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log requests for those who debug the page, rather than print them."""
+        """Log requests, to debug the page, instead of printing them."""
         logger.debug(format, *args)
 
 
@@ -175,7 +175,7 @@ def _run_of(runs: Sequence[RunIndex], asked: Asked, name: str) -> RunIndex:
 
 
 def _answer_medium(run: RunIndex, index: int) -> HTTPAnswer:
-    """Return the file of a medium, which only its number names."""
+    """Return the file of a medium, identified only by its number."""
     with run.lock:
         media = run.facts.media
         named = media[index].file if index < len(media) else None

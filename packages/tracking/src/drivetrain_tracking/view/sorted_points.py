@@ -1,4 +1,4 @@
-"""Points in the order of their steps, with the lowest and highest value of each block of them.
+"""Points in the order of their steps, with the lowest and highest value of each block of points.
 
 The lowest of 10,000 neighbours is found in 40 blocks and two ends: a query over 10 million points takes milliseconds
 with Python's own arrays.
@@ -34,11 +34,11 @@ class SortedPoints:
         return self.steps if axis == "step" else self.times
 
     def first_at(self, axis: Axis, position: float) -> int:
-        """Return the index of the first point that is at a position or behind it."""
+        """Return the index of the first point at or after a position."""
         return bisect_left(self.positions(axis), position)
 
     def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
-        """Append points behind the last one, with steps that never decrease and finite values."""
+        """Append points after the last point; their steps never decrease, and their values are finite."""
         self.steps.extend(steps)
         # Where a clock was set back, a time becomes equal to the one before.
         last = self.times[-1] if self.times else times[0]
@@ -53,15 +53,15 @@ class SortedPoints:
             self._sums.append(sum(block))
 
     def lowest(self, start: int, stop: int) -> int:
-        """Return the index of a lowest value of a range that is not empty."""
+        """Return the index of a lowest value in a non-empty range."""
         return self._extreme(min, self._lows, start, stop)
 
     def highest(self, start: int, stop: int) -> int:
-        """Return the index of a highest value of a range that is not empty."""
+        """Return the index of a highest value in a non-empty range."""
         return self._extreme(max, self._highs, start, stop)
 
     def total(self, start: int, stop: int) -> float:
-        """Return the sum of the values of a range; it may be infinite."""
+        """Return the sum of the values of a range; the sum may be infinite."""
         first, last = -(-start // BLOCK), stop // BLOCK
         if first >= last:
             return sum(self.values[start:stop])
@@ -71,7 +71,7 @@ class SortedPoints:
     def _extreme(
         self, best_of: Callable[["array[float]"], float], blocks: "array[float]", start: int, stop: int
     ) -> int:
-        """Return the index of the lowest or highest value, given the lowest or highest of each block."""
+        """Return the index of the lowest or highest value, with the help of each block's lowest or highest."""
         first, last = -(-start // BLOCK), stop // BLOCK
         if first >= last:
             return self.values.index(best_of(self.values[start:stop]), start, stop)
