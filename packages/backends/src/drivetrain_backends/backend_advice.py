@@ -11,7 +11,7 @@ _RECOMPUTE = {
 
 
 def ask_strategy(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask how FSDP2 shards."""
+    """Ask which strategy FSDP2 shards by."""
     return {
         "value": "full_shard",
         "why": "it saves the most memory, and prefetching hides most of its traffic within a machine",
@@ -45,7 +45,7 @@ def ask_activation_checkpointing(_known: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def ask_stage(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask for ZeRO's stage, unless a DeepSpeed configuration says it."""
+    """Ask for ZeRO's stage, unless a given DeepSpeed configuration sets the stage."""
     if known.get("deepspeed.config") is not None:
         return None
     return {
@@ -62,7 +62,7 @@ def ask_stage(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def ask_offload_optimizer(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask where optimizer states are kept, if ZeRO divides them."""
+    """Ask where optimizer states are kept, if ZeRO's stage divides optimizer states."""
     if known.get("deepspeed.config") is not None or known.get("deepspeed.stage") == 0:
         return None
     places = {
@@ -93,7 +93,7 @@ def ask_offload_param(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def ask_nvme_path(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask for the folder of what is offloaded to a disk."""
+    """Ask for the folder of optimizer states and parameters that are offloaded to a disk."""
     offloaded = (known.get("deepspeed.offload_optimizer"), known.get("deepspeed.offload_param"))
     if "nvme" not in offloaded:
         return None

@@ -1,9 +1,8 @@
 """The private names of torch's tensors, modules and optimizers that this package uses, in one place.
 
-torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/backends/test_compat.py and
-tests/backends/gradients/test_multi_tensor.py hold each one to what is relied on, and docs/platforms.md lists them.
-The names of DDP, FSDP2 and DeepSpeed stand beside their backends, in `torch.compat`, `fsdp.compat` and
-`deepspeed.compat`.
+torch has no public API for these names. They are the same in torch 2.9 to 2.15. tests/backends/test_compat.py and
+tests/backends/gradients/test_multi_tensor.py test their behaviour, and docs/platforms.md lists the names.
+The private names of DDP, FSDP2 and DeepSpeed are in `torch.compat`, `fsdp.compat` and `deepspeed.compat`.
 """
 
 import sys
@@ -36,7 +35,7 @@ foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
 
 
 def foreach_unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients in place by a factor of shape (), and write 1.0 to `found_inf` if one is not finite."""
+    """Multiply gradients in place by `inverse`, of shape (); write 1.0 to `found_inf` if a gradient is not finite."""
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
@@ -46,14 +45,14 @@ def values_of_sparse(gradient: Tensor) -> Tensor:
 
 
 def parameters_with_hooks(parameters: Iterable[Any]) -> list[Any]:
-    """Return the parameters that have hooks on their gradient or on its accumulation."""
+    """Return the parameters with hooks on their gradient or on the gradient's accumulation."""
     # Otherwise reading attributes of a DTensor goes through Python, which takes 8 times as long.
     with as_they_are():
         return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def names_of_hooks(parameter: Any) -> list[str]:
-    """Return how the hooks on a parameter are called, for an error's message."""
+    """Return the names of the hooks on a parameter, for an error's message."""
     hooks = [
         *(parameter._backward_hooks or {}).values(),
         *(parameter._post_accumulate_grad_hooks or {}).values(),
@@ -62,10 +61,10 @@ def names_of_hooks(parameter: Any) -> list[str]:
 
 
 def take_hooks(parameter: Any) -> tuple[Hooks | None, Hooks | None]:
-    """Take a parameter's hooks on its gradient and on its accumulation away from it; None or empty without any.
+    """Remove and return a parameter's hooks on its gradient and on the accumulation; None or empty without hooks.
 
-    FSDP2 looks for the latter on the shard, and finds none then. Autograd would still run them, but gives no shard a
-    gradient.
+    FSDP2 looks for accumulation hooks on the shard, and finds none after this. Autograd would still run the removed
+    hooks, but it gives no gradient to a shard.
     """
     of_gradient, of_parameter = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     if of_gradient:
@@ -96,17 +95,17 @@ ATTENTION_AND_FP8 = (
 
 
 def parameters_in(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own dict of its parameters, which changes with them."""
+    """Return the dict in which a module keeps its parameters; the dict is live, not a copy."""
     return module._parameters  # pyright: ignore[reportPrivateUsage] 4x faster than the iterators
 
 
 def modules_in(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own dict of its submodules, which changes with them."""
+    """Return the dict in which a module keeps its submodules; the dict is live, not a copy."""
     return module._modules  # pyright: ignore[reportPrivateUsage]
 
 
 def buffers_in(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own dict of its buffers, which changes with them."""
+    """Return the dict in which a module keeps its buffers; the dict is live, not a copy."""
     return module._buffers  # pyright: ignore[reportPrivateUsage]
 
 
@@ -116,9 +115,9 @@ def has_load_hooks(module: nn.Module) -> bool:
 
 
 def loads_its_own_way(module: nn.Module) -> bool:
-    """Return whether a module, not counting those in it, does more with a state than torch's layers do.
+    """Return whether a module itself, not its submodules, loads a state in another way than torch's own layers.
 
-    Those of torch differ only for states that lack a name.
+    Torch's own layers differ from each other only for states that lack a name.
     """
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
     load = type(module)._load_from_state_dict  # pyright: ignore[reportPrivateUsage]
@@ -144,15 +143,15 @@ SCHEDULE_PARTS = ("_schedulers", "lr_lambdas")
 
 
 def schedulers_in(scheduler: Any) -> Sequence[Any]:
-    """Return the schedulers that a `SequentialLR` or `ChainedScheduler` is made of; none for another one."""
+    """Return the schedulers inside a `SequentialLR` or `ChainedScheduler`; none for any other scheduler."""
     return getattr(scheduler, "_schedulers", ())
 
 
 def milestones_of(scheduler: Any) -> Sequence[int]:
-    """Return the steps at which a `SequentialLR` goes on to its next scheduler; none for another one."""
+    """Return the steps at which a `SequentialLR` goes on to its next scheduler; none for any other scheduler."""
     return getattr(scheduler, "_milestones", ())
 
 
 def is_compiler_imported() -> bool:
-    """Return whether something in this process has imported torch's compiler, which takes seconds."""
+    """Return whether this process has imported torch's compiler; the import takes seconds."""
     return "torch._dynamo" in sys.modules

@@ -2,7 +2,7 @@
 
 
 class PairingError(ValueError):
-    """A model, optimizer, scheduler or loss was prepared without another of them that it needs."""
+    """A model, optimizer, scheduler or loss is used without the prepared object that it needs."""
 
 
 class UnknownBackendError(ValueError):
@@ -22,7 +22,7 @@ class UnshardedParameterError(RuntimeError):
 
 
 class OptimizerStateError(ValueError):
-    """An optimizer's state cannot be divided among ranks by its backend, nor saved in a checkpoint."""
+    """An optimizer keeps state that its backend can neither divide among ranks nor save in a checkpoint."""
 
 
 class SchedulerError(RuntimeError):
@@ -42,7 +42,7 @@ class BackendNotInstalledError(ImportError):
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient holds an infinity or NaN, and the run is configured to end there."""
+    """A gradient holds an infinity or NaN, and the settings end the run in this case."""
 
 
 class DriftedReplicasError(RuntimeError):
@@ -50,7 +50,7 @@ class DriftedReplicasError(RuntimeError):
 
 
 class ReplacedParameterError(RuntimeError):
-    """A model's parameters are no longer the prepared ones, and the new ones would not be trained."""
+    """A model's parameters were replaced after `prepare`, and the new parameters would not be trained."""
 
 
 class SecondDerivativeError(RuntimeError):

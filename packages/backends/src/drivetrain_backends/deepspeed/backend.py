@@ -55,7 +55,7 @@ class DeepSpeedBackend(TorchBackend):
     Raises:
         BackendNotInstalledError: DeepSpeed is not installed.
         EngineConfigError: The given configuration has unknown keys, or contradicts the run.
-        PrecisionError: The run's dtypes say something that an engine does not do.
+        PrecisionError: The run sets a dtype that an engine does not apply.
         RuntimeError: The context has no process group.
     """
 
@@ -100,7 +100,7 @@ class DeepSpeedBackend(TorchBackend):
         Raises:
             ValueError: A model is already prepared, is wrapped by torch.compile in stage 3, is on meta below stage 3,
                 or has a parameter that an engine cannot train. Nothing was changed.
-            PairingError: See `Backend.prepare`; or two models share one optimizer, or one model has two.
+            PairingError: See `Backend.prepare`; or two models share an optimizer, or a model has two optimizers.
         """
         with ExitStack() as self._undo:
             prepared = super().prepare(models, optimizers, schedulers)
@@ -151,7 +151,7 @@ class DeepSpeedBackend(TorchBackend):
         return found
 
     def reduce_dtype(self) -> object:
-        """Return what the run says, until there is an engine; see `TorchBackend`."""
+        """Return the dtype that the run sets; `applied` reads back an engine's dtype. See `TorchBackend`."""
         return self.policy.dtypes.said().get("reduce_dtype")
 
     def close(self) -> None:
@@ -216,11 +216,11 @@ class DeepSpeedBackend(TorchBackend):
         return [(optimizer, model) for model, optimizer in found.items()]
 
     def _engines(self) -> list[DeepSpeedPrepared]:
-        """Return the models that are trained."""
+        """Return the prepared models that have an engine and an optimizer."""
         return [p for p in self._prepared if isinstance(p, DeepSpeedPrepared) and p.optimizers]
 
     def _groups(self) -> list[GradientGroup]:
-        """Return the group of each prepared model: itself, as each engine steps alone."""
+        """Return one group for each prepared model, because each engine steps alone."""
         return [prepared.group for prepared in self._prepared]
 
     def _run(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> EngineRun:
@@ -240,7 +240,7 @@ class DeepSpeedBackend(TorchBackend):
         )
 
     def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
-        """Start the engine of a model; an untrained one needs an engine in stage 3 only, to be partitioned."""
+        """Start the engine of a model. An untrained model needs an engine only in stage 3, which partitions it."""
         if optimizer is None and self.config["zero_optimization"]["stage"] < 3:
             return super()._place(model, None)
         if not any(isinstance(prepared, DeepSpeedPrepared) for prepared in self._prepared):
@@ -311,7 +311,7 @@ def _find_shared_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def read_back(engine: Any, settings: DeepSpeedSettings) -> dict[str, object]:
-    """Return the section's fields as the engine has them; an `AutoValue` where the section left one open."""
+    """Return the engine's values of the section's fields; an `AutoValue` for a field that the section left open."""
     zero = compat.applied_zero(engine)
     found: dict[str, object] = {
         "stage": int(engine.zero_optimization_stage()),

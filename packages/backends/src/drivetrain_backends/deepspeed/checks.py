@@ -1,4 +1,4 @@
-"""Checks that refuse, before any change, what DeepSpeed would train wrongly or fail on with a cryptic error."""
+"""Checks before any change: they refuse what DeepSpeed would train wrongly or fail on with a cryptic error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,9 +34,9 @@ def check_device(policy: Policy) -> None:
 
 
 def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
-    """Refuse modules that an engine cannot train: wrappers, modules without values, and writes of one rank.
+    """Refuse modules that an engine cannot train: wrappers, lazy modules, and modules that write their weights.
 
-    Stage 3 reads the attributes of the given modules (0.19), which a torch.compile wrapper does not have.
+    Stage 3 (0.19) reads attributes of the given module that a torch.compile wrapper does not have.
     """
     check_not_lazy(model)
     if stage == 3 or num_ranks > 1:
@@ -60,7 +60,7 @@ def check_modules(model: nn.Module, stage: int, num_ranks: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that would silently lose state or groups by partitioning."""
+    """Refuse optimizers that would silently lose state or groups when ZeRO partitions them."""
     name = type(optimizer).__name__
     if stage and isinstance(optimizer, torch.optim.Adagrad):
         raise EngineConfigError(
@@ -77,7 +77,7 @@ def check_optimizer(optimizer: Optimizer, stage: int) -> None:
 def check_parameters(
     model: nn.Module, optimizer: Optimizer | None, stage: int, *, is_kept: bool = True
 ) -> None:
-    """Refuse parameters that an engine (0.19) cannot train or hold; without mixed precision they keep their dtype."""
+    """Refuse parameters that an engine (0.19) cannot train or hold; with `is_kept`, also several trained dtypes."""
     names = parameter_names({"": model})
     if packed := [name for p, name in names.items() if is_wrapper(p)]:
         raise ValueError(
@@ -135,7 +135,7 @@ def _check_layout(model: nn.Module, names: Mapping[Tensor, str], stage: int) -> 
 
 
 def _check_groups(trained: Mapping[Tensor, str], optimizer: Optimizer, stage: int) -> None:
-    """Refuse trained parameters in no group, and in stages 1 and 2 a group without any, which they cannot flatten."""
+    """Refuse trained parameters in no group; in stages 1 and 2 also a group without trained parameters."""
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     held = {p for group in groups for p in group["params"]}
     if left_out := [name for p, name in trained.items() if p not in held]:
@@ -155,7 +155,7 @@ def _check_groups(trained: Mapping[Tensor, str], optimizer: Optimizer, stage: in
 def check_rounding(model: nn.Module, zero: Mapping[str, Any], policy: Policy, device: torch.device) -> None:
     """Refuse to keep fp32 weights on an NVMe drive if the engine would round them to bf16.
 
-    It does so on a device without fp16, such as the CPU, when it partitions a full model.
+    The engine rounds on a device without fp16, such as the CPU, when it partitions a full model.
     """
     on_drive = zero.get("offload_param", {}).get("device") == "nvme"
     whole = not all(map(is_divided, model.parameters()))

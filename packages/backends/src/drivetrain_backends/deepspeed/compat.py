@@ -1,11 +1,11 @@
 """The private and undocumented names of DeepSpeed that this backend uses, in one place.
 
-DeepSpeed has no public API for them. They are those of 0.19; tests/deepspeed_backend/test_compat.py holds each one to
-what is relied on, and docs/platforms.md lists them.
+DeepSpeed has no public API for these names. They are those of 0.19. tests/deepspeed_backend/test_compat.py tests the
+behaviour that the backend relies on, and docs/platforms.md lists the names.
 
-An engine's optimizer is of one of four kinds: the user's own in stage 0; in stage 1 with bf16 one that keeps flat
-fp32 gradients; otherwise in stages 1 and 2 one that keeps each rank's part of them; and that of stage 3, which
-divides parameters too.
+An engine's optimizer has one of four kinds: stage 0 keeps the user's own; stage 1 with bf16 has a kind with flat fp32
+gradients; otherwise, stages 1 and 2 have a kind with each rank's part of the gradients; the kind of stage 3 divides
+parameters too.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -75,16 +75,16 @@ def group_of(parameter: Any) -> ProcessGroup:
 
 
 def has_master(parameter: Any) -> bool:
-    """Return whether ZeRO keeps a partitioned fp32 master: the parameter was trained when the engine was made."""
+    """Return whether ZeRO keeps a partitioned fp32 master: if the parameter was trained when the engine was made."""
     if (optimizer := getattr(parameter, "_z3_optimizer", None)) is not None:  # frozen ones have it too
         return optimizer.get_param_id(parameter) in optimizer.grad_position
     return hasattr(parameter, "_hp_mapping")
 
 
 def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | None:
-    """Return this rank's part of a master, or of the optimizer state `key`, in stages 1 and 2, and where it begins.
+    """Return the start and the elements of this rank's part of a master, or of the state `key` (stages 1 and 2).
 
-    None if this rank's partition holds no element of the parameter.
+    Return None if this rank's partition holds no element of the parameter.
     """
     mapping = parameter._hp_mapping
     return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
@@ -94,7 +94,7 @@ def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | Non
 
 
 def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
-    """Call a function whenever a backward begins, before the engine works or raises an error of its own."""
+    """Have `call` run whenever a backward begins, before the engine does any work or raises an error."""
     prologue = engine._backward_prologue
 
     def call_and_begin() -> None:
@@ -105,7 +105,7 @@ def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
 
 
 def read_as_they_are(engine: Any) -> None:
-    """Have an engine of stage 3 save and load empty parameters as its format does, and drop gradients as fast."""
+    """Let an engine of stage 3 see empty parameters as plain tensors when it saves, loads and drops gradients."""
 
     def as_is(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_as_is(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def applied_zero(engine: Any) -> Any:
 
 
 def accumulation_dtype(engine: Any) -> str | None:
-    """Return the name of the dtype in which an engine adds gradients up."""
+    """Return the name of the dtype in which an engine accumulates gradients."""
     return engine._config.grad_accum_dtype
 
 
@@ -145,7 +145,7 @@ def offloads_gradients(engine: Any) -> bool:
 
 @contextmanager
 def floating_first(model: nn.Module) -> Generator[None]:
-    """Have a model list its floating-point parameters first, in the block in which a stage 3 engine is made.
+    """Have a model list its floating-point parameters first in the block; a stage 3 engine is made in the block.
 
     Stage 3 takes the dtype of the first parameter for the model's, and refuses the integers of a packed weight.
     """
@@ -162,7 +162,7 @@ def floating_first(model: nn.Module) -> Generator[None]:
 
 
 def release_models(models: Iterable[nn.Module]) -> None:
-    """Remove from DeepSpeed's globals what keeps models of ended engines: stage 3 leaves each one in two of them."""
+    """Remove the models of ended engines from DeepSpeed's globals; stage 3 leaves a model in two globals."""
     from deepspeed.runtime.zero import parameter_offload
 
     module: Any = parameter_offload
@@ -174,10 +174,10 @@ def release_models(models: Iterable[nn.Module]) -> None:
 
 
 def restore_linear() -> None:
-    """Put torch's `linear` back, which DeepSpeed 0.19 replaces for the whole process and never restores.
+    """Restore torch's `linear`. DeepSpeed 0.19 replaces it for the whole process and never restores it.
 
-    Its own version multiplies by other operations, so that classes of tensors and observers of the process see other
-    calls. An engine of stage 3 that still trains computes the same without it, and holds more memory.
+    DeepSpeed's version multiplies by other operations, so that tensor subclasses and observers see other calls. If an
+    engine of stage 3 still trains, torch's `linear` gives the same values, but needs more memory.
     """
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
@@ -187,7 +187,7 @@ def restore_linear() -> None:
 
 
 def drop_ended_groups() -> None:
-    """Make DeepSpeed recreate its process groups if they have ended: it keeps those of a destroyed group."""
+    """Make DeepSpeed recreate process groups that have ended: it keeps them after their destruction."""
     from deepspeed.utils import groups
 
     module: Any = groups
@@ -225,7 +225,7 @@ def flat_groups(optimizer: Any) -> FlatGroups:
 
 
 def master_of(optimizer: Any, index: int, parameter: Tensor) -> Tensor:
-    """Return this rank's flat master for a parameter, even if it holds none of its elements."""
+    """Return this rank's flat master for a parameter's group, even if no element in it is the parameter's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 splits a group into several
         place, *_ = optimizer.grad_position[optimizer.get_param_id(parameter)]
         return optimizer.fp32_partitioned_groups_flat[place]
@@ -244,7 +244,7 @@ def link_states(optimizer: Any) -> None:
 
 
 def adds_up_flat(optimizer: Any) -> bool:
-    """Return whether an optimizer is that of stage 1 with bf16, which adds gradients up in flat fp32 buffers."""
+    """Return whether an optimizer is of stage 1 with bf16, which accumulates gradients in flat fp32 buffers."""
     return hasattr(optimizer, "fp32_groups_gradients_flat")
 
 
@@ -254,7 +254,7 @@ def flat_gradients(optimizer: Any) -> list[Tensor]:
 
 
 def global_norm(optimizer: Any) -> Tensor:
-    """Return the global 2-norm of an optimizer's gradients, as they are scaled; -1 if one is not finite.
+    """Return the global 2-norm of an optimizer's gradients before any unscaling; -1 if a gradient is not finite.
 
     Called on all ranks.
     """
@@ -269,22 +269,22 @@ def global_norm(optimizer: Any) -> Tensor:
 
 
 def clip_at_step(optimizer: Any, max_norm: float) -> None:
-    """Have the steps of an optimizer clip gradients to a norm from now on; 0 clips nothing."""
+    """Have the steps of an optimizer clip gradients to `max_norm` from now on; 0 clips nothing."""
     optimizer.clip_grad = max_norm
 
 
 def divide_at_step(optimizer: Any, scale: float) -> None:
     """Have the steps of an optimizer of stage 1 to 3 divide gradients by `scale` from now on.
 
-    The optimizer's own scaler changes its scale between measuring and dividing, so that gradients are halved in the
-    step in which it grows; an external scale is left unchanged.
+    The optimizer's own scaler may grow its scale between measuring and dividing, which would halve the gradients of
+    that step. An external scale does not change there.
     """
     optimizer.custom_loss_scaler = True
     optimizer.external_loss_scale = scale
 
 
 def can_skip_norm(optimizer: Any) -> bool:
-    """Return whether an optimizer measures a norm at its steps and could do without, as stages 1 and 2 can."""
+    """Return whether an optimizer measures a norm at its steps that can be turned off, as in stages 1 and 2."""
     return bool(getattr(optimizer, "compute_grad_norm", False))
 
 
@@ -294,7 +294,7 @@ def measure_at_step(optimizer: Any, is_wanted: bool) -> None:
 
 
 def drop_gradients(engine: Any) -> None:
-    """Drop the gradients of an engine of any stage, also those that a failed backward left half reduced."""
+    """Drop the gradients of an engine of any stage, including gradients that a failed backward left half reduced."""
     optimizer = engine.optimizer
     if not engine.zero_optimization():
         engine.zero_grad()
@@ -322,14 +322,14 @@ def drop_gradients(engine: Any) -> None:
 
 
 class Reductions(NamedTuple):
-    """The way in which a stage reduces gradients."""
+    """The methods by which a stage's optimizer reduces gradients."""
 
     method: str  # the name of the optimizer's method
     in_backward: bool  # whether it runs during backward
 
 
 def reductions_of(optimizer: Any, stage: int) -> Reductions:
-    """Return how an optimizer of stage 1 to 3 reduces gradients."""
+    """Return the methods by which an optimizer of stage 1 to 3 reduces gradients."""
     if adds_up_flat(optimizer):
         return Reductions("get_grads_for_reduction", in_backward=False)
     if stage == 1 and not optimizer.overlap_comm:
@@ -349,29 +349,29 @@ def call_before_reduction(optimizer: Any, reductions: Reductions, call: Callable
 
 
 def wrap_last_reduction(optimizer: Any, wrap: Callable[[Callable[[], None]], None]) -> None:
-    """Have `wrap` run in place of the last reduction of each backward, with it as its argument."""
+    """Have `wrap` run in place of the last reduction of each backward; its argument is that reduction."""
     reduce_rest = optimizer.independent_gradient_partition_epilogue
     optimizer.independent_gradient_partition_epilogue = lambda: wrap(reduce_rest)
 
 
 def backward_of_window(optimizer: Any) -> int:
-    """Return the number of the running backward in its window, from 0, as stages 2 and 3 count."""
+    """Return the number of the running backward in its window, counted from 0, in stages 2 and 3."""
     return optimizer.micro_step_id
 
 
 def waiting_parameters(optimizer: Any, stage: int) -> list[Tensor]:
-    """Return the parameters whose gradients the next reduction reduces, in its order."""
+    """Return the parameters whose gradients come into the next reduction, in the order of the reduction."""
     waiting = [parameter for bucket in optimizer.ipg_buckets.values() for parameter in bucket.params]
     return waiting if stage == 3 else [optimizer.bit16_groups[at[0]][at[1]] for at in waiting]
 
 
 def zero_gradient_of_stage_3(optimizer: Any, parameter: Any) -> None:
-    """Zero this rank's part of a gradient, which stage 3 keeps from the last window until a backward replaces it."""
+    """Zero this rank's part of a gradient of the last window; stage 3 keeps it until a backward replaces it."""
     getattr(optimizer, _GRADIENTS_OF_STAGE_3)[parameter.ds_id].zero_()
 
 
 def has_gradient_of_stage_1(optimizer: Any, parameter: Tensor) -> bool:
-    """Return whether stage 1 has a gradient of a parameter to reduce."""
+    """Return whether stage 1 holds a gradient of a parameter for its next reduction."""
     return optimizer.get_gradient_for_reduction(parameter) is not None
 
 
@@ -384,7 +384,7 @@ def fill_gradient_of_stage_1(optimizer: Any, parameter: Any) -> None:
 
 
 def parameters_without_flat_gradient(optimizer: Any) -> list[Tensor]:
-    """Return the parameters that stage 1 with bf16 leaves out of the norm, since no backward here reached them."""
+    """Return the parameters that stage 1 with bf16 leaves out of the norm: no backward of this rank reached them."""
     groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
     return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
 

@@ -1,4 +1,4 @@
-"""The configuration of a DeepSpeed engine: derived from the run, and compared with the one given.
+"""The configuration of a DeepSpeed engine: derived from the run, and compared with a given configuration.
 
 Every key whose default changes the mathematics is set explicitly: 0.19 clips gradients to a norm of 1 if
 `gradient_clipping` is left out.
@@ -233,7 +233,7 @@ def _key_of(settings: DeepSpeedSettings, name: str, default: object) -> Key:
 
 
 def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
-    """Return the dtype in which ranks add up gradients, which the section or the run says."""
+    """Return the dtype in which ranks add up gradients, as set by the section or the run."""
     own = settings.communication_data_type
     if run.reduce is None:
         return _key_of(settings, "communication_data_type", "fp32")
@@ -246,7 +246,7 @@ def _reduction(settings: DeepSpeedSettings, run: EngineRun) -> Key:
 
 
 def _optimizer_keys(run: EngineRun) -> dict[str, Key]:
-    """Return the keys that a given `optimizer` section must match: those of the prepared optimizer."""
+    """Return the keys that a given `optimizer` section must match, from the prepared optimizer."""
     keys = {"optimizer.type": Key(run.optimizer, f"the prepared optimizer, {run.optimizer}")}
     for name, value in run.optimizer_options.items():
         plain = list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
@@ -279,7 +279,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _batch_sizes(given: Mapping[str, Any], merged: Mapping[str, Any], run: EngineRun) -> dict[str, int]:
-    """Return the batch size that follows from the other one, if only one is given and no loader sets either."""
+    """Return the batch size that is not given, if the configuration gives the other size and no loader sets any."""
     micro, whole = "train_micro_batch_size_per_gpu", "train_batch_size"
     micro_batches = merged["gradient_accumulation_steps"] * run.world_size
     said = [name for name in (micro, whole) if given.get(name, "auto") != "auto"]

@@ -1,6 +1,6 @@
-"""Checks of a DeepSpeed configuration: the keys that 0.19 reads, and values that it drops or applies wrongly.
+"""Checks of a DeepSpeed configuration: the keys that 0.19 reads, and values that 0.19 drops or applies wrongly.
 
-DeepSpeed silently drops other keys, such as misspelt ones.
+DeepSpeed silently drops all other keys, such as misspelt keys.
 """
 
 from collections.abc import Mapping
@@ -99,7 +99,7 @@ def known_keys(section: str) -> list[str]:
 
 
 def check_possible(flat: Mapping[str, Any], mode: str, world_size: int) -> None:
-    """Refuse a configuration that DeepSpeed would not apply, or not correctly."""
+    """Refuse a configuration that DeepSpeed would drop or apply wrongly."""
     stage = flat["zero_optimization.stage"]
     if stage not in (0, 1, 2, 3):
         raise EngineConfigError(f"zero_optimization.stage={stage!r}: must be 0, 1, 2 or 3")

@@ -45,9 +45,9 @@ def check_elementwise(
 ) -> None:
     """Refuse an optimizer whose step on ZeRO's flat parts differs from its step on full parameters.
 
-    A copy with the same options, at a learning rate that moves visibly, takes a few steps on small tensors in both
-    layouts, within milliseconds. Neither the optimizer nor a random generator is changed. Stage 3 splits each rank's
-    share of a group into `num_parts`. Called on all ranks of `context`, which refuse together.
+    A copy with the same options takes a few steps on small tensors in both layouts, within milliseconds. Its learning
+    rate is large enough to move them visibly. The optimizer and the random generators stay unchanged. Stage 3 splits
+    each rank's share of a group into `num_parts`. Called on all ranks of `context`, which refuse together.
     """
     if context is None:
         _check(optimizer, stage, device, num_parts)
@@ -63,7 +63,7 @@ def check_elementwise(
 
 
 def _check(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int) -> None:
-    """Refuse an optimizer on this rank, whatever the others find."""
+    """Refuse an optimizer on this rank, without asking the other ranks."""
     name, raised = type(optimizer).__name__, None
     needed = "ZeRO steps on flat parts, so that an optimizer must treat each element by itself"
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
@@ -122,7 +122,7 @@ def _try(optimizer: Optimizer, stage: int, device: torch.device, num_parts: int)
 
 
 def _shapes_of(parameters: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Return small shapes with the numbers of dimensions of a group's parameters, two for each number."""
+    """Return two small shapes for each number of dimensions that occurs among a group's parameters."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in parameters:
         shape = tuple(full_shape(parameter))
@@ -151,7 +151,7 @@ def _compare(
     small = [[_small(shape, next(scales), dtype, made) for shape in group] for group in shapes]
 
     def lay_out(values: Sequence[Tensor], *, rank: int | None = None) -> list[Tensor]:
-        """Return a group's full tensors, or the parts of a rank: one, or several in stage 3."""
+        """Return a group's full tensors, or the parts of a rank: one part, but several parts in stage 3."""
         if rank is None:
             return [value.clone().to(device) for value in values]
         row = torch.cat([value.flatten() for value in values])
@@ -198,7 +198,7 @@ def _small(shape: tuple[int, ...], scale: float, dtype: torch.dtype, made: torch
 
 
 def _step_parts(optimizer: Any, parts: Sequence[Sequence[nn.Parameter]], *, stage: int) -> None:
-    """Step like DeepSpeed's stages: one part at a time, its group alone or with the other groups empty."""
+    """Step one part at a time, like DeepSpeed's stages: with only its group, or with the other groups empty."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for group, own in zip(groups, parts, strict=True):
         group["params"] = list(own) if stage < 3 else []

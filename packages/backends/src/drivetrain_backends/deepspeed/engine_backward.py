@@ -42,7 +42,7 @@ class _TrainedModel:
     of_trained: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def put_stand_in(self) -> None:
-        """Put zeros where stages 2 and 3 leave no gradient, to detect code that clips or drops `.grad`."""
+        """Put zeros into the `.grad` that stages 2 and 3 leave empty, to detect code that clips or drops `.grad`."""
         with as_they_are():
             trained = [parameter for parameter in self.parameters if parameter.requires_grad]
             if trained and all(parameter.grad is None for parameter in trained):
@@ -58,7 +58,7 @@ class _TrainedModel:
             parameter.grad = None
 
     def check_unedited(self) -> None:
-        """Refuse gradients that changed since the last backward: the engine has reduced them or will do so."""
+        """Refuse gradients that other code changed since the last backward: the engine steps on a copy of them."""
         if self.left is not None and self.left != _fingerprint(self.parameters):
             raise AccumulationError(
                 f"the gradients of {type(self.engine.module).__name__} were edited after backward(), but its "
@@ -67,12 +67,12 @@ class _TrainedModel:
             )
 
     def values(self) -> list[float]:
-        """Return the norm of each parameter that a step could change, which packed integers are not."""
+        """Return the norm of each parameter that a step could change; packed integers are left out."""
         norms = iter(foreach_norm([p.detach() for p in self.parameters if p.is_floating_point()]))
         return [float(next(norms)) if p.is_floating_point() else 0.0 for p in self.parameters]
 
     def check_unwritten(self, before: list[float]) -> None:
-        """Refuse parameters that the first backward has written."""
+        """Refuse parameters whose values changed during the first backward."""
         self.is_watched = False
         if odd := [n for n, old, new in zip(self.names, before, self.values(), strict=True) if old != new]:
             raise AccumulationError(
@@ -174,11 +174,11 @@ class EngineReducer:
         one.left = _fingerprint(one.parameters)
 
     def explain_by(self, model: nn.Module, explain: Callable[[Exception], None]) -> None:
-        """Have `explain` see the errors of a model's backwards."""
+        """Have `explain` called with each error of a model's backwards."""
         self._models[model].explain = explain
 
     def check_outside_backward(self, model: nn.Module) -> None:
-        """Refuse a step, or a drop of gradients, by a hook of the backward that makes them."""
+        """Refuse to step or to drop gradients while the backward that makes them runs, as in a hook."""
         if self._running is model:
             raise AccumulationError(
                 f"the optimizer of {type(model).__name__} was called by a hook of its backward, before its DeepSpeed "
@@ -233,7 +233,7 @@ class EngineReducer:
         )
 
     def _describe(self, model: nn.Module) -> str:
-        """Return a model's class name, with its number if several models have that class."""
+        """Return a model's class name; if several models have that class, add the model's number."""
         name = type(model).__name__
         same = [one for one in self._models if type(one).__name__ == name]
         return name if len(same) == 1 else f"{name} (number {same.index(model) + 1} of {len(same)} prepared)"
@@ -254,7 +254,7 @@ def _refuse_unfrozen(name: str) -> None:
 
 
 def _hook(parameter: Tensor, call: Callable[[], None]) -> RemovableHandle:
-    """Call `call` whenever a gradient reaches a parameter, before it is added; the parameter may be frozen."""
+    """Call `call` whenever a gradient reaches a parameter, before the gradient is added; also for a frozen one."""
 
     @unserializable_hook
     def reached(_: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The reduced gradients of DeepSpeed's optimizers: where each keeps them, and how they are corrected and clipped."""
+"""The reduced gradients of DeepSpeed's optimizers: where they are kept, and how they are corrected and clipped."""
 
 import math
 from typing import Any
@@ -15,8 +15,8 @@ _CLIP_EPSILON = 1e-6  # torch's and DeepSpeed's own, added to the norm
 class ReducedGradients:
     """The gradients of one engine, between the reduction that closes a window and the engine's step.
 
-    This class is for stage 1 in bf16, whose gradients are flat fp32 buffers beside the bf16 parameters, and the base
-    of those for the other stages.
+    This class is for stage 1 in bf16, whose gradients are flat fp32 buffers beside the bf16 parameters. It is also
+    the base of the classes for the other stages.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -34,18 +34,18 @@ class ReducedGradients:
         assert scale == 1.0
 
     def correct(self, factor: float) -> None:
-        """Multiply the gradients by `factor`, at the latest when they are used."""
+        """Multiply the gradients by `factor`, now or at the latest in the step."""
         multiply_by_device(compat.flat_gradients(self._optimizer), factor)
 
     def norm(self) -> Tensor:
-        """Return the global 2-norm, shape (); infinite or NaN if a gradient is. Called on all ranks."""
+        """Return the global 2-norm, shape (); infinite or NaN if a gradient is not finite. Called on all ranks."""
         norm = compat.global_norm(self._optimizer)
         return torch.where(norm < 0, torch.full_like(norm, math.nan), norm)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the global norm, now or at the step, and return the norm before, shape (). Called on all ranks.
+        """Clip the global norm, now or at the step; return the norm before clipping, shape (). Called on all ranks.
 
-        A second clip in a window starts from the norm that the first one left.
+        A second clip in a window starts from the norm that the first clip left.
         """
         norm = self.norm() if self._left is None else self._left
         self._left = norm * (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)

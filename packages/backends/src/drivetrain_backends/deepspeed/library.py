@@ -1,4 +1,4 @@
-"""The DeepSpeed library: imported on demand, for the device of the run, with the environment variables it reads."""
+"""The DeepSpeed library: imported on demand for the run's device, with the environment variables that it reads."""
 
 import logging
 import os
@@ -71,7 +71,7 @@ def entering(context: Context) -> Generator[None]:
 
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the running backward adds to a gradient of the parameters; `torch.autograd.grad` does not."""
+    """Return whether the running backward adds to gradients of the parameters; False in `torch.autograd.grad`."""
     from deepspeed.runtime.utils import count_used_parameters_in_backward
 
     trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
@@ -98,10 +98,10 @@ def _variables(context: Context):
 
 @contextmanager
 def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generator[None]:
-    """Report progress during the block while it compiles an operator: on the CPU, DeepSpeed does so at first use.
+    """Report progress while the block compiles an operator; on the CPU, DeepSpeed compiles operators at first use.
 
-    After `_LONGEST_COMPILATION` seconds, and while the block waits for a lock that nobody here holds, it stops, so
-    that a hang is still detected.
+    Reports stop after `_LONGEST_COMPILATION` seconds, or while the block waits for a lock that no process of this
+    machine holds. A hang is then still detected.
     """
     done, thread_id = Event(), get_ident()
 

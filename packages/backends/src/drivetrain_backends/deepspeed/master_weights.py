@@ -1,4 +1,4 @@
-"""Values that a user writes into parameters between steps, which must also reach the engine's fp32 master weights."""
+"""Values that a user writes into parameters between steps: they must reach the engine's fp32 master weights too."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ _ELEMENTS_AT_ONCE = 2**24
 class WrittenValues:
     """A record of the values written into the parameters of one engine since its last step.
 
-    This one is for stage 0, where the optimizer steps the parameters themselves: there is nothing to record.
+    This class is for stage 0, where the optimizer steps the parameters themselves: it records nothing.
     """
 
     def copy_to_masters(self) -> None:
         """Copy the written values into the masters, before a step. Called on all ranks."""
 
     def note(self) -> None:
-        """Record that parameters and masters agree, after a write by the engine or the backend."""
+        """Record that parameters and masters agree. Called after the engine or the backend wrote parameters."""
 
     def compare(self) -> None:
-        """Refuse writes that differ from those of other ranks, before a save. Called on all ranks."""
+        """Refuse a save if ranks wrote into parameters unequally often. Called on all ranks, before the save."""
 
     def forget(self) -> None:
-        """Reset the record of `compare`, after a saved state was loaded on all ranks."""
+        """Reset the counts for `compare`. Called after all ranks have loaded a saved state."""
 
 
 class WrittenToFlat(WrittenValues):
@@ -41,8 +41,8 @@ class WrittenToFlat(WrittenValues):
 
     The partition is compared with its master, because a write through `.data` leaves no other trace. In half
     precision, an unwritten element keeps its master's extra precision. A rank copies only its own partition, so all
-    ranks must write the same values. The writes to each parameter are counted and compared at saves; a write through
-    `.data` is not counted.
+    ranks must write the same values. Saves compare the number of writes to each parameter across ranks; a write
+    through `.data` is not counted.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str], context: Context) -> None:
@@ -153,7 +153,7 @@ def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -
 
 
 def converted(names: list[str]) -> str:
-    """Return the message that refuses parameters of another dtype than at `prepare`."""
+    """Return the error message for parameters that were converted to another dtype after `prepare`."""
     return (
         f"{list_some(names)}: converted to another dtype after prepare(), by model.to(dtype) or .data, while the "
         "DeepSpeed engine keeps the earlier one: choose mixed_precision, or convert the model before prepare()"

@@ -11,10 +11,10 @@ from drivetrain_backends.modules.module_proxy import ModuleProxy
 
 
 class EngineModel(ModuleProxy):
-    """A wrapper whose forward runs through the engine while the model is trained, and around it while it is frozen.
+    """A wrapper whose forward runs through the engine, but bypasses the engine while the model is frozen.
 
     A frozen model in the path of a loss, such as a discriminator in the generator's step, must bypass its engine: the
-    engine would take the passing gradients for its own. `on_gradient` gets the user's module when a backward
+    engine would use the passing gradients for the frozen model. `on_gradient` gets the user's module when a backward
     reaches an output of the engine.
     """
 
@@ -55,7 +55,7 @@ class EngineModel(ModuleProxy):
 
 
 def uncopyable(model: nn.Module) -> str:
-    """Return the message that refuses a copy of a model that an engine trains."""
+    """Return the error message for copying a model that an engine trains."""
     return (
         f"a copy of {type(model).__name__} would hold the hooks of its DeepSpeed engine, and in stage 3 no weights: "
         "build the model anew, and load accelerator.get_state_dict(model) into it"

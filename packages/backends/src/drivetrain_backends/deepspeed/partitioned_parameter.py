@@ -1,9 +1,9 @@
-"""The classes of the parameters that stage 3 divides: an empty one is never read for a full one.
+"""The classes of the parameters that stage 3 divides. They prevent reads of an empty parameter as if it were full.
 
 DeepSpeed leaves an empty tensor in the module between the uses of a parameter. A copy, a state dict, an average of
-weights or a penalty would read it and go on. Here a parameter changes its class with its status: an empty one answers
-with its full shape, lets its kind and gradient be read, and refuses the rest by name; a gathered one is an ordinary
-parameter whose `.data` counts writes. DeepSpeed's own code sees the tensors as they are.
+weights or a penalty would silently read the empty tensor. Here, a parameter's class changes with its status. An empty
+parameter gives its full shape, dtype, device and gradient; any other use is an error with the parameter's name. A
+gathered parameter is ordinary, but its `.data` counts writes. DeepSpeed's own code sees the plain tensors.
 """
 
 import sys
@@ -33,7 +33,7 @@ _TEXTS = frozenset(["__repr__", "__str__", "__format__"])
 
 
 class _Status:
-    """The status of a parameter: writes change the class, and reads find the instance's own attribute."""
+    """A descriptor for the status of a parameter: setting the status also changes the parameter's class."""
 
     def __set__(self, parameter: Any, status: Any) -> None:
         parameter.__dict__["ds_status"] = status
@@ -41,7 +41,7 @@ class _Status:
 
 
 class GatheredParameter(nn.Parameter):
-    """A divided parameter while its full values are there."""
+    """A divided parameter while it is gathered: this rank holds the full values."""
 
     ds_status = _Status()
 
@@ -55,7 +55,7 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values; writes to them are counted, as torch's `.data` does not."""
+        """The values. Writes to them are counted, unlike writes through torch's `.data`."""
         return _TENSOR.data.__get__(self) if _is_of_deepspeed() else self.detach()
 
     @data.setter
@@ -66,12 +66,12 @@ class GatheredParameter(nn.Parameter):
 
 
 class EmptyParameter(nn.Parameter):
-    """A divided parameter while this rank holds no more than its part."""
+    """A divided parameter while it is not gathered: this rank holds only its part."""
 
     ds_status = _Status()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a full copy while a model is built, as stacks of layers make; refuse otherwise."""
+        """Return a full copy while a model is built, since stacks of layers copy a layer; otherwise refuse."""
         if not _is_building():
             _refuse(self, "a copy")
         with _gather([self]):
@@ -96,7 +96,7 @@ class EmptyParameter(nn.Parameter):
 
 
 def guard(parameters: Mapping[Any, str] | Iterable[Any]) -> None:
-    """Give divided parameters, if known with their names for errors, the class of their status from now on."""
+    """Keep the class of divided parameters in step with their status; a mapping gives their names for errors."""
     for parameter in parameters:
         if isinstance(parameters, Mapping):
             parameter.__dict__["full_name"] = parameters[parameter]
@@ -107,7 +107,7 @@ def guard(parameters: Mapping[Any, str] | Iterable[Any]) -> None:
 
 
 def unguard(parameters: Iterable[Any]) -> None:
-    """Give parameters their own class back, once their engine has ended."""
+    """Restore the original class of parameters, once their engine has ended."""
     for parameter in parameters:
         if type(parameter) in (GatheredParameter, EmptyParameter):
             parameter.__class__ = nn.Parameter
@@ -121,20 +121,20 @@ def _is_building() -> bool:
 
 
 def _gather(parameters: list[Any]) -> AbstractContextManager[None]:
-    """Gather parameters in the block, and spread what rank 0 writes there. Called on all ranks."""
+    """Gather parameters in the block; all ranks get the values that rank 0 writes. Called on all ranks."""
     from deepspeed import zero
 
     return zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def _is_of_deepspeed() -> bool:
-    """Return whether code of DeepSpeed asked for what the caller answers."""
+    """Return whether the function that calls this one was called by DeepSpeed's code."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     return frame.f_globals.get("__name__", "").startswith("deepspeed.")
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Compute a function of an empty parameter, if it asks for its shape or kind only."""
+    """Compute a function of an empty parameter if it needs only shape, dtype or device; refuse others."""
     name: str = func.__name__
     access = name if name in ("__get__", "__set__", "__delete__") else None
     if access:
@@ -174,14 +174,14 @@ def _is_of_kind(name: str, access: str | None, args: tuple[Any, ...]) -> bool:
 def _compute_on_full_shape(
     func: Callable[..., Any], parameter: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Compute a function of the shape on a tensor without values."""
+    """Compute a function that needs only the shape, on a tensor of the full shape without values."""
     full = torch.empty(compat.full_shape(parameter), dtype=parameter.dtype, device="meta")
     made = func.__name__.endswith("_like")
     return func(full, *args[1:], **({"device": parameter.device, **kwargs} if made else kwargs))
 
 
 def _refuse(parameter: Any, what: str) -> NoReturn:
-    """Refuse what needs the values of a divided parameter."""
+    """Refuse an operation, described by `what`, that needs the values of a divided parameter."""
     name = parameter.__dict__.get("full_name", "a parameter")
     raise UnshardedParameterError(
         f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's "

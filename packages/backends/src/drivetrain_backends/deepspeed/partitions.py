@@ -12,10 +12,10 @@ from drivetrain_backends.deepspeed import compat
 
 
 class PartitionedTensor:
-    """A tensor of which each rank holds a range of elements, gathered on demand.
+    """A tensor divided into a range of elements for each rank, and gathered on demand.
 
-    `gather` returns the full tensor, called on all ranks; `own` the index of this rank's first element, and its
-    elements.
+    `gather` returns the full tensor and is called on all ranks. `own` returns the index of this rank's first element,
+    and this rank's elements.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PartitionedTensor:
         return self._gather()
 
     def flat_range(self) -> tuple[int, Tensor]:
-        """Return the row-major index of this rank's first element, and its elements, of shape (n,)."""
+        """Return the row-major index of this rank's first element, and this rank's elements, of shape (n,)."""
         return self._own()
 
 
@@ -56,7 +56,7 @@ def as_trained(parameter: Any) -> Generator[None]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Return the indices of this rank's first element of a parameter, and of the first after its last."""
+    """Return the start and the stop of this rank's range among a parameter's elements."""
     if compat.is_divided(parameter):
         size, number = compat.part_size(parameter), compat.num_elements(parameter)
         start = min(size * dist.get_rank(compat.group_of(parameter)), number)
@@ -66,10 +66,10 @@ def own_range(parameter: Any) -> tuple[int, int]:
 
 
 def own_part(parameter: Any, key: str | None = None) -> tuple[int, Tensor]:
-    """Return the index of this rank's first element of a parameter, and its elements, of shape (n,).
+    """Return the index of this rank's first element of a parameter, and this rank's elements, of shape (n,).
 
-    They are those of the optimizer state `key`; without a key of the master, or in stage 3 of a parameter without
-    one.
+    The elements are those of the optimizer state `key`. Without a key, they are those of the master; in stage 3, a
+    parameter without a master gives its own.
     """
     start, stop = own_range(parameter)
     if not compat.is_divided(parameter):
@@ -115,14 +115,14 @@ def write_own_part(parameter: Any, start: int, elements: Tensor, key: str | None
 
 
 def write_whole(parameter: Any, value: Tensor, key: str | None = None) -> None:
-    """Copy this rank's part of a full tensor into a parameter's master, if any, or its optimizer state."""
+    """Copy this rank's part of a full tensor into a parameter's master, or into its optimizer state `key`."""
     if compat.has_master(parameter):
         start, stop = own_range(parameter)
         write_own_part(parameter, start, value.flatten()[start:stop].to(parameter.device), key)
 
 
 def whole_of_parts(value: Any, parameter: Any) -> Tensor:
-    """Return the full fp32 tensor from each rank's range of elements. Called on all ranks."""
+    """Return the full fp32 tensor, gathered from all ranks' ranges of elements. Called on all ranks."""
     start, elements = value.flat_range()
     own = torch.zeros(value.shape, device=parameter.device).flatten()
     own[start : start + elements.numel()] = elements

@@ -120,7 +120,7 @@ class DeepSpeedPrepared(TorchPrepared):
         return StepResult(stepped=stepped, skipped=not stepped, grad_norm=group.final.norm)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Drop unused gradients, except those of an open window. The engine clears used ones itself."""
+        """Drop unused gradients, except those of an open window. The engine itself clears used gradients."""
         del set_to_none
         self._reducer.check_outside_backward(self.unwrap())
         group = self.group
@@ -143,7 +143,7 @@ class DeepSpeedPrepared(TorchPrepared):
     ) -> Tensor | None:
         """Have the engine clip by the global norm at its next step; see `Prepared.clip`. Called on all ranks.
 
-        Returns None after the step too, with which an engine drops its gradients.
+        Returns None after the step too, because an engine drops its gradients when it steps.
 
         Raises:
             ValueError: The clip is not by the 2-norm of all of the model's parameters, is to a norm of 0, or
@@ -178,12 +178,12 @@ class DeepSpeedPrepared(TorchPrepared):
             self._written.note()
 
     def applied(self) -> dict[str, object]:
-        """Return the activation checkpointing of the model, read back from its modules."""
+        """Return the model's kind of activation checkpointing, read back from the model's modules."""
         kinds = {checkpointing_of(module) for module in self._checkpointed}
         return {"activation_checkpointing": kinds.pop() if kinds else "none"}
 
     def release(self) -> nn.Module:
-        """End the engine and return the user's module with its own class."""
+        """End the engine and return the user's module, with its original class restored."""
         self._reducer.remove(self.unwrap())
         forget_keyed_state(self.engine)
         self.engine.destroy()
@@ -205,7 +205,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self._written.forget()
 
     def explain(self, error: Exception) -> None:
-        """Raise a better error than the one that a forward or backward of the engine raised, if there is one."""
+        """Raise a clearer error for an error of the engine's forward or backward, if a clearer one is known."""
         name = type(self.unwrap()).__name__
         self._known.look()
         self._check_dtypes()
@@ -224,7 +224,7 @@ class DeepSpeedPrepared(TorchPrepared):
             raise ReplacedParameterError(converted(odd))
 
     def _is_norm_finite(self, gradients: ReducedGradients) -> bool:
-        """Return whether all gradients are finite, judged by their norm. Called on all ranks."""
+        """Return whether all gradients are finite, according to their norm. Called on all ranks."""
         norm = gradients.norm() if self.group.final.norm is None else self.group.final.norm
         if norm.isfinite().item():
             return True
@@ -259,7 +259,7 @@ class DeepSpeedPrepared(TorchPrepared):
 
 
 class PartitionedOptimizer(PreparedOptimizer):
-    """An optimizer whose parameters DeepSpeed has partitioned: it accepts no more groups, and cannot be copied."""
+    """An optimizer whose parameters DeepSpeed has partitioned. It accepts no new groups and cannot be copied."""
 
     def check_copyable(self) -> NoReturn:
         """Refuse to copy, because an engine has partitioned the parameters."""
@@ -275,7 +275,7 @@ class PartitionedOptimizer(PreparedOptimizer):
 
 
 def share_groups(source: Optimizer, other: Optimizer) -> None:
-    """Make two optimizers share the groups and state of `source` from now on, also after one loads a state."""
+    """Make two optimizers share the groups and state of `source`, even after one of them loads a state."""
 
     def follow(one: Optimizer, loaded: Optimizer) -> None:
         one.param_groups, one.state = loaded.param_groups, loaded.state

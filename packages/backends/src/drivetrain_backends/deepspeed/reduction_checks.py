@@ -1,8 +1,8 @@
 """Checks of the parameters that a window's backwards reach: if ranks differ, DeepSpeed would mix their gradients.
 
-Stages 2 and 3 reduce gradients during backward, in the order in which it reaches parameters, into buffers that still
-hold the values of the last window; stage 1 reduces the existing gradients when the window closes, in the order of the
-parameters.
+Stages 2 and 3 reduce gradients during backward, in the order in which backward reaches the parameters. The buffers
+still hold the values of the last window. Stage 1 reduces the existing gradients when the window closes, in the order
+of the parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ from drivetrain_messages import list_some
 
 
 class ReachedParameters:
-    """A check for the same gradients on all ranks before each reduction, and for all parameters before a step.
+    """A check that all ranks reduce the same gradients, and that a step has the gradients of all parameters.
 
-    It watches the engine's reductions; `names` are of the trained parameters, in the same order on all ranks.
+    It runs before each reduction of the engine. `names` holds the trained parameters in the same order on all ranks.
     """
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
@@ -72,7 +72,7 @@ class ReachedParameters:
         self._reached.clear()
 
     def _reduce_rest(self, reduce: Callable[[], None]) -> None:
-        """Run the last reduction of a backward."""
+        """Run the last reduction of a backward, after its checks."""
         self._is_last = True
         try:
             reduce()
@@ -83,7 +83,7 @@ class ReachedParameters:
             self._clear_left_out()
 
     def _refuse_frozen(self) -> None:
-        """Refuse a backward past frozen parameters, for which stage 3 (0.19) reduces others wrongly."""
+        """Refuse a backward with frozen parameters: stage 3 (0.19) would reduce the other parameters wrongly."""
         found = self._reached.get(compat.backward_of_window(self._optimizer), set())
         if len(found) == len(self._names):
             return
@@ -96,7 +96,7 @@ class ReachedParameters:
             )
 
     def _clear_left_out(self) -> None:
-        """Zero what stage 3 keeps of the last window's gradients, unless a window's first backward replaced it."""
+        """Zero the last window's gradients of parameters that the first backward of this window did not reach."""
         found = self._reached.get(0, set())
         if compat.backward_of_window(self._optimizer) or len(found) == len(self._names):
             return
@@ -105,7 +105,7 @@ class ReachedParameters:
                 compat.zero_gradient_of_stage_3(self._optimizer, parameter)
 
     def _hold_against_others(self) -> None:
-        """Refuse to reduce other parameters than the other ranks, or in another order. Called on all ranks."""
+        """Refuse a reduction if ranks reduce other parameters or in another order. Called on all ranks."""
         waiting = compat.waiting_parameters(self._optimizer, self._stage)
         order = [self._positions[id(parameter)] for parameter in waiting]
         self._reached.setdefault(compat.backward_of_window(self._optimizer), set()).update(order)
@@ -121,14 +121,14 @@ class ReachedParameters:
         raise AccumulationError(_describe_branches(gathered, self._stage))
 
     def _fill_in_zeros(self) -> None:
-        """Give zeros to parameters that only other ranks' backwards reached. Called on all ranks."""
+        """Set zero gradients for parameters that only other ranks' backwards reached. Called on all ranks."""
         lacking = [p for p in self._names if not compat.has_gradient_of_stage_1(self._optimizer, p)]
         self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
         for parameter in lacking:
             compat.fill_gradient_of_stage_1(self._optimizer, parameter)
 
     def _count_zeros_in_bf16(self) -> None:
-        """Make the norm include gradients that only other ranks' backwards made. Called on all ranks."""
+        """Make the norm include gradients that came only from other ranks' backwards. Called on all ranks."""
         lacking = compat.parameters_without_flat_gradient(self._optimizer)
         self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
         compat.count_all_flat_gradients(self._optimizer)
@@ -155,7 +155,7 @@ class ReachedParameters:
 
 
 def _describe_branches(gathered: list[list[str]], stage: int) -> str:
-    """Return the message for ranks that would reduce different parameters."""
+    """Return the error message for ranks that would reduce gradients of different parameters."""
     everywhere = set[str](gathered[0]).intersection(*gathered)
     some = [
         f"rank {rank} has {list_some(odd)}"

@@ -1,4 +1,4 @@
-"""The state of an engine's model and optimizer, as full tensors by parameter name at any stage, and its loading."""
+"""Read and load the state of an engine's model and optimizer, as full tensors by parameter name at any stage."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -34,10 +34,10 @@ from drivetrain_backends.state_dict.optimizer_state import (
 
 
 def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return an engine's state, without gathering it yet. Called on all ranks.
+    """Return an engine's state, without gathering any tensor. Called on all ranks.
 
-    It is `{"model": {name: tensor}, "optimizers": [named state]}` on every rank. For a partitioned engine the tensors
-    are `PartitionedTensor`s, in fp32 once they are gathered.
+    The state is `{"model": {name: tensor}, "optimizers": [named state]}` on every rank. The tensors of a partitioned
+    engine are `PartitionedTensor`s, whose full tensors are fp32.
     """
     if not groups:  # not trained
         return {"model": _read_model(engine), "optimizers": []}
@@ -65,7 +65,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
 
 
 def forget_keyed_state(engine: Any) -> None:
-    """Drop optimizer state that belongs to no parameter, on which DeepSpeed (0.19) fails when an engine ends."""
+    """Drop optimizer state that belongs to no parameter: with it, DeepSpeed (0.19) fails when an engine ends."""
     optimizer = getattr(engine.optimizer, "optimizer", None)  # stage 3 has none for an untrained model
     if optimizer is not None and engine.zero_optimization():
         for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
@@ -75,7 +75,7 @@ def forget_keyed_state(engine: Any) -> None:
 def load_state(
     engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]], state: Mapping[str, Any]
 ) -> None:
-    """Load a state into an engine, each rank keeping its partition. Called on all ranks."""
+    """Load a state into an engine; each rank keeps its partition. Called on all ranks."""
     if not groups:  # not trained
         _load_model(engine, state["model"])
         return
@@ -130,7 +130,7 @@ def spread(parameters: Sequence[nn.Parameter]) -> None:
 def _make_room(
     engine: Any, groups: Sequence[Sequence[str]], own: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
 ) -> None:
-    """Give each partition exactly the entries of its parameters' saved state."""
+    """Make the optimizer state of each partition have the same keys as its parameters' saved state."""
     state = engine.optimizer.optimizer.state
     earlier = dict(state)
     state.clear()
@@ -148,7 +148,7 @@ def _make_room(
 
 
 def _is_of_elements(key: str, value: Any) -> bool:
-    """Return whether a saved state has a value per element, rather than one for all, such as a step count."""
+    """Return whether a saved state has a value for each element; False for a single value, such as a step count."""
     return key != "step" and hasattr(value, "shape")
 
 
@@ -180,7 +180,7 @@ def _gather_kept(parameter: nn.Parameter, key: str) -> Tensor:
 
 
 def _read_model(engine: Any) -> dict[str, Any]:
-    """Return the model's own state dict, with masters in place of partitioned or half-precision parameters."""
+    """Return the model's state dict, with masters in place of partitioned or half-precision parameters."""
     parts: dict[Tensor, PartitionedTensor] = {}  # a tied parameter is gathered once, and stays tied
     state: dict[str, Any] = {}
     for name, value in plain_state(engine.module, keep_vars=True).items():
@@ -196,7 +196,7 @@ def _read_model(engine: Any) -> dict[str, Any]:
 
 
 def _gather(parameter: nn.Parameter) -> Tensor:
-    """Return a full parameter from its master, or as it is if untrained."""
+    """Return a full copy of a parameter's master, or of the parameter itself if it has no master."""
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 

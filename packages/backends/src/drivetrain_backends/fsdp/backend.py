@@ -104,7 +104,7 @@ class FSDPBackend(TorchBackend):
         self._successors = WeakIdKeyDictionary()  # unsharded parameters, with their shards
 
     def building(self) -> AbstractContextManager[None]:
-        """Create parameters on meta in the block; `prepare` fills them block by block."""
+        """Create parameters on the meta device in the block; `prepare` fills the parameters block by block."""
         return parameters_on_meta()
 
     def prepare(
@@ -112,7 +112,7 @@ class FSDPBackend(TorchBackend):
     ) -> tuple[TorchPrepared, ...]:
         """Shard models and point their optimizers to the shards; see `Backend.prepare`. Called on all ranks.
 
-        A model that this backend sharded before `close` is trained from its shards, with the options it had.
+        If this backend sharded a model before `close`, the model is trained from its shards, with its former options.
 
         Raises:
             UnshardedParameterError: A model that was sharded before has other parameters now. Nothing was changed.
@@ -155,7 +155,7 @@ class FSDPBackend(TorchBackend):
             check_sources(unwrap_compiled(model))
 
     def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Forget models, and add a note that torch cannot unshard them; see `TorchBackend`."""
+        """Forget the models, and note in `error` that torch cannot unshard a model; see `TorchBackend`."""
         names = [class_name(unwrap_compiled(prepared.unwrap())) for prepared in placed]
         super().undo_prepare(placed, error)
         for prepared in placed:
@@ -196,7 +196,7 @@ class FSDPBackend(TorchBackend):
         return AutoValue(value=applied, reason="not said, and models compute in half precision")
 
     def close(self) -> None:
-        """Restore models to their own classes as far as torch can; their parameters stay sharded."""
+        """Restore the models' original classes as far as torch can; the parameters stay sharded."""
         super().close()
         self._guard.close()
         self._plans.clear()
@@ -278,7 +278,7 @@ class FSDPBackend(TorchBackend):
 
 
 def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
-    """Return the mesh to shard over: part of the run's own mesh if it has this shape. Called on all ranks."""
+    """Return the mesh to shard over; if part of the run's mesh has this shape, use that. Called on all ranks."""
     own = context.mesh
     if own is not None and set(shape.names) <= set(own.mesh_dim_names or ()):
         part = own[shape.names]
@@ -288,9 +288,9 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:
-    """Return the section's fields as they are in the models; an `AutoValue` where the section left one open.
+    """Return the models' values of the section's fields; an `AutoValue` for a field that the section left open.
 
-    `reason` is that of the chosen strategy; empty if the section sets it.
+    `reason` says why the strategy was chosen; it is empty if the section sets the strategy.
     """
     models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
     if not models:
@@ -318,7 +318,7 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
 
 
 def reduction_dtype(models: Sequence[ShardedModel]) -> str | None:
-    """Return the dtype in which gradients of shards are reduced; None without shards, or in their own dtype."""
+    """Return the dtype in which gradients of shards are reduced; None for their own dtype or without shards."""
     for model in models:
         if len(model.plain) < len(model.parameters):
             dtype = compat.mixed_precision(model.blocks[0]).reduce_dtype
@@ -330,7 +330,7 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 
 
 def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
-    """Return the values that depend on the models' own modules."""
+    """Return the fields whose values depend on the modules of the models."""
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
     regions = blocks or [model.module for model in models]
     classes = {class_name(block) for block in blocks}

@@ -31,9 +31,9 @@ _DOING = {"gather": "gathering", "reduce": "reducing", "scale": "computing the s
 class CollectiveOrder:
     """The order of this rank's collectives, and its comparison with that of the other ranks.
 
-    Called on all ranks in the same order. The checksums are exchanged between CPUs in a separate process group, so
-    that they never wait for a device and never match a collective of a block. `divisions` are the groups of ranks
-    that gather together; each rank is in one of them.
+    Called on all ranks in the same order. CPUs exchange the checksums in a separate process group. The exchange thus
+    never waits for a device and never matches a collective of a block. `divisions` are the groups of ranks that
+    gather together; each rank is in exactly one group.
     """
 
     def __init__(self, context: Context, divisions: Sequence[Sequence[int]]) -> None:
@@ -48,7 +48,7 @@ class CollectiveOrder:
         self._group: Callable[[], ProcessGroup | None] = lambda: None
 
     def close(self) -> None:
-        """Destroy the checksums' process group, until `open`. Called on all ranks."""
+        """Destroy the process group of the checksums; `open` makes a new group. Called on all ranks."""
         self._num_compared_at_once = 0
         if (group := self._group()) is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -56,7 +56,7 @@ class CollectiveOrder:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the collectives so far: after an error, ranks may have come differently far."""
+        """Forget the recorded collectives: after an error, ranks may have run different numbers of collectives."""
         self._past.clear()
         self._num_past = self._checksum = self._reductions = 0
 
@@ -90,9 +90,9 @@ class CollectiveOrder:
                 wrap_collectives(group, partial(_Recorded, note=self.noting("gather", what)), reduce)
 
     def compare(self, news: int = 0, *, at_step: bool = True) -> list[int]:
-        """Compare with the other ranks before reduced values are used, and return their `news`. Called on all ranks.
+        """Compare the order of blocks across ranks, and return every rank's `news`. Called on all ranks.
 
-        Another order of blocks is refused; the message names the first difference.
+        Called before reduced values are used. A different order is refused; the message names the first difference.
         """
         group = self._group()
         if group is None:
@@ -115,15 +115,15 @@ class CollectiveOrder:
         return [row[3] for row in rows]
 
     def compare_gathered(self) -> None:
-        """Compare after a forward whose outputs are used without a step, if all ranks gather together.
+        """Compare the order of blocks after a forward without a later step, if all ranks gather together.
 
-        Called on all ranks. Ranks of different replicas may run other forwards, and are only compared at steps.
+        Called on all ranks. Different replicas may run different forwards, and are compared only at steps.
         """
         if len(self._divisions) == 1:
             self.compare(at_step=False)
 
     def noting(self, kind: Literal["gather", "reduce", "scale"], what: str) -> Callable[[], None]:
-        """Return a function to call before a collective on `what`, to record it. Both are called on all ranks."""
+        """Return a function that records a collective on `what` when called before it. Called on all ranks."""
         label = len(self._labels)
         self._labels.append(f"{kind} {what}")
         mark = f"{_DOING[kind]} {what}"
@@ -143,7 +143,7 @@ class CollectiveOrder:
         return note
 
     def _mismatch(self, group: ProcessGroup) -> CollectiveMismatchError:
-        """Find the first collective that differs, by the names that all ranks recorded. Called on all ranks."""
+        """Return the error that names the first collective that differs between ranks. Called on all ranks."""
         said: list[Any] = [None] * self._context.topology.world_size
         begins = self._num_past - len(self._past)
         dist.all_gather_object(said, (begins, [self._labels[label] for label in self._past]), group=group)
@@ -169,8 +169,8 @@ class CollectiveOrder:
 class _Recorded:
     """The all-gather of a block or the reduction of its gradients, recorded before torch runs it.
 
-    With one rank per replica, torch only calls a reduction to allocate, and averages over the replicas by itself: it
-    is recorded `at_allocation`.
+    With one rank per replica, torch calls the reduction object only to allocate, and averages over the replicas
+    without it. The reduction is then recorded `at_allocation`.
     """
 
     def __init__(self, inner: Any, note: Callable[[], None], *, at_allocation: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Buffers that follow rank 0's, as under DDP: without this, batch normalisation statistics differ by rank."""
+"""Copy rank 0's buffers to all ranks, as under DDP: otherwise batch normalisation statistics differ by rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _MOST_MODELS = 60  # with a bit each in one integer; models beyond share the las
 
 
 class SharedBuffers:
-    """The buffers of a backend's models, broadcast at a step at which one has changed."""
+    """The buffers of a backend's models. If a buffer has changed, the next step broadcasts rank 0's buffers."""
 
     def __init__(self, context: Context, *, enabled: bool) -> None:
         self._context = context
@@ -26,7 +26,7 @@ class SharedBuffers:
             self._models.append(_Buffers(model))
 
     def news(self) -> int:
-        """Return the models whose buffers have changed on this rank, as bits."""
+        """Return the models whose buffers have changed on this rank, as an integer with a bit for each model."""
         bits = 0
         for index, buffers in enumerate(self._models):
             if buffers.have_changed():
@@ -34,7 +34,7 @@ class SharedBuffers:
         return bits
 
     def share(self, news: Sequence[int]) -> None:
-        """Broadcast rank 0's buffers of the models with `news` from any rank. Called on all ranks."""
+        """Broadcast rank 0's buffers of the models that are in the `news` of any rank. Called on all ranks."""
         for index, buffers in enumerate(self._models):
             bit = 1 << min(index, _MOST_MODELS)
             if any(bits & bit for bits in news):

@@ -1,7 +1,7 @@
 """The private names of torch's FSDP2 that this backend uses, in one place.
 
-torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a function says otherwise;
-tests/backends/fsdp/test_compat.py holds each one to what is relied on, and docs/platforms.md lists them.
+torch has no public API for these names. They are the same in torch 2.9 to 2.15 unless a function says otherwise.
+tests/backends/fsdp/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ ASSERTS_ONE_CLASS = torch.__version__ < "2.10"  # compares as versions do, not a
 
 
 def run_as_dtensors(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an operation on instances of a DTensor's subclass as on plain DTensors, which views of them are."""
+    """Run an operation on instances of a DTensor subclass as on plain DTensors; views of them are plain too."""
     del cls
     own = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     classes = [type(each) for each in own]
@@ -36,7 +36,7 @@ def run_as_dtensors(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 
 
 def compiled_key(parameter: Any) -> str:
-    """Return a DTensor's part of the key of a compiled function on disk; torch before 2.15 asks for none."""
+    """Return a DTensor's part of the key of a compiled function on disk; only torch 2.15 and later ask for it."""
     return getattr(DTensor, "_stable_hash_for_caching", repr)(parameter)
 
 
@@ -46,7 +46,7 @@ def state_of(block: FSDPModule) -> Any:
 
 
 def parameter_groups(block: FSDPModule) -> list[Any]:
-    """Return the groups of parameters that a block gathers; none if it holds no parameter of its own."""
+    """Return the groups of parameters that a block gathers; none if all its parameters belong to inner blocks."""
     state = state_of(block)
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.12: one group or none
@@ -63,7 +63,7 @@ def sharded_parameters(block: FSDPModule) -> Iterator[Any]:
 def gathered_parameter(parameter: Any) -> nn.Parameter | None:
     """Return the full parameter that FSDP puts into the module; None before its first gather.
 
-    It stays the same object from its first gather on, without memory while it is sharded.
+    From its first gather on, the full parameter stays the same object. It has no memory while it is sharded.
     """
     return getattr(parameter, "_unsharded_param", None)
 
@@ -83,9 +83,9 @@ def drop_full_gradient(parameter: Any) -> None:
 
 
 def gather_as(parameter: Any, form: Callable[[Tensor], Tensor]) -> None:
-    """Let the next gather of a parameter that is sharded now be like the first, of its shard in another form.
+    """Change the form of a parameter's shard, and reset the parameter as before its first gather.
 
-    `form` returns a tensor with the values and storage of the one it is given.
+    `form` gets the shard and returns a tensor with the same values and storage. The parameter must be sharded now.
     """
     parameter.sharded_param._local_tensor = form(parameter.sharded_param._local_tensor)
     parameter._sharded_param_data = form(parameter._sharded_param_data)  # flat, with padding
@@ -95,13 +95,13 @@ def gather_as(parameter: Any, form: Callable[[Tensor], Tensor]) -> None:
 
 
 def module_slot(parameter: Any) -> tuple[dict[str, Any], str]:
-    """Return the dict of a module's parameters in which FSDP exchanges a parameter, and its name there."""
+    """Return the module's dict in which FSDP swaps shard and full parameter, and the parameter's key in it."""
     info = parameter._module_info
     return info.module._parameters, info.param_name
 
 
 def backward_is_open(block: FSDPModule) -> bool:
-    """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
+    """Return whether a backward has begun but not ended; True also after a backward that raised an error."""
     return state_of(block)._state_ctx.post_backward_final_callback_queued
 
 
@@ -111,7 +111,7 @@ def forward_is_open(block: FSDPModule) -> bool:
 
 
 def begin_anew(block: FSDPModule) -> None:
-    """Reset a block after a refused forward: the next one starts like the first."""
+    """Reset a block after a refused forward, so that the next forward starts like the first."""
     state = state_of(block)
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
@@ -145,7 +145,7 @@ def call_after_gathering(group: Any, act: Callable[[], None]) -> None:
 
 
 def is_in_forward(group: Any) -> bool:
-    """Return whether a group is gathered for a forward, and not for a backward."""
+    """Return whether a group is gathered for a forward rather than for a backward."""
     return group._training_state == TrainingState.FORWARD
 
 
@@ -175,13 +175,13 @@ def check_before_backward(block: FSDPModule, check: Callable[[], None]) -> None:
 
 
 def wrap_collectives(group: Any, gather: Callable[[Any], Any], reduce: Callable[[Any], Any]) -> None:
-    """Exchange the objects that run a group's all-gather and reduce-scatter for wrappers of them."""
+    """Wrap the objects that run a group's all-gather and reduce-scatter by calling `gather` and `reduce` on them."""
     group._all_gather_comm = gather(group._all_gather_comm)
     group._reduce_scatter_comm = reduce(group._reduce_scatter_comm)
 
 
 def num_prefetched(block: FSDPModule) -> int:
-    """Return how many blocks are gathered ahead of their forward, as `set_modules_to_forward_prefetch` set."""
+    """Return the number of blocks gathered ahead of their forward, as set by `set_modules_to_forward_prefetch`."""
     return len(state_of(block)._states_to_forward_prefetch)
 
 
@@ -196,7 +196,7 @@ def reshards_after_forward(group: Any) -> bool:
 
 
 def needs_gradient_dtypes(group: Any) -> bool:
-    """Return whether this torch reads a group's gradient dtypes once, at its first forward, as 2.9 does."""
+    """Return whether this torch, like 2.9, reads a group's gradient dtypes only at the group's first forward."""
     return "_orig_dtype" in type(group).__annotations__
 
 
@@ -211,8 +211,8 @@ def give_gradient_dtypes(group: Any) -> bool:
 
 
 def _find_apart_gradient(parameter: Any) -> Tensor | None:
-    """Return the gradient that older torch accumulates beside the gathered parameter.
+    """Return the gradient that older torch accumulates outside the gathered parameter.
 
-    In 2.15 the name is a property without a setter, which gives the gathered parameter's own gradient.
+    In 2.15, the attribute is a property without a setter and returns the gathered parameter's own gradient.
     """
     return vars(parameter).get("unsharded_accumulated_grad")

@@ -1,9 +1,9 @@
-"""Weights that FSDP2 gathers in 8 bits: their scales at each forward, and their way back to plain ones.
+"""Weights that FSDP2 gathers in 8 bits: their scales at each forward, and their conversion back to plain weights.
 
-A gather without a scale computes one by an all-reduce of its own, and is right whatever has written the weight. To
-save these, the scales of all weights are computed together when the root's forward begins, and taken away when it
-ends: what gathers outside of it, such as the forward of a block alone, finds none. The backward of this forward
-gathers the same weights, and gets the same scales back until it ends.
+A gather without a scale computes the scale by an all-reduce, and is right whatever has written the weight. To save
+these all-reduces, all scales are computed together when the root's forward begins, and removed when it ends. A gather
+outside the root's forward, as in the forward of a block alone, therefore has no scale. The backward of the root's
+forward gathers the same weights, with the same scales until it ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from drivetrain_precision.fp8.protocol import gathers_in_fp8
 class Fp8Gather:
     """The weights of a sharded model that are gathered in 8 bits.
 
-    `note` records the all-reduce of the scales before it runs; without `shares_scales`, each gather computes its own.
+    `note` records the all-reduce of the scales before it runs. Without `shares_scales`, a gather computes its scale.
     """
 
     def __init__(self, sharded: ShardedModel, *, note: Callable[[], None], shares_scales: bool) -> None:
@@ -46,7 +46,7 @@ class Fp8Gather:
         )
 
     def close(self) -> None:
-        """Let FSDP gather plain weights from now on; none may be gathered now."""
+        """Let FSDP gather plain weights from now on. No weight may be gathered at the call."""
         for hook in self._hooks:
             hook.remove()
         shards = set(self._shards)

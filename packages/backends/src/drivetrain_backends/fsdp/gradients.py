@@ -1,4 +1,4 @@
-"""Sharded gradients: averaged by FSDP, made final and measured here."""
+"""Sharded gradients: FSDP averages them; this module unscales, corrects and measures them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from drivetrain_precision import LossScaler
 
 
 class ShardedGradients(ParameterGradients):
-    """The gradients that FSDP leaves in `.grad`: shards of the mean over all ranks; full ones of plain parameters."""
+    """The gradients that FSDP leaves in `.grad`: shards of the mean over ranks; full ones for plain parameters."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class ShardedGradients(ParameterGradients):
     def watch(self, model: ShardedModel) -> None:
         """Set the gradient dtypes of blocks that are frozen at their first forward, and trained later.
 
-        FSDP of torch 2.9 reads the dtypes from the trainable parameters at the first forward. Without any, as for a
-        discriminator that is frozen in the first step, it later gives fp32 parameters half-precision gradients, which
-        torch refuses. Drop this once the oldest supported torch finds the dtypes by itself, as 2.15 does.
+        FSDP of torch 2.9 reads the dtypes from the trainable parameters at the first forward. If all are frozen then,
+        as in a GAN's discriminator, FSDP later gives fp32 parameters half-precision gradients, which torch refuses.
+        Drop this once the oldest supported torch finds the dtypes by itself, as 2.15 does.
         """
         self._without_dtypes.update(
             block
@@ -140,8 +140,8 @@ class ShardedGradients(ParameterGradients):
 def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of all gradients as one vector, of shape (). Called on all ranks.
 
-    Gradients may be sharded over several meshes; there is one all-reduce for each set of process groups. A
-    `norm_type` of infinity gives the largest element.
+    Gradients may be sharded over several meshes: each set of process groups needs one all-reduce. A `norm_type` of
+    infinity gives the largest element.
     """
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -171,7 +171,7 @@ def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> No
 
 
 def _combine(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the largest element of some tensors, or the sum of their elements' powers, of shape ()."""
+    """Return the largest element of some tensors, or the sum of their elements to the power `norm_type`; shape ()."""
     filled = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest element
     dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
     dtype = torch.float32 if dtype.itemsize < 4 else dtype
@@ -186,7 +186,7 @@ def _combine(tensors: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def _holders(gradient: Tensor) -> tuple[ProcessGroup, ...]:
-    """Return the process groups over which a gradient is sharded; none for a full one."""
+    """Return the process groups over which a gradient is sharded; none for a full gradient."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(

@@ -8,8 +8,8 @@
 | `ForwardWrites` | a gather and a backward; checked at a step | the version of each gathered parameter |
 | `AssignmentGuard` | an assignment of a parameter to a module | a look into a dict |
 
-Those during training wrap methods of torch's own objects, where FSDP starts to gather and to run backward: this
-covers every strategy and blocks that are called directly, and torch.compile does not trace it.
+The guards during training wrap the methods of torch's objects by which FSDP starts to gather and to run backward.
+They therefore cover every strategy and blocks that are called directly, and torch.compile does not trace them.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -65,7 +65,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def _check_packed(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a weight of bitsandbytes that would be divided: its layer's forward puts another one in its place."""
+    """Refuse a weight of bitsandbytes that FSDP would divide, because the layer's forward replaces the weight."""
     kind = type(parameter)
     if is_packed(parameter) and not is_wrapper(parameter) and parameter.is_floating_point():
         raise ValueError(
@@ -115,7 +115,7 @@ def refuse_misuse(sharded: ShardedModel) -> None:
 
 
 def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedParameterError | None:
-    """Return the error for a forward that used a block's shards as parameters; None for any other error."""
+    """Return a clear error if `error` comes from a forward that used a block's shards as parameters; else None."""
     _begin_anew(sharded)
     check_unconverted([sharded], error)
     if "got mixed torch.Tensor and DTensor" not in str(error):
@@ -131,7 +131,7 @@ def explain_ungathered(sharded: ShardedModel, error: RuntimeError) -> UnshardedP
 
 
 def check_unconverted(models: Iterable[ShardedModel], error: BaseException | None = None) -> None:
-    """Refuse models whose shards were converted to another dtype, for which FSDP has no memory."""
+    """Refuse models whose shards were converted to another dtype: FSDP has no memory for that dtype."""
     for sharded in models:
         dtypes = {id(p.sharded_param): p.orig_dtype for p in sharded.divided() if hasattr(p, "orig_dtype")}
         for name, parameter in sharded.parameters.items():
@@ -150,7 +150,7 @@ def _begin_anew(sharded: ShardedModel) -> None:
 
 
 class CountedParameter(nn.Parameter):
-    """A gathered parameter whose `.data` counts writes, which torch's does not."""
+    """A gathered parameter whose `.data` counts writes, unlike torch's `.data`."""
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -164,7 +164,7 @@ class CountedParameter(nn.Parameter):
 
 
 class ForwardWrites:
-    """The writes of a model's forwards, and of hooks in its backwards; and its steps before a backward."""
+    """A watch for writes into gathered parameters, and for steps between a forward and its backward."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._kind = class_name(sharded.module)
@@ -179,7 +179,7 @@ class ForwardWrites:
             compat.check_before_backward(block, partial(self._refuse_stepped, groups))
 
     def check(self) -> None:
-        """Refuse writes into gathered parameters since the last call."""
+        """Refuse if gathered parameters were written since the last call."""
         if names := [name for _, writes in self._writes.values() for name in writes.since()]:
             raise UnshardedParameterError(
                 f"{list_some(names)} of {self._kind}: a forward, or a hook in backward, wrote "
@@ -189,7 +189,7 @@ class ForwardWrites:
             )
 
     def _note(self, group: Any) -> None:
-        """Count the writes to a group's parameters from its first gather on, and the steps from each forward on."""
+        """Count writes to a group's parameters after its first gather, and steps after each of its forwards."""
         first = compat.gathered_parameter(group.fsdp_params[0])
         if group not in self._writes or self._writes[group][0] is not first:
             named = {self._names[p.sharded_param]: compat.gathered_parameter(p) for p in group.fsdp_params}
@@ -211,7 +211,7 @@ class ForwardWrites:
 
 
 class AssignmentGuard:
-    """A guard over the modules of models, from `watch` until `close`."""
+    """A guard that refuses to assign a parameter to a watched module, from `watch` until `close`."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

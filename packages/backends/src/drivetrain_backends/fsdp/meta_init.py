@@ -1,7 +1,7 @@
-"""Values for modules built on the meta device, from their own initialisation methods.
+"""Values for modules built on the meta device, from the modules' own initialisation methods.
 
-Each module is seeded by its name, so that its values depend neither on the modules filled with it nor on the number
-of ranks.
+A module's name gives its seed, so that its values depend neither on the other modules of the same fill nor on the
+number of ranks.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -42,7 +42,7 @@ def parameters_on_meta() -> Generator[None]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own parameters and buffers by attribute; a tied one under each of its names."""
+    """Return a module's own parameters and buffers by attribute; a tied tensor has several entries."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
@@ -50,7 +50,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def replace_meta_tensors(
     modules: Iterable[nn.Module], new_tensor: Callable[[Tensor], Tensor]
 ) -> dict[nn.Module, tuple[str, ...]]:
-    """Replace tensors on meta by empty ones, tied ones by one; return the replaced attributes of each module."""
+    """Replace tensors on meta by empty tensors, and keep ties; return the replaced attributes of each module."""
     new: dict[Tensor, Tensor] = {}
     found: dict[nn.Module, tuple[str, ...]] = {}
     for module in modules:
@@ -67,7 +67,7 @@ def replace_meta_tensors(
 
 
 def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
-    """Refuse a model in which no method certainly fills one of the tensors `on_meta`, given by their names."""
+    """Refuse a model if no method certainly fills a tensor of `on_meta`, which holds tensors' names."""
     if any(callable(getattr(module, "_init_weights", None)) for module in model.modules()):
         return
     fillable: set[Tensor] = set()
@@ -133,9 +133,9 @@ def _mark(tensor: Tensor) -> None:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Return whether an element still holds the mark; a boolean tensor, which has no spare value, counts as marked.
+    """Return whether an element still holds the mark; True for a boolean tensor, which has no spare value.
 
-    It allocates nothing: a mask of the elements would leave a hole in the allocator for every tensor.
+    The test allocates nothing: a mask of the elements would leave a hole in the allocator for every tensor.
     """
     if tensor.numel() == 0:
         return False

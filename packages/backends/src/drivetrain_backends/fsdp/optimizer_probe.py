@@ -1,4 +1,4 @@
-"""A trial of whether an optimizer steps shards as it would step full parameters, on tiny ones; see `optim.trials`.
+"""A trial on tiny parameters: does an optimizer step shards in the same way as full parameters? See `optim.trials`.
 
 Some optimizers get the full parameter through DTensor operations, some raise, and some silently use only a shard.
 """
@@ -113,9 +113,9 @@ def _step(
 
 
 def _stand_ins(optimizer: Optimizer, num_shards: int) -> list[list[SmallTensor]]:
-    """Return tiny parameters for each group: one for each dtype, number of dims and divisibility of its parameters.
+    """Return each group's tiny parameters: one for each dtype, number of dims and divisibility in the group.
 
-    There is also one whose shards are as large as tensors with 8-bit states in some optimizers.
+    Another tiny parameter has shards so large that some optimizers keep 8-bit states for them.
     """
     made = torch.Generator().manual_seed(0)
     groups: list[list[SmallTensor]] = []

@@ -50,7 +50,7 @@ class MeshShape:
 def plan_mesh(
     settings: FSDPSettings, topology: Topology, parallelism: Mapping[str, int] | None = None
 ) -> MeshShape:
-    """Return the division of the ranks; `parallelism` are the sizes of the run's own mesh by axis, if it has one."""
+    """Return the division of the ranks; `parallelism` gives the size of each axis of the run's mesh, if any."""
     world, given = topology.world_size, _along(parallelism)
     strategy, reason = settings.strategy, ""
     if strategy is None:
@@ -78,7 +78,7 @@ def plan_mesh(
 
 
 def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
-    """Return the sizes of the data and shard axes; None if there is no shard axis, which allows any strategy."""
+    """Return the sizes of the data and shard axes; None without a shard axis: then any strategy is allowed."""
     if parallelism is None:
         return None
     odd = {name: size for name, size in parallelism.items() if name not in _AXES and size > 1}
@@ -95,7 +95,7 @@ def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePlan:
-    """The dtypes of a run; None keeps the model's own."""
+    """The dtypes of a run; None keeps the dtypes of the model."""
 
     compute: torch.dtype | None  # the dtype of forward and backward
     reduce: torch.dtype | None  # the dtype in which gradients are reduced
@@ -104,7 +104,7 @@ class DtypePlan:
     held: DtypePolicy
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Return the policy for `fully_shard`; outputs are cast by the model's call, as under every backend."""
+        """Return the policy for `fully_shard`. It casts no outputs: the prepared model's call casts them."""
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
 
 
@@ -127,13 +127,13 @@ def plan_dtypes(settings: FSDPSettings, policy: Policy) -> DtypePlan:
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Return whether every rank keeps the full parameter: scalars, integers, empty and packed ones."""
+    """Return whether every rank keeps the full parameter; True for scalars, integers, empty and packed tensors."""
     is_skipped = parameter.dim() == 0 or not parameter.numel() or not parameter.is_floating_point()
     return is_skipped or is_wrapper(parameter)
 
 
 class TensorStorage:
-    """The storage of a model's tensors, which are identified by being the same objects."""
+    """The dtype and division in which a model's tensors are stored; tensors are looked up by identity."""
 
     def __init__(self, model: nn.Module, dtypes: DtypePlan, islands: frozenset[nn.Module]) -> None:
         self._dtypes = dtypes
@@ -154,8 +154,8 @@ class TensorStorage:
         return is_trained and self._dtypes.upcast and tensor.dtype in HALF
 
     def is_whole(self, parameter: Tensor) -> bool:
-        """Return whether every rank keeps the full parameter.
+        """Return whether every rank keeps the full parameter; True also for modules that stay in fp32.
 
-        So for those of modules that stay in fp32: small ones, which a block could gather in its own dtype alone.
+        These parameters are small, and a block could gather them only in the block's own dtype.
         """
         return is_plain(parameter) or parameter in self._kept

@@ -81,7 +81,7 @@ class FSDPPrepared(TorchPrepared):
             root.set_requires_gradient_sync(True)
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Clear one optimizer's gradients, and unreduced ones of a closed window."""
+        """Clear one optimizer's gradients, and the unreduced gradients of a closed window."""
         with self._use.paused():
             super().zero_grad(optimizer, set_to_none=set_to_none)
         for model in self.group.models if self._gradients.held and self.group.stage == "empty" else ():
@@ -134,7 +134,7 @@ class FSDPPrepared(TorchPrepared):
     def gathered(self, *, write: bool = False) -> Generator[None]:
         """Gather full parameters into the modules in the block, in the dtype of the shards; see `Prepared.gathered`.
 
-        They replace the shards, so no forward may run in the block.
+        The full parameters replace the shards, so no forward may run in the block.
         """
         self.sharded.reshard()
         self.sharded.check()
@@ -157,7 +157,7 @@ class FSDPPrepared(TorchPrepared):
             self._assign({parameter: parameter for parameter in whole})
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """Return the shards of parameters, which may have been listed before `prepare` or while gathered."""
+        """Return the shards of `parameters`, even if these were listed before `prepare` or while gathered."""
         models = self._all_sharded.values()
         known = frozenset[Tensor]().union(*(sharded.known for sharded in models))
         given = self.sharded.parameters.values() if parameters is None else list(parameters)
@@ -196,13 +196,13 @@ class FSDPPrepared(TorchPrepared):
                 setattr(place.module, place.attribute, values[place.parameter])
 
     def release(self) -> nn.Module:
-        """End the training; the parameters stay sharded, because torch cannot undo that, and blocks as they are."""
+        """End the training. Parameters stay sharded and blocks wrapped, because torch cannot undo the sharding."""
         self.sharded.reshard()
         self._fp8_gather.close()
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizers and schedulers, sharded tensors as DTensors; see `Prepared.state_dict`."""
+        """Return the state of model, optimizers and schedulers, with shards as DTensors; see `Prepared`."""
         for sharded in self._group_sharded():
             sharded.reshard()
             sharded.check(thoroughly=True)
@@ -218,7 +218,7 @@ class FSDPPrepared(TorchPrepared):
         return {**state, "model": model}
 
     def _read_state(self) -> dict[str, Any]:
-        """Return the state of the model and its optimizers, each state in the same form on all ranks."""
+        """Return the state of the model and its optimizers, in the same form on all ranks."""
         state = super()._read_state()
         names = self._names()
         for optimizer, named in zip(self.optimizers, state["optimizers"], strict=True):

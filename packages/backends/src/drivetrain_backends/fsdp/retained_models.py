@@ -28,7 +28,7 @@ from drivetrain_state import Context
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class RetainedModel:
-    """A sharded model, and what lives as long as it does."""
+    """A sharded model, with the objects that live as long as the model."""
 
     sharded: ShardedModel  # the sharded model with its blocks and parameters
     hooks: ParameterHooks  # the users' hooks on its parameters
@@ -38,19 +38,19 @@ class RetainedModel:
 
 
 class RetainedModels:
-    """The models that a backend has sharded, for as long as the program holds them."""
+    """The models that a backend has sharded; a model is kept only as long as the program holds it."""
 
     def __init__(self) -> None:
         # Weak references, since a value holds its key; a forward hook of the module holds the value.
         self._found: WeakKeyDictionary[nn.Module, ref[RetainedModel]] = WeakKeyDictionary()
 
     def find(self, model: nn.Module) -> RetainedModel | None:
-        """Return what is retained of a module as the user built it; None if this backend has not sharded it."""
+        """Return the retained model of the user's module; None if this backend has not sharded the module."""
         found = self._found.get(model)
         return None if found is None else found()
 
     def begin_again(self, models: Iterable[nn.Module]) -> None:
-        """Release the parameters gathered by forwards since `close` in retained modules."""
+        """Release the parameters of retained models that forwards have gathered since `close`."""
         for retained in filter(None, map(self.find, models)):
             retained.sharded.reshard()
             retained.sharded.check(thoroughly=True)
@@ -72,9 +72,9 @@ def shard_for_good(
     islands: frozenset[nn.Module],
     order: CollectiveOrder,
 ) -> tuple[RetainedModel, dict[Tensor, nn.Parameter]]:
-    """Shard a model, whose islands compute in fp32 already, with the hooks of its forwards. Called on all ranks.
+    """Shard a model and register the hooks on its forwards. Called on all ranks.
 
-    Return the sharded model, and the parameter in the place of each former one.
+    The `islands` must compute in fp32 already. Return the sharded model, and the new parameter of each former one.
     """
     blocks = [model.get_submodule(name) for name in plan.blocks]
     checkpoint_activations(blocks or [model], settings.activation_checkpointing)
@@ -108,8 +108,8 @@ def shard_for_good(
 def _finish_without_gradients(retained: RetainedModel, order: CollectiveOrder) -> Callable[..., None]:
     """Return a hook for the end of a forward that no backward follows.
 
-    It compares the gathered blocks across ranks, because there may be no later step that would. It also frees what
-    FSDP keeps for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
+    The hook compares the gathered blocks across ranks, because no later step may do so. It also frees what FSDP keeps
+    for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
     """
 
     def finish(*_: object) -> None:
@@ -123,7 +123,7 @@ def _finish_without_gradients(retained: RetainedModel, order: CollectiveOrder) -
 def _allocate_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
     """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
 
-    FSDP allocates them at the first forward; under `inference_mode`, no later forward could be trained through.
+    FSDP allocates the buffers at the first forward; if that runs under `inference_mode`, training would fail later.
     """
     is_made = False
 
@@ -142,7 +142,7 @@ def _allocate_outside_inference_mode(sharded: ShardedModel) -> Callable[..., Non
 
 
 def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
-    """Let each block prefetch the next ones, in forward and backward; None keeps torch's own order."""
+    """Let each block prefetch the next `depth` blocks, in forward and backward; None keeps torch's own order."""
     if depth is None:
         return
     *blocks, root = sharded.blocks

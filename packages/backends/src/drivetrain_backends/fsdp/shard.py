@@ -45,8 +45,8 @@ class _Sources(NamedTuple):
 class Scratch:
     """A memory buffer that fits the largest block.
 
-    If each block allocated and freed its own memory, it would leave a hole between the shards, which allocators fill
-    badly: on the CPU, the holes of a model of 400 MiB added up to 275 MiB.
+    If each block allocated and freed its own memory, the freed memory would leave holes between the shards, which
+    allocators fill badly: on the CPU, the holes of a model of 400 MiB added up to 275 MiB.
     """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
@@ -75,8 +75,8 @@ def shard_model(
 ) -> ShardedModel:
     """Shard a model's parameters over the ranks, in place. Called on all ranks.
 
-    Values come from rank 0; tensors on meta on all ranks are initialised by their modules. The parameters of modules
-    that stay in fp32 are not divided: every rank holds them in full.
+    Values come from rank 0; modules initialise tensors that are on meta on all ranks. The parameters of modules that
+    stay in fp32 are not divided: every rank holds these parameters in full.
     """
     sources = _agree(model)
     names = {module: name for name, module in model.named_modules()}
@@ -111,7 +111,7 @@ def shard_model(
 
 
 def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
-    """Return the modules of each block that are in no inner block, by the block's name; the root comes last."""
+    """Return the modules of each block by the block's name, without those of inner blocks; the root comes last."""
     done: set[nn.Module] = set()
     groups: dict[str, list[nn.Module]] = {}
     for name in (*plan.blocks, ""):
@@ -121,7 +121,7 @@ def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
 
 
 def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that modules hold themselves, each once."""
+    """Return the parameters that modules hold directly, without duplicates."""
     return list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
 
 
@@ -148,7 +148,7 @@ def check_sources(model: nn.Module) -> None:
 
 
 def _agree(model: nn.Module) -> _Sources:
-    """Return the origin of the tensors' values, agreed on by one all-gather."""
+    """Return the origin of the tensors' values, which ranks agree on by one all-gather. Called on all ranks."""
     tensors: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

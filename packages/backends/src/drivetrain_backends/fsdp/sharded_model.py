@@ -1,4 +1,4 @@
-"""A sharded model: its blocks, and the place of each parameter."""
+"""A sharded model: its blocks, and the module attributes that hold each parameter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from drivetrain_backends.modules.wrap_policy import BlockPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSlot:
-    """A module attribute that holds a parameter; a tied parameter has several places."""
+    """A module attribute that holds a parameter; a tied parameter has several slots."""
 
     module: nn.Module  # the module that holds the parameter
     attribute: str  # the parameter's name in the module
@@ -56,7 +56,7 @@ class ShardedModel:
             block.reshard()
 
     def standing_in(self) -> dict[Tensor, nn.Parameter]:
-        """Return the shard of each gathered parameter that FSDP puts into the modules."""
+        """Return a map from the gathered parameters that FSDP puts into the modules to their shards."""
         return {
             gathered: parameter.sharded_param
             for parameter in self.divided()
@@ -73,7 +73,7 @@ class ShardedModel:
             compat.drop_full_gradient(parameter)
 
     def in_backward(self) -> bool:
-        """Return whether a backward has begun but not ended; after an error, FSDP still waits for its end."""
+        """Return whether a backward has begun but not ended; True also after a backward that raised an error."""
         return compat.backward_is_open(self.blocks[-1])
 
     def divided(self) -> Iterator[Any]:
@@ -82,9 +82,9 @@ class ShardedModel:
             yield from compat.sharded_parameters(block)
 
     def check(self, *, thoroughly: bool = False) -> None:
-        """Refuse parameters that were reassigned since `prepare`; none may be gathered now.
+        """Refuse parameters that were reassigned since `prepare`. No parameter may be gathered at the call.
 
-        `thoroughly` refuses new ones too, which takes a walk through all modules.
+        `thoroughly` also refuses new parameters, by a walk through all modules.
         """
         for place in self.places:
             if parameters_in(place.module).get(place.attribute) is not place.parameter:
@@ -104,7 +104,7 @@ _NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what
 
 
 def find_places(model: nn.Module) -> Iterator[ParameterSlot]:
-    """Yield the places of a model's parameters, in the order of its modules."""
+    """Yield the slots of a model's parameters, in the order of the modules."""
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{attribute}" if prefix else attribute

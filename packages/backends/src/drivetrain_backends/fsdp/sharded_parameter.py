@@ -1,8 +1,8 @@
-"""Sharded parameters as a program's own code sees them: as full ones, with the hooks that were set on them.
+"""Sharded parameters that a program's own code can use like full parameters, with the user's hooks on them.
 
-A DTensor keeps its shard in an attribute that `p.data = ...` does not reach, and refuses to meet plain tensors.
-Autograd does not reach a shard: it delivers each rank's own full gradient to the gathered parameter, as under DDP to
-the parameter itself. Users' hooks therefore run there, before ranks average, with tensors of full shape.
+A DTensor refuses operations with plain tensors, and `p.data = ...` does not change its shard. Autograd does not reach
+a shard: it delivers this rank's full gradient to the gathered parameter, as DDP's does to the parameter itself. The
+user's hooks therefore run on the gathered parameter, before ranks average, with tensors of full shape.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ _AS_IT_IS: Any = DTensor.__torch_function__
 
 
 class ShardedParameter(DTensor):
-    """A parameter that `fully_shard` divided, to which full tensors can be assigned and copied."""
+    """A parameter that `fully_shard` divided. Full tensors can be assigned to it and copied into it."""
 
     __slots__ = ()
     name_in_model: str  # the parameter's name in its model
@@ -69,7 +69,7 @@ class ShardedParameter(DTensor):
         return self
 
     def detach(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the sharded values without autograd, in a tensor of this class, as a state dict holds them."""
+        """Return the sharded values without autograd, as a tensor of this class, for a state dict."""
         return self._take_over(super().detach())
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -101,10 +101,10 @@ class ShardedParameter(DTensor):
 
 
 class ProgramUse:
-    """The use of sharded parameters by a program's own code, outside the model's forward, which FSDP gathers for.
+    """The use of sharded parameters by a program's own code outside the model's forward, where FSDP does not gather.
 
-    An operation that autograd records, or that meets plain tensors, computes with full parameters; their gradients
-    are averaged over ranks, as those of the model are. All ranks must run it, in the same order.
+    An operation that autograd records, or that also has plain tensors, computes with full parameters. Their gradients
+    are averaged over ranks, like the model's gradients. All ranks must run such operations in the same order.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], in_forward: Callable[[], bool]) -> None:
@@ -125,17 +125,17 @@ class ProgramUse:
 
     @property
     def are_kept(self) -> bool:
-        """True if no parameter was converted, which exchanges its class for a plain DTensor's."""
+        """True if no parameter was converted; a conversion makes a parameter a plain DTensor."""
         return set(map(type, self._parameters.values())) <= {self._class}
 
     def adopt(self) -> None:
-        """Give every parameter its class."""
+        """Make every sharded parameter an instance of `ShardedParameter`."""
         for name, parameter in self._parameters.items():
             parameter.__class__ = self._class
             parameter.name_in_model = name
 
     def begin(self) -> None:
-        """Let operations of the program compute with full parameters, from now on."""
+        """Let operations of the program's own code compute with full parameters from now on."""
         self._class.__torch_function__ = self._given
 
     def end(self) -> None:
@@ -153,7 +153,7 @@ class ProgramUse:
 
 
 def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation on shards, or on full parameters if it is part of a loss."""
+    """Return the result of an operation: on full parameters if it is part of a loss, otherwise on shards."""
     name = func.__name__
     if name in _STORAGES:
         _refuse_file(args[0])
@@ -183,7 +183,7 @@ def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Write elementwise, with this rank's part of each full tensor."""
+    """Write in place by an elementwise operation; a full tensor among `args` is cut to this rank's part."""
     target = args[0]
 
     def part(tensor: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _compute_on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole(sharded: Any) -> Tensor:
-    """Return the full tensor, whose gradient ranks average. Called on all ranks."""
+    """Return the full tensor; ranks average its gradient in backward. Called on all ranks."""
     with as_they_are():
         if not (sharded.requires_grad and torch.is_grad_enabled()):
             return sharded.detach().full_tensor()
@@ -228,7 +228,7 @@ def _refuse_gradient(error: Exception) -> NoReturn:
 
 
 def _refuse_file(parameter: Any) -> None:
-    """Refuse to write this rank's part of a parameter into a file, as if it were the parameter."""
+    """Refuse to write a sharded parameter into a file, which would hold only this rank's part."""
     if local(parameter).shape != parameter.shape:
         raise UnshardedParameterError(
             f"{parameter.name_in_model} is pickled or written to a file, as by torch.save(model.state_dict()) and "
@@ -240,7 +240,7 @@ def _refuse_file(parameter: Any) -> None:
 
 
 def _refuse_node(parameter: Any) -> NoReturn:
-    """Refuse to give the node of autograd at which a shard gets its gradient: no backward reaches it."""
+    """Refuse to return the autograd node that accumulates a shard's gradient: no backward reaches the node."""
     raise UnshardedParameterError(
         f"the node that adds up the gradient of {parameter.name_in_model}, as register_multi_grad_hook and "
         "get_gradient_edge ask for: FSDP lets gradients come to gathered parameters, so that the hook would never "
@@ -273,7 +273,7 @@ class ParameterHooks:
             carried.attach()
 
     def check_carried(self) -> None:
-        """Refuse to step after a backward that ran no hooks, as `loss.backward()` may."""
+        """Refuse to step if the last backward ran without the user's hooks, as `loss.backward()` may."""
         waiting = [shard for shard, carried in self._carried.items() if carried.is_waiting]
         if waiting := [*waiting, *self._set_on_shards()]:
             raise UnshardedParameterError(
@@ -312,7 +312,7 @@ class _Carried:
         return not self._is_attached and gathered is not None and gathered.requires_grad
 
     def attach(self) -> None:
-        """Attach the hooks to the gathered parameter, which stays the same object from its first gather on."""
+        """Attach the hooks to the gathered parameter; it stays the same object from its first gather on."""
         gathered = gathered_parameter(self._parameter)
         if self.is_waiting and gathered is not None:
             gathered.register_hook(self._run_on_gradient)

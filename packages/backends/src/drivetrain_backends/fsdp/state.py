@@ -1,4 +1,4 @@
-"""The states of sharded models and their optimizers: sharded from full values, and in one form on all ranks."""
+"""Load and save states of sharded models and their optimizers: shard full values, unify forms across ranks."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -61,7 +61,7 @@ def divided_like(
 
 
 def _shard_like(value: Any, like: Tensor | None, device: torch.device) -> Any:
-    """Return a value of a parameter's shape sharded like it; others, such as step counts, are unchanged."""
+    """Return a value sharded like `like` if their shapes are equal; other values, such as step counts, unchanged."""
     if not isinstance(value, Tensor) or like is None or value.dim() == 0 or value.shape != like.shape:
         return value
     part = torch.empty_like(like, dtype=value.dtype).detach()
@@ -72,7 +72,7 @@ def _shard_like(value: Any, like: Tensor | None, device: torch.device) -> Any:
 def repoint(optimizer: Optimizer, successors: MutableMapping[Tensor, Tensor]) -> None:
     """Replace parameters by their shards, in the groups and in the state of an optimizer.
 
-    State of a parameter's shape is sharded like it: each rank keeps its own part of its own state.
+    A state of a parameter's shape is sharded like the parameter: each rank keeps its part of its own state.
     """
     for group in optimizer.param_groups:
         group["params"] = [successors.get(p, p) for p in group["params"]]
@@ -99,9 +99,9 @@ def turn_off_mixed_foreach(group: dict[str, Any]) -> None:
 def unify_forms(
     optimizer: Optimizer, names: Mapping[Tensor, str], named: dict[str, Any], context: Context
 ) -> int:
-    """Replace the states in `named` that ranks keep in different forms by their values, and return their number.
+    """Convert the states in `named` whose form differs between ranks to plain values; return how many these are.
 
-    Called on all ranks. A state whose parts cannot be divided, without values in floating point, is refused.
+    Called on all ranks. A state that can neither be divided nor converted to floating point is refused.
     """
     if type(optimizer).__module__.startswith("torch.optim"):  # one form, and no message for the others
         return 0
@@ -131,7 +131,7 @@ def unify_forms(
 
 
 def _form(shard: Tensor, stored: Any) -> str:
-    """Return the form in which this rank keeps a state."""
+    """Return a text that identifies the form in which this rank keeps a state."""
     if not has_parts(shard):
         return "plain"
     if is_stored(stored):
