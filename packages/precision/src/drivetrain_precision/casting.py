@@ -15,7 +15,7 @@ class NoAutocast(AbstractContextManager[None], ContextDecorator):
     """A context and a decorator that changes nothing, for policies in fp32."""
 
     def __exit__(self, *_: object) -> None:
-        """Leave everything as it is."""
+        """Do nothing."""
 
 
 @overload
@@ -54,21 +54,21 @@ def autocast(
     record: bool = False,
     model: nn.Module | None = None,
 ) -> torch.autocast | NoAutocast | RecordedAutocast:
-    """Return the policy's autocast; in fp32, one that does nothing.
+    """Return the policy's autocast; for a policy in fp32, a context that does nothing.
 
-    Called as torch.autocast, `autocast(device_type, dtype)`, it is that. All results are contexts and decorators that
-    can be used again; only a recording one can be entered inside itself, as torch's own would then stay on.
+    A call in the form `autocast(device_type, dtype)` returns torch.autocast. All results are reusable contexts and
+    decorators; only a recording context can be entered inside itself, since torch's autocast would then stay on.
 
     Args:
         policy: The policy from `choose_policy`; or a device type such as "cuda".
         device: The device whose operations are cast; after a device type, the dtype to cast to, or None for torch's
             default.
         enabled: Whether to cast; False disables an outer autocast, for a loss that must be computed in fp32.
-        cache_enabled: Whether casts of weights are kept for a second use inside; None for torch's setting.
-        dtype: The dtype to cast to, as a name of torch.autocast's second argument.
-        record: Whether to record which operations run in fp32 and which in half precision. Recording looks at each
-            call, and keeps torch.compile from fusing; use it for a step.
-        model: The model, for the names of modules in the record.
+        cache_enabled: Whether casts of weights are kept for later uses in the block; None for torch's setting.
+        dtype: The dtype to cast to; torch.autocast's name for its second argument.
+        record: Whether to record which operations run in fp32 and which in half precision. Recording inspects each
+            call and keeps torch.compile from fusing; use it for one step.
+        model: The model, which gives modules in the record their names.
 
     Example:
         >>> from drivetrain_precision import choose_policy

@@ -27,7 +27,7 @@ _profiler, _config = _bindings._autograd, _bindings._profiler
 def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply gradients of one dtype on one device by `inverse`, in place, in one kernel.
 
-    It writes 1.0 to `found_inf`, of shape () in fp32, if one is not finite, and else leaves it as it is.
+    If a gradient is not finite, 1.0 is written to `found_inf`, an fp32 tensor of shape ().
     """
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
@@ -39,12 +39,12 @@ update_scale: Any = torch.ops.aten._amp_update_scale_
 
 
 def has_bf16_units() -> bool:
-    """Return whether this processor has bf16 instructions; False where torch cannot tell, as off x86."""
+    """Return whether this processor has bf16 instructions; False if torch cannot tell, such as on ARM."""
     return getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 
 
 def compiler_is_imported() -> bool:
-    """Return whether the compiler was imported, as nothing is compiled before; the import takes seconds."""
+    """Return whether the compiler was imported. Nothing is compiled before the import, which takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
@@ -61,7 +61,7 @@ def autocast_names(device_type: str) -> list[str]:
 
 
 def arguments_of(operation: Any) -> list[tuple[str, str, bool, Any]]:
-    """Return name, type, whether it is passed by name, and default (or None) of each argument of an operation."""
+    """Return each argument of an operation: name, type, whether it is passed by name, and default (or None)."""
     return [
         (one.name, str(one.type), one.kwarg_only, one.default_value if one.has_default_value() else None)
         for one in operation._schema.arguments
@@ -69,7 +69,7 @@ def arguments_of(operation: Any) -> list[tuple[str, str, bool, Any]]:
 
 
 class CastSeenError(Exception):
-    """Ends a call of an operation on `_ValuelessTensor`, and holds the dtypes that it would compute in."""
+    """The end of an operation's call on a `_ValuelessTensor`, with the dtypes that it would compute in."""
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _ValuelessTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise CastSeenError for what would be computed."""
+        """Raise CastSeenError instead of computing."""
         named = kwargs or {}
         if func is torch.ops.aten._to_copy.default:
             raise CastSeenError({named["dtype"]})
@@ -99,7 +99,7 @@ class _ValuelessTensor(Tensor):
 
 
 def valueless_tensor(dtype: torch.dtype, device_type: str) -> Tensor:
-    """Return a tensor of a device that need not exist: what is computed with it raises CastSeenError at once."""
+    """Return a tensor on a device that need not exist: any computation with the tensor raises CastSeenError."""
     return torch.Tensor._make_wrapper_subclass(
         _ValuelessTensor, (2, 2), dtype=dtype, device=torch.device(device_type)
     )
@@ -110,7 +110,8 @@ def mxfp8_product(
 ) -> Tensor:
     """Multiply rows (rows, in_features) by a weight (out_features, in_features) in MXFP8, by torchao 0.18.
 
-    Both have one dtype, and so has the weight's gradient with `plain_weight_gradient`; others are in MXFP8 too.
+    Both have the same dtype. Gradients are computed in MXFP8 too; with `plain_weight_gradient`, the weight's in the
+    dtype of the weight.
     """
     from torchao.prototype.moe_training.mxfp8_linear import (
         _to_mxfp8_then_scaled_mm,  # pyright: ignore[reportPrivateUsage]
@@ -131,7 +132,7 @@ def rounding_seed(layer: nn.Module) -> Tensor:
 
 
 def exchange_weight_scale(weight: Any, scale: Tensor | None) -> Tensor | None:
-    """Give the shard of a weight that torchao 0.18 gathers in float8 another scale; return the one that it had."""
+    """Give a new scale to a weight's shard that torchao 0.18 gathers in float8; return the old scale."""
     # Not by `to_local`, which returns another object than the one that FSDP gathers.
     shard = weight._local_tensor
     before, shard._precomputed_scale = shard._precomputed_scale, scale
@@ -147,14 +148,14 @@ class OperationEvent:
     called: "list[OperationEvent]" = field(default_factory=lambda: list[OperationEvent]())
 
     def calls(self, names: Collection[str], prefixes: tuple[str, ...]) -> bool:
-        """Return whether it ran, at any depth, one of these operations or one whose name begins with a prefix."""
+        """Return whether it ran, at any depth, an operation with one of the names or with one of the prefixes."""
         return any(
             each.name in names or each.name.startswith(prefixes) or each.calls(names, prefixes)
             for each in self.called
         )
 
     def is_called_by(self, prefixes: tuple[str, ...]) -> bool:
-        """Return whether an operation whose name begins with a prefix ran it, at any depth."""
+        """Return whether an operation with one of the prefixes ran this one, at any depth."""
         return self.caller is not None and (
             self.caller.name.startswith(prefixes) or self.caller.is_called_by(prefixes)
         )
@@ -162,9 +163,9 @@ class OperationEvent:
 
 @contextmanager
 def record_operations() -> Generator[list[OperationEvent] | None]:
-    """Record the operations of the block, with those of backwards and of compiled code, into a list.
+    """Record the operations of the block, backward and compiled code included, into a list.
 
-    It is filled when the block ends; None if another profiler records, of which torch allows one.
+    The list is filled at the end of the block. It is None if another profiler runs, since torch allows only one.
     """
     # The profiler that torch.profiler replaced: it needs no Kineto, which writes to the standard error where it finds
     # no GPU, and starts a thread. Both record the same operations. Its own reading of the records fails where an
@@ -201,7 +202,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a backward, as when a checkpointed forward is computed again."""
+    """Return whether this thread runs a backward, such as while it recomputes a checkpointed forward."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
@@ -213,7 +214,7 @@ def unseen_by_modes() -> AbstractContextManager[object]:
 
 
 def compiled_part(module: nn.Module) -> str | None:
-    """Return "call" if a module's call with all hooks is compiled, "forward" if its forward alone is, or None."""
+    """Return "call" if a module's call with all hooks is compiled, "forward" if only its forward is, or None."""
     if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
         return "call"
     if "_orig_mod" in module._modules or hasattr(module.forward, "_torchdynamo_orig_callable"):  # pyright: ignore[reportPrivateUsage]
@@ -227,5 +228,5 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 def values_of_sparse(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse tensor without a copy; those of one place may stand there in several parts."""
+    """Return the values of a sparse tensor without a copy. The value of one place may be stored in several parts."""
     return gradient._values()  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Exceptions raised when a precision is chosen or training in it fails, and warnings of how it is used."""
+"""Exceptions of choosing a precision and of training in it, and a warning about its use."""
 
 
 class PrecisionError(ValueError):
@@ -6,17 +6,17 @@ class PrecisionError(ValueError):
 
 
 class HalfPrecisionWarning(UserWarning):
-    """Code computes in half precision what needs fp32."""
+    """Code computes an operation in half precision that needs fp32."""
 
 
 class SkippedStepsError(RuntimeError):
-    """Steps are skipped one after another, and neither a smaller loss scale nor another batch helps.
+    """Too many consecutive steps are skipped; neither a smaller loss scale nor another batch helps.
 
     Args:
         message: The error and its remedy.
-        num_skipped: The number of steps skipped one after another.
-        scale: The loss scale of the last one; None without a loss scale.
-        layer: The name of the layer that overflowed first; None if it could not be told.
+        num_skipped: The number of consecutive skipped steps.
+        scale: The loss scale of the last skipped step; None without a loss scale.
+        layer: The name of the layer that overflowed first; None if unknown.
     """
 
     def __init__(self, message: str, *, num_skipped: int, scale: float | None, layer: str | None) -> None:

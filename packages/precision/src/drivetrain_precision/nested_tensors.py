@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def cast_floating(value: Any, dtype: torch.dtype, *, only: Collection[torch.dtype] | None = None) -> Any:
-    """Return the same structure with its real floating-point tensors in `dtype`; of the dtypes `only`, if given."""
+    """Return the same structure with real floating-point tensors in `dtype`; `only` limits the dtypes to cast."""
     if isinstance(value, Tensor):
         is_cast = value.is_floating_point() if only is None else value.dtype in only
         return value.to(dtype) if is_cast else value

@@ -21,13 +21,13 @@ class Policy:
     """A precision policy: the dtype to compute in, and the reason for it.
 
     Attributes:
-        mode: The precision that is applied: "no" (fp32), "fp16", "bf16" or "fp8".
+        mode: The precision: "no" (fp32), "fp16", "bf16" or "fp8".
         autocast_dtype: The dtype of matrix products under autocast; None without autocast.
         scaling: The settings of the loss scale, which fp16's narrow exponent requires; None in other modes.
         reason: The reason for the choice, as a sentence for the effective plan.
-        recipe: The recipe by which linear layers compute in 8 bits or fewer; None in other modes.
-        dtypes: The dtypes that models are held, reduced and returned in.
-        settings: The whole section, for what holds in every mode, such as the limit of skipped steps.
+        recipe: The recipe by which linear layers compute in 8 bits or fewer; None unless the mode is "fp8".
+        dtypes: The dtypes of parameters, reductions and outputs.
+        settings: The whole section, with settings for every mode, such as the limit of skipped steps.
     """
 
     mode: str
@@ -40,7 +40,7 @@ class Policy:
 
     @property
     def mode_beside_recipe(self) -> str:
-        """The precision of all that no recipe computes: "bf16" in mode "fp8", else the mode."""
+        """The precision of operations outside a recipe: "bf16" in mode "fp8", else the mode."""
         return "bf16" if self.mode == "fp8" else self.mode
 
 
@@ -57,13 +57,12 @@ def choose_policy(
         mode: The mode: "no" (fp32), "fp16", "bf16", "fp8" or "auto" (the first of bf16, fp16 and fp32 that the
             hardware supports natively).
         device: The device that training runs on.
-        settings: The settings of fp16's loss scale, of skipped steps, of fp8, and of the dtypes that models are held
-            in.
-        recipe: The recipe of mode "fp8" or its name; None for the one that the settings name.
+        settings: The `precision` section: fp16's loss scale, skipped steps, fp8, and the dtypes of models.
+        recipe: The recipe of mode "fp8" or its name; None for the recipe of the settings.
 
     Raises:
         PrecisionError: The mode is unknown, or the device does not support it; the message lists the supported modes.
-            Or the dtypes of the settings contradict it, or they or the argument name no recipe.
+            Or the settings' dtypes contradict the mode, or a recipe's name is unknown.
 
     Example:
         >>> choose_policy("bf16", torch.device("cpu")).mode
@@ -97,7 +96,7 @@ def choose_policy(
 
 
 def _add_recipe_name(settings: PrecisionSettings, recipe: str) -> PrecisionSettings:
-    """Return the settings with the recipe that is named in code."""
+    """Return the settings with the name of the recipe given in code."""
     if recipe == "auto":
         return settings
     check_recipe_name(recipe)
@@ -114,7 +113,7 @@ def _fp8_policy(
     recipe: Fp8Recipe | None,
     support: Mapping[str, Support],
 ) -> Policy:
-    """Return the policy of a recipe: what it does not convert computes in bf16."""
+    """Return the policy of a recipe; layers that the recipe does not convert compute in bf16."""
     choice = choose_recipe(device, settings, recipe)
     bf16 = support["bf16"]
     if choice.recipe is None:

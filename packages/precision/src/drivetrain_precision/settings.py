@@ -1,4 +1,4 @@
-"""The `precision` section: fp16's loss scale, skipped steps, fp8, and the dtypes that models are held in."""
+"""The `precision` section of the settings: fp16's loss scale, skipped steps, fp8, and the dtypes of models."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -8,15 +8,15 @@ _FP16, _FP8 = "run.mixed_precision=fp16", "run.mixed_precision=fp8"
 
 
 def _setting(default: Any, text: str, *, needs: str | None = None) -> Any:
-    """Return a field with its help, and with what has to be set for it to count."""
+    """Return a field with its help text and with the setting that it `needs` to take effect."""
     return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSettings:
-    """The loss scale of fp16 training, what ends a run whose steps are skipped, fp8, and the dtypes of a model.
+    """The loss scale of fp16 training, the limit of skipped steps, fp8, and the dtypes of a model.
 
-    bf16 and fp32 have no loss scale. Their steps are skipped with `run.nonfinite_gradients="skip"` alone.
+    bf16 and fp32 have no loss scale. Their steps are skipped only with `run.nonfinite_gradients="skip"`.
 
     Example:
         >>> PrecisionSettings(param_dtype="bf16", keep_fp32=("*.norm",)).keep_fp32
@@ -128,7 +128,7 @@ class PrecisionSettings:
 
 
 def _check_types(settings: PrecisionSettings) -> None:
-    """Refuse values that would be taken for something else, where no layer has parsed them."""
+    """Raise ValueError for values of wrong types, which settings built in code may have."""
     for name in ("check_half", "fp8_skip_ends"):
         if type(getattr(settings, name)) is not bool:
             raise ValueError(f"{name}={getattr(settings, name)!r}: must be True or False")

@@ -1,4 +1,4 @@
-"""The contract that every recipe of fp8 must pass.
+"""The contract that every fp8 recipe must pass.
 
 A recipe's test subclasses `RecipeContract`, implements `make`, and calls `check_all`. All checks but
 `check_training` compute nothing in the recipe, and pass on devices without units for it.
@@ -33,7 +33,7 @@ class RecipeContract(ABC):
 
     Attributes:
         features: A size of layers that the recipe accepts, as input and as output.
-        odd_features: A size that it refuses; None if it accepts all.
+        odd_features: A size that the recipe refuses; None if it accepts all sizes.
         device: The device of the checks.
     """
 
@@ -46,7 +46,7 @@ class RecipeContract(ABC):
         """Return the recipe, always with the same options."""
 
     def check_all(self) -> list[str]:
-        """Run every check, and return the names of those that ran; an AssertionError says what the recipe must do."""
+        """Run every check, and return the checks' names; AssertionError if the recipe fails a check."""
         for check in self.checks:
             check()
         return [check.__name__ for check in self.checks]
@@ -79,7 +79,7 @@ class RecipeContract(ABC):
             assert getattr(formats, field), f"products.{field} must name a format"
 
     def check_it_tells_its_support(self) -> None:
-        """Check that support is told with a reason, for a device without units too, and nothing is raised."""
+        """Check that `support` returns a reason and never raises, even for a device without units for the recipe."""
         for device in (self.device, torch.device("cpu"), torch.device("meta")):
             found = self.make().support(device)
             assert isinstance(found, Support), f"support({device}) must return a Support, not {found!r}"
@@ -90,7 +90,7 @@ class RecipeContract(ABC):
         )
 
     def check_layers_can_be_chosen(self) -> None:
-        """Check that `dataclasses.replace(recipe, layers=...)` gives the recipe other layers, as settings do."""
+        """Check that `dataclasses.replace(recipe, layers=...)` changes the recipe's layers, as settings do."""
         chosen = LayerFilter(exclude=("nothing.*",), skip_first=False, skip_last=False)
         recipe = self._recipe(chosen)
         assert recipe.layers == chosen, f"layers={recipe.layers} after replace(recipe, layers={chosen})"
@@ -116,7 +116,7 @@ class RecipeContract(ABC):
         raise AssertionError("a model of which every layer is refused must not be converted")
 
     def check_plain_layers_are_not_converted(self) -> None:
-        """Check that `is_converted` knows converted layers from plain ones and from other modules."""
+        """Check that `is_converted` tells converted layers from plain layers and from other modules."""
         recipe, model = self.make(), self._model()
         for module in (*model.modules(), nn.LayerNorm(4)):
             assert not recipe.is_converted(module), (
@@ -135,7 +135,7 @@ class RecipeContract(ABC):
         raise AssertionError("a model that is converted already must be refused, which needs is_converted")
 
     def check_a_conversion_keeps_weights_and_names(self) -> None:
-        """Check that names, order, dtypes and values of the state, and the parameters themselves, stay."""
+        """Check that a conversion keeps the parameters, and the state's names, order, dtypes and values."""
         model = self._model()
         before, held = _state_of(model), dict(model.named_parameters())
         self._convert(model)
@@ -197,7 +197,7 @@ class RecipeContract(ABC):
             assert torch.equal(value, saved[name]), f"{name}: what was loaded must be what state returns then"
 
     def check_training(self) -> None:
-        """Check that a step trains all layers and counts products in the recipe, where the device can run it."""
+        """Check that a step trains all layers and counts products in the recipe, if the device can run the recipe."""
         recipe, model = self.make(), self._model()
         if recipe.support(self.device).level == "none":
             return
@@ -232,7 +232,7 @@ class RecipeContract(ABC):
             return _Layers(self.features).to(self.device)
 
     def _recipe(self, layers: LayerFilter | None = None) -> Fp8Recipe:
-        """Return the recipe with other layers: all of them unless said."""
+        """Return the recipe with other layers, by default with all layers."""
         options: dict[str, Any] = {"layers": layers or LayerFilter(skip_first=False, skip_last=False)}
         return replace(cast("Any", self.make()), **options)
 

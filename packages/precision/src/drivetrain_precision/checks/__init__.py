@@ -1,1 +1,1 @@
-"""Operations in half precision: autocast's rules, a record of a run, and faults in user code."""
+"""Operations in half precision: autocast's rules, a record of a run, and misuse in user code."""

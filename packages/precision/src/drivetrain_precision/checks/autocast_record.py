@@ -23,11 +23,11 @@ _CASTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastOperation:
-    """An operation that ran under a recorded autocast: its name, such as "softmax", and the dtype of its result.
+    """An operation that ran under a recorded autocast, with its name, such as "softmax", and its result's dtype.
 
     Attributes:
-        module: The name within the model of the module that called it, or the name of the module's class where the
-            model is unknown; "" outside of modules.
+        module: The calling module's name in the model or, if the model is unknown, the name of the module's class;
+            "" outside of modules.
     """
 
     name: str
@@ -37,14 +37,14 @@ class AutocastOperation:
 
     @property
     def is_fp32(self) -> bool:
-        """True if it ran in fp32."""
+        """True if the operation ran in fp32."""
         return self.dtype is torch.float32
 
 
 class RecordedAutocast:
-    """A context and decorator that applies autocast and records what runs; `autocast(..., record=True)` makes it.
+    """A context and decorator that applies autocast and records operations; see `autocast(..., record=True)`.
 
-    It can be entered again, also inside itself, and goes on to record.
+    The context can be entered again, also inside itself; its record then grows.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]], model: nn.Module | None) -> None:
@@ -64,7 +64,7 @@ class RecordedAutocast:
         self._entered.pop().__exit__(*raised)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return the function so that it runs under this autocast."""
+        """Return a function that runs `function` under this autocast."""
 
         @wraps(function)
         def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -74,9 +74,9 @@ class RecordedAutocast:
         return recorded
 
     def operations(self) -> tuple[AutocastOperation, ...]:
-        """Return the operations on floating-point tensors that ran, by name, dtype and module, in their first order.
+        """Return the operations that ran on floating-point tensors, by name, dtype and module, by first run.
 
-        Views, copies, casts that the code asks for, and what torch does by itself in backward are left out.
+        Views, copies, explicit casts and torch's own operations in backward are left out.
         """
         return tuple(
             AutocastOperation(name=name, dtype=dtype, module=module, num_calls=calls)
@@ -89,7 +89,7 @@ class RecordedAutocast:
 
 
 class _Record(TorchFunctionMode):
-    """Counts calls of torch's functions by name, dtype of the result and module."""
+    """A count of calls of torch's functions by name, dtype of the result and module."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Record(TorchFunctionMode):
 
 
 def _computes(name: str, made: Tensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a function computed its result, rather than cast, copied or viewed an input."""
+    """Return whether a function computed its result and did not just cast, copy or view an input."""
     given = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
     if name in ("get", "set", *_CASTS) or not given:
         return False

@@ -1,7 +1,7 @@
-"""The rules of torch's autocast for each operation on a kind of device, asked of torch itself.
+"""The rules of torch's autocast for each operation on a kind of device, found by calling torch.
 
-torch has no table to read. But its registrations name the operations, and a call on tensors without values shows the
-cast: it is the first thing that happens, and the call ends there. No such device is needed.
+torch has no readable table of rules. Its registrations name the operations, and calls on tensors without values show
+the casts: a cast comes first in a call, and the call then ends. The device need not be present.
 """
 
 import warnings
@@ -17,10 +17,10 @@ Rule = Literal["fp32", "half", "widest", "refused"]
 
 
 def autocast_rules(device_type: str) -> dict[str, Rule]:
-    """Return the rule of torch's autocast for each operation; operations without one keep their inputs' dtype.
+    """Return the rule of torch's autocast for each operation; absent operations keep their inputs' dtype.
 
     Args:
-        device_type: A kind of device, such as "cuda" or "cpu". No such device has to be present.
+        device_type: A kind of device, such as "cuda" or "cpu". The device need not be present.
 
     Returns:
         For each operation's name, such as "softmax": "fp32" (computed in fp32), "half" (in autocast's dtype),
@@ -52,7 +52,7 @@ def autocast_rules(device_type: str) -> dict[str, Rule]:
 def fp32_operations(device_type: str) -> tuple[str, ...]:
     """Return the sorted names of the operations that torch's autocast keeps in fp32 on a kind of device.
 
-    No such device has to be present. The lists differ: on "cuda" they have softmax and layer_norm, on "cpu" not.
+    The device need not be present. The lists differ: softmax and layer_norm are in the list of "cuda", not of "cpu".
 
     Raises:
         ValueError: torch has no autocast for the kind of device.
@@ -71,7 +71,7 @@ def _find_rule(operation: Any, device_type: str) -> Rule:
 
 
 def _find_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[frozenset[torch.dtype], bool]:
-    """Return the dtypes that autocast changes a call on inputs of a dtype to, and whether it refuses the call."""
+    """Return the dtypes to which autocast casts inputs of a dtype, and whether it refuses the call."""
     without, _ = _find_first_dtypes(operation, dtype, device_type)
     with _enable_autocast(device_type):
         found, error = _find_first_dtypes(operation, dtype, device_type)
@@ -80,7 +80,7 @@ def _find_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[
 
 
 def _find_first_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> tuple[set[torch.dtype], str]:
-    """Return the dtypes of the first thing that a call does, or the message of its error."""
+    """Return the dtypes of the first operation in a call, or the message of the call's error."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, kind, by_name, default in arguments_of(operation):
@@ -99,7 +99,7 @@ def _find_first_dtypes(operation: Any, dtype: torch.dtype, device_type: str) -> 
 
 
 def _make_value(kind: str, default: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Return some value of an argument's type; nothing is computed with it."""
+    """Return a placeholder of an argument's type; nothing is computed with the placeholder."""
     if kind == "Tensor":
         return valueless_tensor(dtype, device_type)
     if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
@@ -113,7 +113,7 @@ def _make_value(kind: str, default: Any, dtype: torch.dtype, device_type: str) -
 
 @contextmanager
 def _enable_autocast(device_type: str) -> Generator[None]:
-    """Turn autocast on as torch.autocast does, which refuses to where no such device is present."""
+    """Turn autocast on, even if the device is absent, where torch.autocast itself would refuse."""
     was_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, torch.float16)

@@ -1,4 +1,4 @@
-"""The line of a user's code that called an operation, found by the frames of the call."""
+"""The line of user code that called an operation, found in the call's stack frames."""
 
 import inspect
 import sysconfig
@@ -24,7 +24,7 @@ _OF_TRAINING = tuple(_TORCH + part for part in ("optim/", "nn/utils/clip_grad.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
-    """The line that called an operation, and the module and function of torch.nn.functional around it, or ""."""
+    """The line that called an operation, with the module and the torch.nn.functional function around it, or ""."""
 
     file: str
     line: int
@@ -44,7 +44,7 @@ def module_names(model: nn.Module | None) -> dict[int, str]:
 
 
 def call_site(names: Mapping[int, str]) -> CallSite | None:
-    """Return where the operation that is being dispatched was called, or None in what torch does by itself."""
+    """Return the call site of the operation that is being dispatched; None for torch's own operations."""
     place: FrameType | None = None
     function = ""
     module: str | None = None

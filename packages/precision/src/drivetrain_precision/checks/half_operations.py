@@ -1,4 +1,4 @@
-"""The operations that lose what they compute in half precision: rules on what torch dispatches."""
+"""Operations that lose accuracy in half precision: rules on the operations that torch dispatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ _REPAIRS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfVerdict:
-    """The damage of an operation in half precision, and the advice what to write instead."""
+    """The damage that an operation does in half precision, and advice on the code to write instead."""
 
     operation: str
     kind: Kind
@@ -51,20 +51,20 @@ class HalfVerdict:
 
 
 def inside_function(verdict: HalfVerdict, function: str) -> HalfVerdict:
-    """Return the verdict on a function of torch.nn.functional from the verdict on one of its operations."""
+    """Return the verdict on a torch.nn.functional function, given the verdict on an operation inside it."""
     is_loss = function.endswith(("loss", "cross_entropy", "_with_logits", "kl_div"))
     return replace(verdict, kind="loss", damage="computed", repair=_REPAIRS["loss"]) if is_loss else verdict
 
 
 class Judge:
-    """Judges one operation after the other; squares and exponentials are remembered until they are summed."""
+    """A judge of successive operations; it remembers squares and exponentials until they are summed."""
 
     def __init__(self) -> None:
         self._squares: dict[int, ref[Tensor]] = {}
         self._exponentials: dict[int, ref[Tensor]] = {}
 
     def verdict(self, name: str, args: Sequence[Any], result: Any) -> HalfVerdict | None:
-        """Return what an operation, such as "_softmax", loses, or None if nothing."""
+        """Return the verdict on an operation, such as "_softmax"; None if it loses nothing."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         made = result[0] if isinstance(result, (tuple, list)) and result else result
         if first is None or first.dtype not in HALF or not isinstance(made, Tensor) or made.dtype not in HALF:

@@ -23,8 +23,8 @@ class HalfOperation:
     Attributes:
         operation: The name, such as "cross_entropy" or "mean of squares".
         kind: "softmax", "norm", "loss" or "sum".
-        module: The name within the model of the module that calls it; "" outside of modules.
-        rounds_result_only: Whether torch's kernel computes in fp32 and rounds its result alone, which costs less.
+        module: The calling module's name in the model; "" outside of modules.
+        rounds_result_only: Whether torch's kernel computes in fp32 and rounds only its result, which loses less.
     """
 
     operation: str
@@ -45,7 +45,7 @@ class HalfOperation:
 
 
 class HalfOperations:
-    """The result of `find_half_operations`, complete when its block has ended."""
+    """The result of `find_half_operations`, complete at the end of the block."""
 
     def __init__(self) -> None:
         # By line, module and dtype: the operation that runs first in each call, to count calls, and the result.
@@ -53,7 +53,7 @@ class HalfOperations:
 
     @property
     def operations(self) -> tuple[HalfOperation, ...]:
-        """The operations in the order in which they first ran, one for each line, module and dtype."""
+        """The operations in the order of their first run, one for each line, module and dtype."""
         return tuple(operation for _, operation in self._found.values())
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class HalfOperations:
         )
 
     def add(self, verdict: HalfVerdict, dtype: torch.dtype, site: CallSite) -> None:
-        """Count an operation that runs at a line; what a function runs inside counts as that function."""
+        """Count an operation that runs at a line; operations inside a function count as the function."""
         name, is_rounded = site.function or verdict.operation, verdict.damage == "rounded"
         key = (name, dtype, site.module, site.file, site.line)
         if key in self._found:
@@ -87,18 +87,18 @@ def find_half_operations(
 ) -> Generator[HalfOperations]:
     """Run a block, such as one training step, and find operations in fp16 or bf16 that need fp32.
 
-    What counts: losses and log-probabilities; softmax; norms, also written by hand as a mean of squares; sums of
-    exponentials; running sums. Not reported are operations on fp32 inputs and torch's own work in backward and
-    optimizers. Where torch's kernel computes in fp32 and only rounds its result, calls under autocast and in
+    Reported are losses and log-probabilities, softmax, norms (also a mean of squares in user code), sums of
+    exponentials, and running sums. Not reported are operations on fp32 inputs and torch's own work in backward and
+    optimizers. If torch's kernel computes in fp32 and only rounds its result, calls under autocast and in
     installed libraries are not reported either. Compiled models run without the compiler in the block.
 
-    Each operation is looked at, which makes the block several times slower: check one step, not a run. Operations of
-    other threads are not seen. Called on any rank by itself. The result is complete at the end of the block.
+    Inspecting each operation makes the block several times slower: check one step, not a run. Operations of
+    other threads are not seen. Any single rank can call this. The result is complete at the end of the block.
 
     Args:
-        model: The model, for the names of modules; without it they are named by their classes.
-        libraries: Whether to report results that kernels round in code of installed libraries, and under autocast.
-        warn: Whether to give a HalfPrecisionWarning at the end if something was found.
+        model: The model, which gives modules their names; without it, modules are named by their classes.
+        libraries: Whether to report results that kernels round in installed libraries and under autocast.
+        warn: Whether to give a HalfPrecisionWarning at the end if an operation was found.
 
     Example:
         >>> scores, labels = torch.randn(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
@@ -119,7 +119,7 @@ def find_half_operations(
 
 
 class _AutocastState(TorchFunctionMode):
-    """Knows whether the function that is running was called under autocast, which no code below autocast sees."""
+    """A record of whether the running function was called under autocast, which code below autocast cannot see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _AutocastState(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at each operation below autocast, where its inputs have the dtype of the computation."""
+    """A dispatch mode that judges each operation below autocast, where inputs have the computation's dtype."""
 
     def __init__(
         self, found: HalfOperations, names: dict[int, str], autocast: _AutocastState, *, libraries: bool

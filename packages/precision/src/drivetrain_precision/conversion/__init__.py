@@ -1,1 +1,1 @@
-"""Changes of linear layers: the choice of layers (pure), a class that is given and taken back, and a report."""
+"""Changes of linear layers: the choice of layers (pure), the exchange of a layer's class, and a report."""

@@ -1,7 +1,7 @@
 """Give a layer another class in place, and take it back.
 
-The layer stays the object that it was: who shares it, its hooks, its parameters and the optimizers that hold them
-stay right, and its state has the names of a plain one.
+The layer stays the same object: its owners, its hooks, its parameters and their optimizers stay valid, and its state
+dict keeps the names of a plain layer.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _RECORD = "class_exchange"
 
 @dataclass(frozen=True, slots=True)
 class ClassExchange:
-    """The record of what an exchange changed, kept by the layer: its class before, and the names that were added."""
+    """The record of an exchange, kept by the layer: its old class and the names that were added."""
 
     owner: Owner  # the purpose of the exchange, which alone undoes it
     plain: type[nn.Module]
@@ -27,9 +27,9 @@ class ClassExchange:
 
 
 def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: str = "") -> nn.Module:
-    """Give a module the class of another one, with the attributes, buffers and modules that it lacks; return it.
+    """Give a module the class of `like`, with the attributes, buffers and modules that it lacks; return the module.
 
-    The class of `like` is a subclass of the module's own, and `name_clash` finds nothing; parameters are left out.
+    The class of `like` must be a subclass of the module's, and `name_clash` must return None. Parameters stay.
     """
     attributes: dict[str, Any] = {
         name: value for name, value in vars(like).items() if name not in vars(module)
@@ -50,12 +50,12 @@ def exchange_class(module: nn.Module, like: nn.Module, *, owner: Owner, recipe: 
 
 
 def added_names(module: nn.Linear) -> frozenset[str]:
-    """Return the names of the attributes, parameters, buffers and modules that a plain layer was given."""
+    """Return the names of the attributes, parameters, buffers and modules that a user added to a plain layer."""
     return _names_in(module) - _names_in(nn.Linear(1, 1, device="meta"))
 
 
 def name_clash(names: Iterable[str], like: nn.Module) -> str | None:
-    """Return why a layer with some names of its own cannot become like another one, or None if it can."""
+    """Return why a layer with added names cannot get the class of `like`; None if it can."""
     clashing = sorted(name for name in names if hasattr(like, name) and not hasattr(nn.Linear, name))
     return f"has {clashing[0]!r} of its own, a name that {type(like).__name__} uses" if clashing else None
 
@@ -70,7 +70,7 @@ def _names_in(module: nn.Module) -> frozenset[str]:
 
 
 def exchange_of(module: nn.Module) -> ClassExchange | None:
-    """Return what an exchange changed, or None for a module as its user made it."""
+    """Return the record of a module's exchange; None for an unchanged module."""
     return vars(module).get(_RECORD)  # of its own: a wrapper may hand on the attributes of the module inside
 
 

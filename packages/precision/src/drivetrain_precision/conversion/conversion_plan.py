@@ -1,4 +1,4 @@
-"""Decide for each layer of a model whether a recipe converts it; nothing is changed yet."""
+"""Decide for each layer of a model whether a recipe converts the layer, without changing the model."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ class SupportsRefusal(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The facts about a model before its layers are looked at: modules by name, and the reasons of the plan."""
+    """The facts that decisions need: a model's modules by name, and reasons to leave modules unchanged."""
 
     modules: Mapping[str, nn.Module]
     kept: Mapping[nn.Module, str]
@@ -43,10 +43,10 @@ def plan_conversion(
     kept: Mapping[nn.Module, str] = MappingProxyType({}),
     known: Collection[str] = (),
 ) -> tuple[LayerDecision, ...]:
-    """Decide for each module with parameters of its own, in the order of the model.
+    """Decide for each module that directly holds parameters whether to convert it, in the model's order.
 
-    Modules that are kept stay as they are, each with its reason. A pattern of the filter may match in the `known`
-    layers of further models; a PrecisionError names one that matches no linear layer.
+    Modules in `kept` stay unchanged, with the given reason. A pattern of the filter may match one of the `known`
+    layers of further models. PrecisionError if a pattern matches no linear layer.
     """
     modules = dict(model.named_modules())  # a shared one once, under its first name
     linear = linear_names(model)
@@ -78,7 +78,7 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def _find_reason(name: str, recipe: SupportsRefusal, layers: LayerFilter, facts: _Facts) -> str:
-    """Return the first reason why a module stays as it is; empty if it is converted."""
+    """Return the first reason why a module stays unchanged; empty if it is converted."""
     module = facts.modules[name]
     if module in facts.kept:
         return facts.kept[module]
@@ -104,7 +104,7 @@ def _converts_norm(recipe: SupportsRefusal, module: nn.Module) -> bool:
 
 
 def _why_unfit(module: nn.Linear) -> str | None:
-    """Return what about a linear layer no recipe could keep."""
+    """Return why no recipe can convert a linear layer, such as a custom forward; None without such a reason."""
     kind, weight = type(module), module.weight
     if kind is not nn.Linear:
         return f"is of class {kind.__module__}.{kind.__name__}, which has a forward of its own"
@@ -122,7 +122,7 @@ def _why_unfit(module: nn.Linear) -> str | None:
 def _explain_ends(
     names: Sequence[str], modules: Mapping[str, nn.Module], layers: LayerFilter
 ) -> dict[str, str]:
-    """Return the reasons of the first and the last of a model's linear layers."""
+    """Return the reasons to leave a model's first and last linear layers unchanged."""
     # A layer and the copy that `peft` trains of it are in one place.
     places = {
         name: next(
@@ -143,7 +143,7 @@ def _explain_ends(
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module lies in an adapted layer beside that layer, as `peft` and its kin name it."""
+    """Return whether a module is an adapter of a layer, by the names that `peft` and similar libraries use."""
     steps = [modules[each] for each in _lineage(name)]
     bases = (getattr(outer, "base_layer", None) for outer in steps)
     return any(
@@ -153,12 +153,12 @@ def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _lineage(name: str) -> list[str]:
-    """Return the names of all modules that a module lies in, from the model on, and its own."""
+    """Return the names of all modules that contain a module, from the model down, and the module's name."""
     return ["", *accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
 def _explain_ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
-    """Return for each parameter that several modules hold, by its full name, the reason to keep its layer."""
+    """Return the reason to leave a layer unchanged for each parameter that several modules hold, by full name."""
     holders: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):
@@ -175,7 +175,7 @@ def _explain_ties(modules: Mapping[str, nn.Module]) -> Mapping[str, str]:
 def _plan_fusions(
     model: nn.Module, recipe: SupportsNormConversion, decisions: Sequence[LayerDecision]
 ) -> tuple[LayerDecision, ...]:
-    """Return decisions that name the pairs: norms and linear layers that are converted into one layer."""
+    """Return the decisions with pairs marked: a norm and a linear layer that become one layer."""
     modules = dict(model.named_modules())
     places = Counter(each for _, each in model.named_modules(remove_duplicate=False))
     linear = {each.name for each in decisions if each.is_linear and each.converts}
@@ -200,7 +200,7 @@ def _plan_fusions(
 
 
 def _find_reader(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module | None]:
-    """Return the module that alone reads another one's output, and its name; None if that is not certain."""
+    """Return the name and module of the only reader of a module's output; None if that is uncertain."""
     outer, _, own = name.rpartition(".")
     parent = modules[outer]
     # A subclass or a forward set on the object may call its children in another order.

@@ -1,4 +1,4 @@
-"""The protocol of a recipe that converts norms beside linear layers."""
+"""The protocol of a recipe that converts both norms and linear layers."""
 
 from typing import Literal, Protocol, runtime_checkable
 
@@ -13,14 +13,14 @@ NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm)
 class SupportsNormConversion(Protocol):
     """A recipe whose `refusal`, `convert` and `restore` take the norms of `NORMS` too, on every rank.
 
-    1. The plan calls `refusal` of each norm, unless `norms` is "keep".
-    2. With "fuse" it calls `fusion_refusal` of each norm that a linear layer follows directly, both to be converted.
-    3. The norm is changed by `convert`, then the pair by `fuse`, and each of them is given back by `restore`.
+    1. The plan calls `refusal` for each norm, unless `norms` is "keep".
+    2. With "fuse", it calls `fusion_refusal` for each converted norm with a converted linear layer right after it.
+    3. `convert` changes the norm, then `fuse` changes the pair. `restore` undoes both.
     """
 
     @property
     def norms(self) -> Norms:
-        """The treatment of norms: they stay, are converted, or are computed by the layer that alone reads them."""
+        """The treatment of norms: "keep", "convert", or "fuse" with the linear layer that alone reads the norm."""
         ...
 
     def fusion_refusal(self, norm: nn.Module, linear: nn.Linear) -> str | None:
@@ -30,6 +30,6 @@ class SupportsNormConversion(Protocol):
     def fuse(self, norm: nn.Module, linear: nn.Linear) -> nn.Module:
         """Return the layer that computes both, for the place of the linear layer.
 
-        The norm is converted already: it keeps its parameters, and from now on hands on what it is given.
+        The norm is already converted. It keeps its parameters, and from now on returns its input.
         """
         ...

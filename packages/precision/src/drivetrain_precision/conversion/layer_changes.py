@@ -1,4 +1,4 @@
-"""Change layers of a model: all of them, or none."""
+"""Change layers of a model: all of the given layers, or none."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,8 +12,8 @@ Change = Callable[[nn.Module], nn.Module]
 def change_layers(model: nn.Module, names: Iterable[str], change: Change, undo: Change) -> None:
     """Change layers of a model, and put each result into every place of the model that holds the layer.
 
-    If a change fails, or the user interrupts, `undo` gives changed layers back what they were, and the model is left
-    as it was. A PrecisionError says that the model is itself to be exchanged.
+    If a change fails or the user interrupts, `undo` restores the changed layers, and the model is unchanged.
+    PrecisionError if the model itself is a layer that would be replaced.
     """
     changed: list[tuple[nn.Module, nn.Module]] = []
     try:

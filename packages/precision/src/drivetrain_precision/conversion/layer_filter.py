@@ -1,4 +1,4 @@
-"""Choose the linear layers to convert: by name, by type, by size, by place, or by a function."""
+"""Choose the linear layers to convert, by name, type, size, place or a function."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class LayerFilter:
 
     Attributes:
         include: Patterns of the layers' names, as `fnmatch` reads them; one must match.
-        exclude: Patterns of names, of which none may match, such as `"*.router"`.
-        inside: Types of modules; a layer must be one of them or lie in one. Empty: anywhere.
-        min_features: The least of a layer's `in_features` and `out_features`; small products gain nothing.
-        skip_first: Whether to keep the model's first linear layer as it is, which sees the input's full range.
-        skip_last: Whether to keep its last one, which in language models computes the logits.
-        accept: A function of name and layer that returns whether to convert it.
+        exclude: Patterns of names, such as `"*.router"`; none may match.
+        inside: Types of modules; a layer must lie in a module of such a type or be one. If empty, any place counts.
+        min_features: The minimum of a layer's `in_features` and `out_features`; small products gain nothing.
+        skip_first: Whether to leave out the model's first linear layer, which sees the input's full range.
+        skip_last: Whether to leave out the last linear layer, which in language models computes the logits.
+        accept: A function of a layer's name and the layer that returns whether to convert the layer.
     """
 
     include: tuple[str, ...] = ("*",)
@@ -34,7 +34,7 @@ class LayerFilter:
     accept: Callable[[str, nn.Module], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for a value of another type than its field, or a negative one."""
+        """Raise PrecisionError for a value of a wrong type or a negative number."""
         for field in ("include", "exclude"):
             patterns: object = getattr(self, field)
             if not _is_tuple_of(patterns, lambda each: isinstance(each, str)):
@@ -54,13 +54,13 @@ class LayerFilter:
             raise PrecisionError(f"accept={self.accept!r}: must be a function of name and layer, or None")
 
     def check(self, names: Collection[str]) -> None:
-        """Raise PrecisionError, with the nearest names, for a pattern that matches none of these linear layers."""
+        """Raise PrecisionError, with the nearest names, if a pattern matches none of the linear layers in `names`."""
         for field in ("include", "exclude"):
             for pattern in getattr(self, field):
                 check_pattern(pattern, names, said=f"LayerFilter({field}={pattern!r})")
 
     def refusal(self, name: str, module: nn.Module, *, is_inside: bool) -> str | None:
-        """Return why a layer, which lies in one of the types of `inside` or not, is left out; None if it is not."""
+        """Return why the filter leaves a layer out, or None; `is_inside` says if it lies in a type of `inside`."""
         if not any(fnmatchcase(name, pattern) for pattern in self.include):
             return f"no pattern of include={self.include!r} matches"
         for pattern in self.exclude:
@@ -78,14 +78,14 @@ class LayerFilter:
 
 
 def check_layers(layers: object) -> None:
-    """Raise PrecisionError for what is given as a recipe's filter and is none."""
+    """Raise PrecisionError if a recipe's filter is not a LayerFilter."""
     if not isinstance(layers, LayerFilter):
         hint = ", as in LayerFilter(accept=...)" if callable(layers) else ""
         raise PrecisionError(f"layers={layers!r}: must be a LayerFilter{hint}")
 
 
 def check_pattern(pattern: str, names: Collection[str], *, said: str) -> None:
-    """Raise PrecisionError if a pattern, given as `said`, matches no layer; with what would, or is near."""
+    """Raise PrecisionError, with near names, if a pattern, which the user wrote as `said`, matches no layer."""
     if pattern == "*" or any(fnmatchcase(name, pattern) for name in names):
         return
     wider = (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*", f"*{pattern}*")

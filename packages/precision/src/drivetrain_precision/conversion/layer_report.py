@@ -1,4 +1,4 @@
-"""A report of what became of each layer of a model, and in words."""
+"""A report on the conversion of each layer of a model, with a summary in words."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDecision:
-    """The decision about a module that has parameters of its own."""
+    """The decision about a module that directly holds parameters."""
 
     name: str  # its first name in the model
     kind: str  # the name of its class
@@ -30,7 +30,7 @@ class LayerDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """The decision for each module of a model that has parameters of its own, in the order of the model."""
+    """The decision for each module that directly holds parameters, in the order of the model."""
 
     layers: tuple[LayerDecision, ...]
 
@@ -41,17 +41,17 @@ class LayerReport:
 
     @property
     def converted_linear(self) -> tuple[str, ...]:
-        """The names of the linear layers among them."""
+        """The names of the linear layers that are converted."""
         return tuple(each.name for each in self.layers if each.converts and each.is_linear)
 
     def counts(self, converted: str) -> str:
-        """Return how many layers are converted, whose verb and object are given, and why the others are not."""
+        """Count the converted layers, and other layers by reason, in words; `converted` is the verb phrase."""
         reasons = Counter(each.reason for each in self.layers if not each.converts)
         first = f"{len(self.converted)} of {len(self.layers)} layers {converted}; the others:"
         return "\n".join([first, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
 
     def refusals(self, model: nn.Module) -> str:
-        """Return why the first linear layers of the model are not converted."""
+        """Return why the first few linear layers of the model are not converted."""
         linear = [
             f"{each.name or type(model).__name__} {each.reason}" for each in self.layers if each.is_linear
         ]

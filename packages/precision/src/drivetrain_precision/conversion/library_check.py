@@ -16,7 +16,7 @@ class NeededLibrary:
 
 
 def check_library(needed: NeededLibrary) -> str | None:
-    """Return what is missing of a library and how to install it; None if nothing is."""
+    """Return why a library cannot be used and how to install it; None if the library is usable."""
     repair = f"pip install 'drivetrain-precision[{needed.extra}]'"
     try:
         found = version(needed.library)

@@ -1,1 +1,1 @@
-"""The dtypes of a run: what parameters are held, reduced and returned in, and the modules that stay in fp32."""
+"""The dtypes of a run: those of parameters, reductions and outputs, and the modules that stay in fp32."""

@@ -19,16 +19,16 @@ WeightUpdate = Literal["nearest", "stochastic", "kahan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePolicy:
-    """The dtypes that models are held, reduced and returned in; None leaves the choice to the model or the backend.
+    """The dtypes of parameters, reductions and outputs; None leaves the choice to the model or the backend.
 
     Attributes:
-        param: The dtype that parameters, and their gradients and optimizer states, are held in between steps.
+        param: The dtype of parameters, their gradients and optimizer states between steps.
         reduce: The dtype in which ranks add up gradients.
         output: The dtype of the floating-point tensors that a model returns.
-        buffer: The dtype that floating-point buffers are held in.
+        buffer: The dtype of floating-point buffers.
         keep_fp32: The patterns of the modules that are held and computed in fp32; see `find_islands`.
-        update: The rounding of steps of parameters that are held in bf16; None leaves it to the optimizer.
-        is_update_said: Whether the settings said `update`.
+        update: The rounding of optimizer steps on parameters in bf16; None leaves it to the optimizer.
+        is_update_said: Whether the user's settings give `update`.
     """
 
     param: torch.dtype | None = None
@@ -40,7 +40,7 @@ class DtypePolicy:
     is_update_said: bool = False
 
     def said(self) -> dict[str, object]:
-        """Return the settings that were said, by their names in the `precision` section."""
+        """Return the settings that the user gave, by their names in the `precision` section."""
         found: dict[str, object] = {
             **{f"{use}_dtype": NAMES.get(getattr(self, use)) for use in _USES},
             "keep_fp32": self.keep_fp32 or None,
@@ -50,9 +50,9 @@ class DtypePolicy:
 
 
 def choose_dtypes(mode: str, device: torch.device, settings: PrecisionSettings) -> DtypePolicy:
-    """Return the dtypes that the `precision` section asks for where models compute in "no", "fp16" or "bf16".
+    """Return the dtypes that the `precision` section asks for with the mode "no", "fp16" or "bf16".
 
-    A PrecisionError says which settings contradict each other, or that the device cannot compute in `param_dtype`.
+    PrecisionError if settings contradict each other, or if the device cannot compute in `param_dtype`.
     """
     param, update = settings.param_dtype, settings.weight_update
     if param == "bf16" and mode == "fp16":

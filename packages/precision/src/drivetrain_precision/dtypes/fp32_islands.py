@@ -2,7 +2,7 @@
 
 A module keeps its identity, its names in the state dict and its hooks: only its class is exchanged for a subclass
 whose `forward` casts its inputs to fp32, leaves autocast, and casts its outputs back. A copy or pickle of the module
-is such a module again.
+stays in fp32 too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from drivetrain_precision.nested_tensors import cast_floating, floating_tensors
 
 
 class Fp32Island:
-    """The base of the classes that `keep_in_fp32` makes, each in place of its `outer_class`."""
+    """The base of the classes that `keep_in_fp32` makes; each replaces its `outer_class`."""
 
     outer_class: type[nn.Module]
 
@@ -36,11 +36,11 @@ def find_islands(
     Args:
         models: The models to search.
         patterns: The patterns of names and classes.
-        known: Further models that a pattern may match in place of these, such as those prepared earlier.
+        known: Further models, such as models prepared earlier, that a pattern may match instead.
 
     Raises:
-        PrecisionError: A pattern matches nothing, or all of a model; or a module in fp32 shares a parameter with one
-            that is not.
+        PrecisionError: A pattern matches nothing, or all of a model; or a module in fp32 shares a parameter with a
+            module in another dtype.
     """
     models, patterns = list(models), tuple(patterns)
     found = {model: [p for p in patterns if matching_modules(model, p)] for model in [*models, *known]}
@@ -65,16 +65,16 @@ def matching_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 def keep_in_fp32(
     islands: Iterable[nn.Module], device: torch.device, *, outside: torch.dtype | None = None
 ) -> None:
-    """Make modules compute in fp32, in place; their parameters are the caller's to cast.
+    """Make modules compute in fp32, in place. The caller must cast their parameters.
 
     Args:
-        islands: The modules, those inside of others included.
-        device: The device that they compute on.
-        outside: The dtype of the outputs of a module without a floating-point input, such as an embedding or a rotary
-            table; as computed if None. Others return the dtype of their first floating-point input.
+        islands: The modules, including modules inside them.
+        device: The device that the modules compute on.
+        outside: The output dtype of modules without a floating-point input, such as an embedding or a rotary table;
+            None leaves outputs unchanged. Other modules return the dtype of their first floating-point input.
 
     Raises:
-        PrecisionError: A module has a forward of its own beside its class's, which would be called instead.
+        PrecisionError: A module has a `forward` set on the object, which would be called instead of the class's.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}  # one a class, or each module would be compiled anew
     for module in islands:
@@ -91,7 +91,7 @@ def keep_in_fp32(
 
 
 def restore_island(module: nn.Module) -> None:
-    """Undo `keep_in_fp32` of a module in place; leave another as it is."""
+    """Undo `keep_in_fp32` of a module in place; do nothing for other modules."""
     if isinstance(module, Fp32Island):
         module.__class__ = module.outer_class  # pyright: ignore[reportAttributeAccessIssue]
 

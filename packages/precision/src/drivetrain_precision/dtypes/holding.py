@@ -1,4 +1,4 @@
-"""Cast a model's parameters and buffers to the dtypes that they are held in, in place."""
+"""Cast a model's parameters and buffers to the dtypes of a policy, in place."""
 
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from drivetrain_precision.dtypes.dtype_policy import NAMES, DtypePolicy
 
 
 def held_dtype(tensor: Tensor, dtypes: DtypePolicy, *, is_island: bool) -> torch.dtype:
-    """Return the dtype that a parameter or buffer is held in; integers and quantized weights keep theirs."""
+    """Return the dtype for a parameter or buffer; integers and quantized weights keep their dtype."""
     is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     if not is_plain or tensor.dtype not in (*NAMES, torch.float64):
         return tensor.dtype
@@ -21,7 +21,7 @@ def held_dtype(tensor: Tensor, dtypes: DtypePolicy, *, is_island: bool) -> torch
 
 @torch.no_grad()
 def hold(model: nn.Module, dtypes: DtypePolicy, islands: Collection[nn.Module]) -> None:
-    """Cast a model's parameters and buffers in place; parameters stay the same objects, for their optimizers."""
+    """Cast a model's parameters and buffers in place; for optimizers, parameters stay the same objects."""
     if dtypes.param is None and dtypes.buffer is None and not islands:
         return
     cast: dict[Tensor, Tensor] = {}  # a buffer that two modules share stays shared

@@ -1,4 +1,4 @@
-"""The dtypes of saved weights against those of the run that loads them."""
+"""The differences between dtypes of saved weights and dtypes of the run that loads them."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,10 +13,10 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def find_conversions(
     saved: Mapping[str, Any], own: Mapping[str, Any], dtypes: DtypePolicy, *, parameters: Collection[str]
 ) -> dict[str, str]:
-    """Return the tensors that a load converts, such as {"weight": "bfloat16 to float32"}.
+    """Return the conversions of a load by tensor, such as {"weight": "bfloat16 to float32"}.
 
-    Only plain floating-point tensors of the two states are compared, sharded or not; those without the name of a
-    parameter are buffers. ValueError if a tensor would be rounded, and the dtypes of the run do not ask for it.
+    Only plain floating-point tensors of the two states are compared, sharded or not; tensors not in `parameters` are
+    buffers. ValueError if a load would round a tensor and the run's dtypes do not ask for it.
     """
     changed: dict[str, str] = {}
     for name, value in own.items():

@@ -1,1 +1,1 @@
-"""Matrix products in 8 bits and below: recipes, which layers they convert, and the proof that they ran."""
+"""Matrix products in 8 bits and below: recipes, the layers that they convert, and a check that products ran."""

@@ -1,7 +1,7 @@
-"""Products with frozen weights: torchao 0.18 computes the gradient of a weight whether it is trained or not.
+"""Products with frozen weights, without the weight's gradient, which torchao 0.18 computes even for frozen weights.
 
-These leave it out, and the input that it alone would need is not kept for the backward. Output and gradient of the
-input are those of torchao's own functions, bit for bit. Importing this module imports torchao.
+The input, which only the weight's gradient needs, is not kept for the backward. Output and input gradient equal those
+of torchao's own functions, bit for bit. Importing this module imports torchao.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class FrozenFloat8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transposed: Tensor, products: Any, config: Any) -> Tensor:
-        """Return the product (..., out_features) of rows and a transposed weight, perhaps gathered in float8."""
+        """Return the product (..., out_features) of rows and a transposed weight, which may be gathered in float8."""
         output = matmul_with_hp_or_float8_args.forward(ctx, rows, transposed, products, config)
         ctx.save_for_backward(transposed)  # in place of the input too
         return output
@@ -48,7 +48,7 @@ class FrozenMXFP8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, kernels: Any, scales: Any) -> Tensor:
-        """Return the product (..., out_features) of rows and a weight in their dtype."""
+        """Return the product of rows and a weight, of shape (..., out_features), in the rows' dtype."""
         ctx.save_for_backward(weight)
         ctx.kernels, ctx.scales = kernels, scales
         return mxfp8_product(rows, weight, kernels=kernels, scales=scales, plain_weight_gradient=True)
@@ -57,7 +57,7 @@ class FrozenMXFP8Product(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_output: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of the rows: the product of the output's gradient and the weight, along outputs."""
+        """Return the rows' gradient: the product of the output's gradient and the weight, summed over outputs."""
         (weight,) = ctx.saved_tensors
         gradient = mxfp8_product(
             grad_output.contiguous(),
@@ -70,7 +70,7 @@ class FrozenMXFP8Product(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor, cast: Any, role: GemmInputRole, ctx: Any) -> Tensor:
-    """Cast a factor of the input's gradient as torchao does, whose sum runs over its last dimension."""
+    """Cast a factor of the input's gradient as torchao does, for a sum over its last dimension."""
     if tensor_already_casted_to_fp8(tensor) or cast.scaling_type is ScalingType.DISABLED:
         return tensor
     return hp_tensor_to_float8_dynamic(

@@ -10,7 +10,7 @@ from drivetrain_precision.support import Support
 
 @dataclass(frozen=True, slots=True)
 class GPUGeneration:
-    """The GPUs that compute a format, and the first of their compute capabilities."""
+    """The GPUs that compute a format, and their lowest compute capability."""
 
     name: str
     capability: tuple[int, int]
@@ -22,7 +22,7 @@ BLACKWELL = GPUGeneration("a Blackwell or newer GPU", (10, 0))
 
 
 def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool) -> Support:
-    """Return how far a device can run a recipe whose library is there, and which `emulates` on a CPU or does not."""
+    """Return a device's support for a recipe with an installed library; `emulates`: whether it runs on a CPU."""
     if device.type == "cpu" and emulates:
         return Support(
             level="emulated", reason="a CPU computes it by products in fp32: right, but slower than bf16"
@@ -37,7 +37,7 @@ def check_hardware(needed: Requirements, device: torch.device, *, emulates: bool
 
 
 def check_capability(needed: Requirements, found: tuple[int, int], name: str) -> Support:
-    """Return whether a CUDA device of a compute capability and a name can run a recipe."""
+    """Return whether the CUDA device of this name and compute capability can run a recipe."""
     shown = f"{name} has compute capability {found[0]}.{found[1]}"
     if found < needed.capability:
         least = ".".join(map(str, needed.capability))

@@ -1,4 +1,4 @@
-"""Convert the layers of a model to a recipe, report on each, and give the plain model back."""
+"""Convert the layers of a model to a recipe, report on each layer, and restore the plain model."""
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ _OF_TORCHAO = ("Float8Linear", "MXFP8Linear", "NVFP4Linear")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport(LayerReport):
-    """A report of which layers compute in a recipe, by its name, and why the others do not."""
+    """A report of the layers that compute in a recipe, with reasons for the others."""
 
     recipe: str
 
@@ -50,26 +50,26 @@ def convert_model(
     kept: Mapping[nn.Module, str] = MappingProxyType({}),
     known: Collection[str] = (),
 ) -> ConversionReport:
-    """Let the linear layers of a model compute in a recipe, in place, and its norms where the recipe says so.
+    """Make a model's linear layers compute in a recipe, in place; also its norms if the recipe converts norms.
 
-    Weights, their names and their optimizers stay as they are: only the products change. Called on all ranks, before
-    the model is prepared. The report has a line for every module with parameters of its own.
+    Weights, their names and their optimizers stay unchanged: only the products change. Called on all ranks, before
+    the model is prepared. The report has a line for every module that directly holds parameters.
 
     Args:
-        model: The model; its layers are not divided among ranks yet.
-        recipe: The recipe that layers are to compute in, or its name.
+        model: The model; its layers must not be divided among ranks yet.
+        recipe: The recipe that layers should compute in, or its name.
         filter: The layers to convert; None for the recipe's own filter.
         device: The device to compute on; None takes the device of the parameters or, if that is the CPU, this
             machine's accelerator.
-        kept: Modules to leave as they are, with a reason each for the report, such as the result of `find_islands`.
-        known: Names of linear layers of further models, which a pattern of the filter may match in place of this
-            model's.
+        kept: Modules to leave unchanged, such as the result of `find_islands`, with reasons for the report.
+        known: Names of linear layers of further models, which a pattern of the filter may match instead of this
+            model's layers.
 
     Raises:
-        NothingConvertedError: No layer can be converted, and none that is kept is converted already. The model is
-            left as it was.
+        NothingConvertedError: No layer can be converted, and no layer in `kept` is already converted. The model is
+            unchanged.
         PrecisionError: A pattern matches nothing, there is no such recipe, the device or the libraries cannot run it,
-            or a layer is converted already or rounds its weight by `prepare_qat`. The model is left as it was.
+            or a layer is already converted or rounds its weight by `prepare_qat`. The model is unchanged.
     """
     model, recipe = unwrap_compiled(model), as_recipe(recipe)
     found = list(_find_converted(model, recipe))
@@ -102,7 +102,7 @@ def convert_model(
 def restore_model(
     model: nn.Module, recipe: Fp8Recipe | str, *, kept: Container[nn.Module] = ()
 ) -> tuple[str, ...]:
-    """Give a model its plain layers back, in place, with equal weights, and return the names of those layers.
+    """Restore a model's plain layers in place, with equal weights, and return the names of the restored layers.
 
     Modules in `kept`, such as those shared with another model, stay converted.
     """
@@ -113,7 +113,7 @@ def restore_model(
 
 
 def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]:
-    """Return what converted layers keep beside their weights, by layer and name, for a checkpoint."""
+    """Return the tensors that converted layers keep besides weights, by layer and name, for a checkpoint."""
     recipe = as_recipe(recipe)
     return {
         f"{name}.{key}" if name else key: value
@@ -125,12 +125,12 @@ def recipe_state(model: nn.Module, recipe: Fp8Recipe | str) -> dict[str, Tensor]
 def load_recipe_state(
     model: nn.Module, recipe: Fp8Recipe | str, state: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Load what `recipe_state` returned, and return the names that the state does not have.
+    """Load the tensors that `recipe_state` returned, and return the names that the state lacks.
 
-    A checkpoint of another recipe has none of them, and the layers begin as if they were new.
+    A checkpoint of another recipe lacks all names; the layers then begin as if they were new.
 
     Raises:
-        PrecisionError: A tensor was saved in another shape than this recipe keeps; nothing was loaded.
+        PrecisionError: A saved tensor has another shape than in this recipe; nothing was loaded.
     """
     recipe = as_recipe(recipe)
     live = recipe_state(model, recipe)
@@ -148,7 +148,7 @@ def load_recipe_state(
 
 
 def _make_change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerDecision]) -> Change:
-    """Return the function that converts a layer; one that computes a norm too comes after the norm."""
+    """Return the function that converts a layer. A layer fused with a norm must be converted after the norm."""
     norms = {
         model.get_submodule(each.name): each.fused_with
         for each in decisions
@@ -164,7 +164,7 @@ def _make_change(model: nn.Module, recipe: Fp8Recipe, decisions: Iterable[LayerD
 
 
 def _check_support(model: nn.Module, recipe: Fp8Recipe, device: torch.device | None) -> None:
-    """Check that the model's device, or else this machine's accelerator, can run a recipe."""
+    """Check that the given device, the model's or this machine's accelerator can run a recipe."""
     kinds = {each.device.type: each.device for each in model.parameters() if not each.is_meta}
     devices = list(kinds.values()) if device is None else [device]
     supports = {each: recipe.support(each) for each in devices}
@@ -184,7 +184,7 @@ def _find_converted(model: nn.Module, recipe: Fp8Recipe) -> Iterator[tuple[str, 
 
 
 def converted_by(module: nn.Module) -> str | None:
-    """Return what converted a layer to fp8, in words; None for any other module."""
+    """Return the library or recipe that converted a layer to fp8, in words; None for other modules."""
     record = exchange_of(module)
     if record is not None:
         return f"{record.recipe} by convert_model" if record.owner == "fp8" else None
@@ -195,7 +195,7 @@ def converted_by(module: nn.Module) -> str | None:
 
 
 def describe_converted(models: Iterable[nn.Module]) -> str | None:
-    """Return how many linear layers of models compute in fp8, and by whom; None if there is none."""
+    """Describe how many linear layers of models compute in fp8 and what converted them; None without such layers."""
     modules = {each for model in models for each in unwrap_compiled(model).modules()}
     owners = Counter(filter(None, map(converted_by, modules)))
     if not owners:

@@ -1,4 +1,4 @@
-"""Count the matrix products of a step by the formats that they ran in, from torch's own record of operations."""
+"""Count the matrix products of a step by format, from torch's own record of operations."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _COMPILING = "torch.compile was compiling; mark the sizes that change from step 
 
 @dataclass(slots=True, kw_only=True)
 class ProductCounts:
-    """The matrix products that ran, filled in when the counting ends."""
+    """The counts of the matrix products that ran, filled in when the counting ends."""
 
     scaled: int = 0  # in 8 bits or fewer
     others: int = 0  # in other formats: of layers that are not converted, attention, emulation

@@ -16,7 +16,7 @@ from drivetrain_precision.support import Support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """The formats that a recipe computes in, such as "e4m3", "e5m2" or "bf16"; those of a product's two operands.
+    """The formats of the two operands of a recipe's products, such as "e4m3", "e5m2" or "bf16".
 
     Attributes:
         forward: The formats of input and weight, whose product is the output.
@@ -36,7 +36,7 @@ class Products:
 def products_of(
     forward: str, gradients: str = "", *, weight_gradient: str = "", all_gather: str = "bf16"
 ) -> Products:
-    """Return the formats of a recipe's products; those of a gradient that is not given are those before it."""
+    """Return the formats of a recipe's products. A gradient without a format gets the previous product's format."""
     gradients = gradients or forward
     return Products(
         forward=forward,
@@ -53,10 +53,10 @@ class Requirements(NeededLibrary):
     Attributes:
         capability: The first CUDA compute capability whose tensor cores compute the formats.
         hardware: The devices in words.
-        wants_compile: Whether it is faster than bf16 under torch.compile alone, which fuses its casts.
-        counts_emulation: Whether its emulation on a CPU runs products that `counting` tells from plain ones.
-        backends: The names of the backends that it may train under; None for all of them.
-        untried_backends: The names of untested backends; a run under one gets a warning.
+        wants_compile: Whether the recipe is faster than bf16 only under torch.compile, which fuses its casts.
+        counts_emulation: Whether `counting` can tell products emulated on a CPU from plain products.
+        backends: The names of the backends that allow the recipe; None for all.
+        untried_backends: The names of untested backends; a run under such a backend gets a warning.
     """
 
     capability: tuple[int, int]
@@ -69,7 +69,7 @@ class Requirements(NeededLibrary):
 
 @runtime_checkable
 class SupportsFp8Gather(Protocol):
-    """A converted layer whose weight FSDP2 gathers in 8 bits. The backend that shards calls it on all ranks.
+    """A converted layer whose weight FSDP2 gathers in 8 bits. The sharding backend calls it on all ranks.
 
     Attributes:
         weight: The weight, of shape (out_features, in_features).
@@ -82,34 +82,33 @@ class SupportsFp8Gather(Protocol):
         ...
 
     def compute_scales(self, layers: nn.Module) -> None:
-        """Compute the scales of all such layers in a module by one all-reduce, for the gathers that follow.
+        """Compute the scales of all such layers in a module by one all-reduce, for the next gathers.
 
-        Layers whose weights are gathered now are left out. Called on all ranks.
+        Layers with a currently gathered weight are left out. Called on all ranks.
         """
         ...
 
     def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
-        """Let a weight's gathers use a scale, or each compute its own; return the scale that they used.
+        """Set the scale of a weight's gathers, and return the old scale.
 
         Args:
-            shard: The layer's weight as it is divided, which the layer does not hold while it is gathered.
-            scale: The scale; None if each gather computes one, by an all-reduce of its own.
+            shard: This rank's part of the layer's weight; while gathered, the layer holds the full weight instead.
+            scale: The scale; None if each gather computes a scale by an all-reduce.
         """
         ...
 
 
 def gathers_in_fp8(module: nn.Module) -> TypeGuard[SupportsFp8Gather]:
-    """Return whether a module is such a layer, and no wrapper that hands on the attributes of one inside."""
+    """Return whether a module is such a layer itself, not a wrapper that forwards an inner layer's attributes."""
     return hasattr(type(module), SupportsFp8Gather.weight_for_all_gather.__name__)
 
 
 class Fp8Recipe(Protocol):
     """A recipe for training in 8 bits or fewer; a frozen dataclass, registered under `drivetrain.fp8_recipes`.
 
-    A run calls, on every rank: `support` when it is composed; for each model `refusal` of each linear layer, then
-    `convert` of those that are accepted; in each step `computing` around the forward; `counting` around the first
-    step alone. `state` belongs to checkpoints, and `restore` ends what `convert` began. A recipe that takes norms
-    too is a `SupportsNormConversion`.
+    A run makes these calls on every rank. When it is composed: `support`. For each model: `refusal` for each linear
+    layer, then `convert` for accepted layers. In each step: `computing` around the forward. In the first step:
+    `counting`. Checkpoints call `state`; `restore` undoes `convert`. To convert norms, see `SupportsNormConversion`.
     """
 
     @property
@@ -124,16 +123,16 @@ class Fp8Recipe(Protocol):
 
     @property
     def products(self) -> Products:
-        """The formats that it computes in."""
+        """The formats that the recipe computes in."""
         ...
 
     @property
     def layers(self) -> LayerFilter:
-        """The layers to convert, among those that it accepts."""
+        """The layers to convert, among the layers that the recipe accepts."""
         ...
 
     def support(self, device: torch.device) -> Support:
-        """Return how far a device and the installed library can run it, and why not."""
+        """Return whether a device and the installed library can run the recipe, and why."""
         ...
 
     def refusal(self, module: nn.Module) -> str | None:
@@ -141,15 +140,15 @@ class Fp8Recipe(Protocol):
         ...
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Return the module that computes in the recipe: the same one if it can be changed in place."""
+        """Return the module that computes in the recipe: the same module if it can be changed in place."""
         ...
 
     def is_converted(self, module: nn.Module) -> bool:
-        """Return whether a recipe of this kind returned this module by `convert`; False for a user's own layer."""
+        """Return whether `convert` of a recipe of this kind returned the module; False for a user's own layer."""
         ...
 
     def restore(self, module: nn.Module) -> nn.Module:
-        """Return the plain module of a converted one, with equal weights."""
+        """Return the plain module for a converted module, with equal weights."""
         ...
 
     def computing(self) -> AbstractContextManager[object]:
@@ -157,12 +156,12 @@ class Fp8Recipe(Protocol):
         ...
 
     def counting(self) -> AbstractContextManager[ProductCounts]:
-        """Return a context that counts the matrix products in it, by whether they ran in the recipe's formats."""
+        """Return a context that counts its matrix products: those in the recipe's formats and all others."""
         ...
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Return what a converted module keeps from step to step beside its weights, such as an amax history.
+        """Return the tensors besides weights that a converted module keeps between steps, such as an amax history.
 
-        These are the tensors that the module works with: a checkpoint is loaded by copying into them.
+        The tensors must be the module's own, not copies: loading a checkpoint copies values into them.
         """
         ...

@@ -28,7 +28,7 @@ _MEMBERS = tuple(sorted(name for name in vars(Fp8Recipe) if not name.startswith(
 
 @dataclass(frozen=True, slots=True)
 class RecipeChoice:
-    """The recipe of a run and the reason, or None and why the device or the libraries can run none."""
+    """The recipe of a run and the reason; without a recipe, the reason why the device or libraries allow none."""
 
     recipe: Fp8Recipe | None
     reason: str
@@ -40,7 +40,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def check_recipe_name(name: str) -> None:
-    """Raise PrecisionError, with all names, if there is no recipe of this name; "auto" stands for any."""
+    """Raise PrecisionError, with all names, if no recipe has this name; "auto" is allowed."""
     if name != "auto" and name not in recipe_names():
         raise PrecisionError(
             f"fp8_recipe={name!r}: there is no such recipe; there are {', '.join(recipe_names())}"
@@ -48,7 +48,7 @@ def check_recipe_name(name: str) -> None:
 
 
 def load_recipe(name: str) -> Fp8Recipe:
-    """Return a recipe with its default options; PrecisionError, with all names, if there is none of this name."""
+    """Return a recipe with its default options; PrecisionError, with all names, if no recipe has this name."""
     if name == "auto":
         raise PrecisionError(
             f"'auto' is a choice of settings, by device; the recipes are {', '.join(recipe_names())}"
@@ -59,7 +59,7 @@ def load_recipe(name: str) -> Fp8Recipe:
 
 
 def as_recipe(given: object) -> Fp8Recipe:
-    """Return a recipe that is given as an object or by name; PrecisionError, with all names, for anything else."""
+    """Return the recipe for an object or a name; PrecisionError, with all names, for anything else."""
     if isinstance(given, str):
         return load_recipe(given)
     if all(hasattr(given, each) for each in _MEMBERS):
@@ -76,7 +76,7 @@ def as_recipe(given: object) -> Fp8Recipe:
 def choose_recipe(
     device: torch.device, settings: PrecisionSettings, given: Fp8Recipe | None = None
 ) -> RecipeChoice:
-    """Choose the recipe of a run: the one given in code, which the settings may not contradict, or theirs."""
+    """Choose the recipe of a run: `given` or the settings' recipe; PrecisionError if they contradict each other."""
     if given is not None:
         _check_agrees(given, settings)
     elif settings.fp8_recipe == "auto":
@@ -109,19 +109,19 @@ def _supports(device: torch.device) -> dict[str, Support]:
 
 
 def _best_first(supports: Mapping[str, Support]) -> list[str]:
-    """Return the recipes that can run, the best first; those in hardware before those that are emulated."""
+    """Return the recipes that can run, the best first; recipes in hardware come before emulated recipes."""
     native = [name for name, support in supports.items() if support.level == "native"]
     emulated = [name for name, support in supports.items() if support.level == "emulated"]
     return [*_sort_names(native, _BEST_FIRST), *_sort_names(emulated, _EMULATED_FIRST)]
 
 
 def _sort_names(names: Sequence[str], first: Sequence[str]) -> list[str]:
-    """Return names with those of `first` before the others, in its order."""
+    """Return names sorted: first the names in `first`, in that order, then the others."""
     return [*(name for name in first if name in names), *(name for name in names if name not in first)]
 
 
 def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
-    """Check that the settings say nothing that a recipe given in code would leave unheard."""
+    """Raise PrecisionError if the settings give a value that a recipe given in code would ignore."""
     if settings.fp8_recipe not in ("auto", given.name):
         raise PrecisionError(
             f"precision.fp8_recipe={settings.fp8_recipe!r}, and fp8_recipe={given.name!r} is given in code; say one"
@@ -139,7 +139,7 @@ def _check_agrees(given: Fp8Recipe, settings: PrecisionSettings) -> None:
 
 
 def _apply_settings(recipe: Fp8Recipe, settings: PrecisionSettings) -> Fp8Recipe:
-    """Return a recipe with the layers that the settings leave out."""
+    """Return a recipe that also leaves out the layers that the settings leave out."""
     layers = replace(
         recipe.layers,
         exclude=(*recipe.layers.exclude, *settings.fp8_exclude),

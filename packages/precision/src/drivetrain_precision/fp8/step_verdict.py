@@ -33,7 +33,7 @@ class StepVerdict:
 def judge_step(
     step: StepProducts, *, recipe: str, needed: Requirements, support: Support, models: Mapping[int, str]
 ) -> StepVerdict:
-    """Return the verdict on a step, an empty one while later steps may prove it; models are in words, by place."""
+    """Return the verdict on a step, empty if later steps may decide. `models` holds descriptions by place."""
     if step.hindrance is not None:
         return judge_unproved(step, recipe) if step.num_steps == PATIENCE_STEPS else StepVerdict()
     counts = step.counts
@@ -59,7 +59,7 @@ def judge_step(
 
 
 def judge_unproved(step: StepProducts, recipe: str) -> StepVerdict:
-    """Return the verdict on a run that no step has proved yet, after the last one."""
+    """Return the verdict after a run's last step, if no step showed that the run computes in fp8."""
     steps = "1 step" if step.num_steps == 1 else f"{step.num_steps} steps"
     return StepVerdict(
         fact=f"not counted in {steps}: {step.hindrance}",

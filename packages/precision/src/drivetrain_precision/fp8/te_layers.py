@@ -1,8 +1,8 @@
-"""Layers of Transformer Engine made of torch's, and back, around the same parameters.
+"""Conversions of torch's layers to layers of Transformer Engine, and back, around the same parameters.
 
-A layer is built without memory and takes over the parameters of the other: their values, dtype, device and
-`requires_grad` stay, and so do optimizers, ties and checkpoints that know them. `te_refusal` says which layers cannot
-be converted.
+A new layer is built without memory and takes over the old layer's parameters. Their values, dtype, device and
+`requires_grad` stay; their optimizers, ties and checkpoints stay valid. `te_refusal` says why a layer cannot be
+converted.
 """
 
 import sys
@@ -23,7 +23,7 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """A kind of layer that both libraries have, by the same name."""
+    """A kind of layer that both libraries have under the same name."""
 
     plain: type[nn.Module]
     arguments: Callable[[Any], dict[str, Any]]  # of both constructors, read off a layer of either library
@@ -92,7 +92,7 @@ def te_refusal(module: nn.Module) -> str | None:
 
 
 def fusion_refusal(norm: nn.Module, linear: nn.Linear) -> str | None:
-    """Return why one layer cannot compute a norm and a linear layer that can be converted; None if it can."""
+    """Return why one layer cannot compute both a norm and a linear layer; None if it can. Both are convertible."""
     weight: Any = norm.weight
     if tuple(weight.shape) != (linear.in_features,):
         return (
@@ -107,9 +107,9 @@ def fusion_refusal(norm: nn.Module, linear: nn.Linear) -> str | None:
 
 
 def to_te(module: nn.Module) -> nn.Module:
-    """Return Transformer Engine's layer around the parameters of a plain one, which keeps them too.
+    """Return Transformer Engine's layer around the parameters of a plain layer, which keeps them too.
 
-    A PrecisionError refuses what `te_refusal` does, and any layer with products where there is no CUDA device.
+    PrecisionError if `te_refusal` refuses the layer, or if a layer with products has no CUDA device.
     """
     if (reason := te_refusal(module)) is not None:
         raise PrecisionError(f"the {type(module).__name__} {reason}; leave it as it is")
@@ -118,9 +118,9 @@ def to_te(module: nn.Module) -> nn.Module:
 
 
 def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
-    """Return Transformer Engine's layer that computes a norm too, around the parameters of a linear layer.
+    """Return Transformer Engine's layer that computes a norm and a linear layer, around their parameters.
 
-    The linear layer is the only reader of the norm, which `to_te` returned. The norm keeps its parameters
+    `to_te` must have returned the norm, and the linear layer must be its only reader. The norm keeps its parameters
     and becomes the identity; the new layer computes with these parameters.
     """
     if (reason := te_refusal(linear)) is not None:
@@ -133,10 +133,10 @@ def fuse(norm: nn.Module, linear: nn.Linear) -> nn.Module:
 
 
 def from_te(module: nn.Module) -> nn.Module:
-    """Return the plain layer around the parameters of Transformer Engine's; of a fused one, the linear layer.
+    """Return the plain layer around the parameters of Transformer Engine's; for a fused layer, the linear layer.
 
-    A PrecisionError names an option that a plain layer lacks, such as tensor parallelism or a norm's weight stored
-    less one: no plain weight has the same bits.
+    PrecisionError if the layer has an option that a plain layer lacks, such as tensor parallelism or a norm's weight
+    stored less 1, which no plain weight can represent exactly.
     """
     kind = _kind_of(module)
     for name, value in kind.plain_values.items():
@@ -150,12 +150,12 @@ def from_te(module: nn.Module) -> nn.Module:
 
 
 def is_te_linear(module: nn.Module) -> bool:
-    """Return whether a module multiplies matrices and was made by `to_te` or `fuse`, and is no layer of a user's."""
+    """Return whether `to_te` or `fuse` made a module and it multiplies matrices; False for a user's own layer."""
     return _is_ours(module, "TELinear", "TENormLinear")
 
 
 def is_te_layer(module: nn.Module) -> bool:
-    """Return whether a module was made by `to_te` or `fuse`, and is no layer of a user's own."""
+    """Return whether `to_te` or `fuse` made a module; False for a user's own layer."""
     return _is_ours(module, "TENormLinear", *(f"TE{each.name}" for each in _KINDS))
 
 
@@ -166,7 +166,7 @@ def _is_ours(module: nn.Module, *names: str) -> bool:
 
 
 def _kind_of(module: nn.Module) -> _Kind:
-    """Return the kind of a layer that was made by `to_te` or `fuse`, or by the library itself."""
+    """Return the kind of a layer made by `to_te`, `fuse` or the library itself."""
     library: Any = import_module(_MODULES)
     if type(module) is library.TENormLinear:
         return _LINEAR
@@ -182,7 +182,7 @@ def _kind_of(module: nn.Module) -> _Kind:
 def _build(
     name: str, kind: _Kind, source: nn.Module, *, norm: nn.Module | None = None, **options: Any
 ) -> nn.Module:
-    """Return a layer of Transformer Engine around the parameters of a plain one, and of a norm that it takes."""
+    """Return a layer of Transformer Engine around the parameters of a plain layer and, if given, of a norm."""
     library: Any = import_module(_MODULES)
     weight = source.get_parameter("weight")
     if kind is _LINEAR and not torch.cuda.is_available():
@@ -202,7 +202,7 @@ def _build(
 
 
 def _take_parameters(made: _Layer, source: nn.Module) -> _Layer:
-    """Put the parameters of a layer into one that was built on the meta device, in its mode."""
+    """Put a layer's parameters and training mode into a layer that was built on the meta device."""
     for name, parameter in source.named_parameters(recurse=False):
         setattr(made, name, parameter)
     return made.train(source.training)

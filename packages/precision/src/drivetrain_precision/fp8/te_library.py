@@ -1,4 +1,4 @@
-"""The import of Transformer Engine, which is compiled where it is installed, and part of no plain environment."""
+"""The import of Transformer Engine, an optional library that is compiled when it is installed."""
 
 from importlib import import_module
 from typing import Any
@@ -7,7 +7,7 @@ import torch as torch  # loads NCCL, which Transformer Engine's core wants to fi
 
 
 def transformer_engine(module: str = "pytorch") -> Any:
-    """Import a module of Transformer Engine; the ImportError says what the library said and how to install it."""
+    """Import a module of Transformer Engine; ImportError, with the library's error and the install command."""
     try:
         return import_module(f"transformer_engine.{module}")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:

@@ -1,9 +1,9 @@
 """Transformer Engine's layers with the state dict of torch's. Importing this module imports Transformer Engine.
 
-Its own layers add an `_extra_state` to every state dict, without which a strict load fails: a plain checkpoint could
-not be loaded, nor could a plain layer load theirs. It holds the scales of delayed scaling,
-pickled, and the library loads a pickle only where an environment variable declares the file trusted. `te_state` gives
-the scales as tensors instead.
+The library's own layers add an `_extra_state` to every state dict and require it in a strict load: they could not
+load a plain checkpoint, nor could a plain layer load theirs. The `_extra_state` holds the pickled scales of delayed
+scaling, which the library loads only if an environment variable declares the file trusted. `te_state` gives the
+scales as tensors instead.
 """
 
 from typing import Any, cast
@@ -17,7 +17,7 @@ LayerNormLinear: Any = _LIBRARY.LayerNormLinear
 
 
 class PlainState:
-    """A layer whose state is its parameters alone."""
+    """A layer whose state dict holds only its parameters."""
 
     # torch asks whether these are a module's own, and leaves the extra state out where they are not.
     get_extra_state = nn.Module.get_extra_state
@@ -25,10 +25,10 @@ class PlainState:
 
 
 class PlainLinear(PlainState):
-    """A layer of which weight and bias begin as those of a plain linear layer."""
+    """A layer with the initial weight and bias of a plain linear layer."""
 
     def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
-        """Give weight and bias the values that a plain layer begins with, unless they are on the meta device."""
+        """Give weight and bias a plain layer's initial values, unless they are on the meta device."""
         if not defer_init:
             nn.Linear.reset_parameters(self)  # it reads weight and bias alone, and an empty bias stays empty
 
@@ -58,7 +58,7 @@ class TERMSNorm(HandsOn, _LIBRARY.RMSNorm):
 class TENormLinear(PlainLinear, LayerNormLinear):
     """Transformer Engine's `LayerNormLinear`, which computes a norm with the parameters that the norm keeps.
 
-    It reads them anew in each forward, so that they may be moved and exchanged where the norm is.
+    The layer reads the norm's parameters in each forward, so that they may be moved or replaced in the norm.
     """
 
     norm_before: tuple[Any]  # as a module of this one its parameters would have two names
@@ -70,12 +70,12 @@ class TENormLinear(PlainLinear, LayerNormLinear):
 
     @property
     def layer_norm_bias(self) -> nn.Parameter | None:
-        """The bias of the norm, which an RMSNorm does not have."""
+        """The bias of the norm; None for an RMSNorm."""
         return getattr(self.norm_before[0], "bias", None)
 
 
 def take_norm(layer: Any, norm: Any) -> None:
-    """Let the library's `LayerNormLinear` compute a norm with the norm's own parameters."""
+    """Make the library's `LayerNormLinear` compute a norm with the norm's own parameters."""
     # Its constructor makes parameters of these names, so that it gets its class afterwards.
     for name in ("layer_norm_weight", "layer_norm_bias"):
         delattr(layer, name)

@@ -1,4 +1,4 @@
-"""Recipe objects of Transformer Engine by name, whether the device can run them, and the scales that layers keep."""
+"""Transformer Engine's recipe objects by name, the check that a device can run them, and the scales of layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,7 +19,7 @@ _TENSORS = ("scale", "amax_history")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TERecipeKind:
-    """A recipe of Transformer Engine, by the name of its class, and what is known of it without the library."""
+    """A recipe of Transformer Engine: the name of its class, and facts that are known without the library."""
 
     recipe: str
     available: str  # the function that says whether the current CUDA device runs it, and why not
@@ -57,10 +57,10 @@ TE_RECIPES: Mapping[str, TERecipeKind] = {
 
 
 def te_recipe(name: str, **options: object) -> Any:
-    """Return a recipe object of Transformer Engine, "delayed", "current", "block", "mxfp8" or "nvfp4".
+    """Return a recipe object of Transformer Engine: "delayed", "current", "block", "mxfp8" or "nvfp4".
 
-    Options are fields of its class; formats by name. What is not given is Transformer Engine's default, which its own
-    variables (NVTE_...) may change when it is imported. A PrecisionError says what is unknown or refused.
+    Options are fields of the object's class; formats are given by name. Other fields have Transformer Engine's
+    defaults, which variables (NVTE_...) may change at import. PrecisionError if an option is unknown or refused.
     """
     kind = te_recipe_kind(name)
     library = transformer_engine("common.recipe")
@@ -100,7 +100,7 @@ def te_unsupported(name: str) -> str | None:
 
 
 def te_recipe_kind(name: str) -> TERecipeKind:
-    """Return what there is to know of a recipe without the library; PrecisionError for an unknown name."""
+    """Return the facts about a recipe known without the library; PrecisionError for an unknown name."""
     if name not in TE_RECIPES:
         allowed = ", ".join(map(repr, TE_RECIPES))
         raise PrecisionError(f"{name!r} is no recipe of Transformer Engine: must be one of {allowed}")
@@ -108,7 +108,7 @@ def te_recipe_kind(name: str) -> TERecipeKind:
 
 
 def _apply_power_of_2_scales(recipe: Any, options: Mapping[str, object]) -> None:
-    """Let the options for powers of 2 count: Transformer Engine 2.20 reads their variables, and ignores arguments."""
+    """Apply the options for powers of 2: Transformer Engine 2.20 reads variables and ignores these arguments."""
     if "use_power_2_scales" in options:
         powers = bool(options["use_power_2_scales"])
     elif "use_f32_scales" in options:
@@ -120,11 +120,11 @@ def _apply_power_of_2_scales(recipe: Any, options: Mapping[str, object]) -> None
 
 
 def te_scaling_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of delayed scaling that a layer works with; a checkpoint is loaded by copying into them.
+    """Return a layer's own tensors of delayed scaling; loading a checkpoint copies values into them.
 
-    They are `scale_forward` of shape (3,) for input, weight and output, `amax_history_forward` of shape
-    (amax_history_len, 3), and both for the backward, with 2 for the gradients of output and input, all in fp32. Empty
-    before the first forward (`begin_te_scaling` makes them earlier), and with other recipes, which keep nothing.
+    In fp32: `scale_forward` of shape (3,), for input, weight and output; `amax_history_forward` of shape
+    (amax_history_len, 3); and both for the backward with 2 in place of 3, for the gradients of output and input.
+    Empty for other recipes and before the first forward (`begin_te_scaling` makes the tensors earlier).
     """
     kept: Any = getattr(module, "fp8_meta", {})
     return {
@@ -136,7 +136,7 @@ def te_scaling_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def begin_te_scaling(module: nn.Module, recipe: object) -> None:
-    """Make the tensors of delayed scaling, on a CUDA device, before the first forward, which then takes them over."""
+    """Make the tensors of delayed scaling on a CUDA device, for the first forward to take over."""
     layer: Any = module
     layer.fp8_meta.update(recipe=recipe, num_gemms=1)
     layer.init_fp8_meta_tensors(recipe)

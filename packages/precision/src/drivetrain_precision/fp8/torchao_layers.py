@@ -1,8 +1,8 @@
 """The linear layers of torchao that train in float8, MXFP8 and NVFP4. Importing this module imports torchao.
 
-torchao converts whole models by public functions, which make new modules. The classes of these modules are named here
-alone, so that a layer can become one in place. docs/platforms.md lists them, and tests/precision/fp8 holds what is
-relied on.
+torchao's public functions convert whole models and make new modules. Only this module names the classes of the new
+modules, so that a layer can get such a class in place. docs/platforms.md lists the classes, and tests/precision/fp8
+checks the behaviour that is relied on.
 """
 
 from dataclasses import replace
@@ -94,7 +94,7 @@ class GatheredFloat8Linear(BlockedFloat8Linear):
             precompute_float8_dynamic_scale_for_fsdp(layers)
 
     def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
-        """Let a weight's gathers use a scale, or each compute its own; see `SupportsFp8Gather`."""
+        """Set the scale of a weight's gathers, and return the old scale; see `SupportsFp8Gather`."""
         return exchange_weight_scale(shard, scale)
 
 
@@ -121,12 +121,12 @@ class BlockedMXFP8Linear(RowBlocks, MXFP8Linear):
 
 
 class BlockedNVFP4Linear(RowBlocks, NVFP4Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """torchao's NVFP4 layer on a multiple of 128 rows, as its kernels want."""
+    """torchao's NVFP4 layer on a multiple of 128 rows, as its kernels require."""
 
     row_multiple = 128
 
     def product(self, rows: Tensor) -> Tensor:
-        """Return the output; its kernels take bf16 alone, on CUDA devices."""
+        """Return the output. The kernels need bf16 and a CUDA device."""
         if rows.device.type != "cuda":
             raise PrecisionError(
                 f"a layer converted to NVFP4 got an input on {rows.device}: torchao computes NVFP4 on CUDA devices "
@@ -149,7 +149,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def float8_like(*, scaling: str, round_scales: bool, all_gather: bool) -> nn.Module:
-    """Return the layer that others become to compute in float8, by the name of torchao's recipe."""
+    """Return a layer whose class makes other layers compute in float8; `scaling` names torchao's recipe."""
     config: Any = Float8LinearConfig.from_recipe_name(scaling)
     if round_scales:
         config = replace(config, round_scales_to_power_of_2=True)
@@ -161,7 +161,7 @@ def float8_like(*, scaling: str, round_scales: bool, all_gather: bool) -> nn.Mod
 
 
 def mxfp8_like(*, weight_gradient: bool) -> nn.Module:
-    """Return the layer that others become to compute in MXFP8; with `weight_gradient`, that of the weight too."""
+    """Return a layer whose class makes other layers compute in MXFP8, optionally with the weight's gradient."""
     with torch.device("meta"):
         return BlockedMXFP8Linear(
             *(1, 1, False), kernel_preference=KernelPreference.AUTO, wgrad_with_hp=not weight_gradient
@@ -169,5 +169,5 @@ def mxfp8_like(*, weight_gradient: bool) -> nn.Module:
 
 
 def nvfp4_like(device: torch.device) -> nn.Module:
-    """Return the layer that others on a device become to compute in NVFP4."""
+    """Return a layer whose class makes other layers on a device compute in NVFP4."""
     return BlockedNVFP4Linear(1, 1, bias=False, device=device, rht_sign_vector=_SIGNS)

@@ -29,7 +29,7 @@ Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """A way to scale: the hardware, the formats, the multiple that a layer's sizes must be."""
+    """A way to scale: the hardware, the formats, and the number that must divide a layer's sizes."""
 
     on: GPUGeneration
     products: Products
@@ -52,15 +52,15 @@ _WAYS: Mapping[str, _Way] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchaoRecipe:
-    """Train linear layers by torchao, which computes scales anew for each tensor and keeps none between steps.
+    """A recipe that trains linear layers by torchao, which keeps no scales between steps.
 
     Attributes:
-        scaling: The values that share a scale. "tensorwise": all of a tensor, the fastest. "rowwise": a row, more
-            accurate. "rowwise_with_gw_hp": a row, with the gradient of the weight in the weights' own precision.
-            "mxfp8": 32 values, "mxfp8_with_gw_hp": with the gradient of the weight in the weights' own precision.
-            "nvfp4": 16 values of 4 bits.
-        round_scales: Whether scales of float8 are rounded down to powers of 2, which loses less in a product.
-        all_gather: Whether FSDP2 gathers weights in float8, half the bytes of bf16; "tensorwise" alone.
+        scaling: The values that share a scale. "tensorwise": a whole tensor, the fastest. "rowwise": a row, more
+            accurate. "rowwise_with_gw_hp": a row, with the weight's gradient in the weight's precision. "mxfp8": 32
+            values. "mxfp8_with_gw_hp": 32 values, with the weight's gradient in the weight's precision. "nvfp4": 16
+            values of 4 bits.
+        round_scales: Whether float8's scales are rounded down to powers of 2, which loses less in a product.
+        all_gather: Whether FSDP2 gathers weights in float8, half the bytes of bf16; only with "tensorwise".
         layers: The layers to convert.
 
     Example:
@@ -74,7 +74,7 @@ class TorchaoRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for an unknown value, one of another type, or an option that the scaling lacks."""
+        """Raise PrecisionError for an unknown value, a wrong type, or an option that the scaling lacks."""
         if self.scaling not in _WAYS:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(_WAYS)}")
         for name in ("round_scales", "all_gather"):
@@ -118,11 +118,11 @@ class TorchaoRecipe:
 
     @property
     def products(self) -> Products:
-        """The formats that it computes in."""
+        """The formats that the recipe computes in."""
         return _WAYS[self.scaling].products
 
     def support(self, device: torch.device) -> Support:
-        """Return how far a device and the installed torchao can run it."""
+        """Return whether a device and the installed torchao can run the recipe, and why."""
         found = check_hardware(self.requirements, device, emulates=_WAYS[self.scaling].emulates)
         if found.level != "none" and (missing := check_library(self.requirements)) is not None:
             return Support(level="none", reason=missing)
@@ -143,7 +143,7 @@ class TorchaoRecipe:
         return name_clash(added, self._convert_layer(linear)) if added else None
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Let a linear layer compute in the recipe, in place."""
+        """Make a linear layer compute in the recipe, in place."""
         return exchange_class(
             module, self._convert_layer(cast("nn.Linear", module)), owner="fp8", recipe=self.name
         )
@@ -154,20 +154,20 @@ class TorchaoRecipe:
         return record is not None and record.owner == "fp8"
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return a context that changes nothing: the layers know what to do."""
+        """Return a context that does nothing, because converted layers need none."""
         return nullcontext()
 
     counting = staticmethod(counting_products)
     restore = staticmethod(undo_exchange)
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Return the seed of NVFP4's stochastic rounding; the others keep nothing."""
+        """Return the seed of NVFP4's stochastic rounding; empty for other scalings."""
         record = exchange_of(module)
         own = dict(module.named_buffers(recurse=False))
         return {} if record is None else {name: own[name] for name in record.buffers if name.endswith("seed")}
 
     def _convert_layer(self, linear: nn.Linear) -> nn.Module:
-        """Return the layer that a linear layer becomes."""
+        """Return the torchao layer whose class a linear layer gets."""
         from drivetrain_precision.fp8 import torchao_layers
 
         if self.scaling == "nvfp4":

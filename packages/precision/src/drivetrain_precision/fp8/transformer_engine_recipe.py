@@ -39,7 +39,7 @@ from drivetrain_precision.support import Support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerEngineRecipe:
-    """Train linear layers by Transformer Engine.
+    """A recipe that trains linear layers by Transformer Engine.
 
     Attributes:
         scaling: The values that a scale is computed from. "delayed": the largest values of the last steps, which a
@@ -48,9 +48,9 @@ class TransformerEngineRecipe:
         options: Further fields of the library's recipe class, such as {"amax_history_len": 16}.
         norms: The treatment of `nn.LayerNorm` and `nn.RMSNorm`. "keep": none; they compute as in bf16 training
             (under autocast, torch's norms return fp32 and the library's bf16). "convert": they become the library's.
-            "fuse": a norm followed by a converted linear layer in an `nn.Sequential` is computed by that layer; other
-            norms are converted.
-        layers: The layers to convert; its patterns and `accept` see norms too where they are converted.
+            "fuse": in an `nn.Sequential`, a converted linear layer also computes the norm before it; other norms are
+            converted.
+        layers: The layers to convert. If norms are converted, patterns and `accept` apply to norms too.
     """
 
     scaling: Literal["delayed", "current", "block", "mxfp8", "nvfp4"] = "current"
@@ -59,7 +59,7 @@ class TransformerEngineRecipe:
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for an unknown scaling or a value of another type; the library checks its options."""
+        """Raise PrecisionError for an unknown scaling or a wrong type; the library itself checks the options."""
         if self.scaling not in TE_RECIPES:
             raise PrecisionError(f"scaling={self.scaling!r}: must be one of {', '.join(TE_RECIPES)}")
         if not isinstance(cast("object", self.options), Mapping):
@@ -91,11 +91,11 @@ class TransformerEngineRecipe:
 
     @property
     def products(self) -> Products:
-        """The formats that it computes in."""
+        """The formats that the recipe computes in."""
         return TE_RECIPES[self.scaling].products
 
     def support(self, device: torch.device) -> Support:
-        """Return how far a device and the installed library can run it."""
+        """Return whether a device and the installed library can run the recipe, and why."""
         found = check_hardware(self.requirements, device, emulates=False)
         if found.level == "none":  # before the library, which is long to build
             return found
@@ -126,9 +126,9 @@ class TransformerEngineRecipe:
 
     @contextmanager
     def counting(self) -> Generator[ProductCounts]:
-        """Count the matrix products: torch does not see those of the library, whose layers tell how they computed.
+        """Count the matrix products. Hooks count the library's products, which torch does not see.
 
-        The products of a backward are counted with those of its forward, also where it runs after the block.
+        A backward's products are counted with its forward's, even if the backward runs after the block.
         """
         with counting_products() as counts:
             hook = register_module_forward_hook(partial(_count_layer, counts))
@@ -138,7 +138,7 @@ class TransformerEngineRecipe:
                 hook.remove()
 
     def state(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Return scales and amax histories of delayed scaling; the others keep nothing."""
+        """Return the scales and amax histories of delayed scaling; empty for other scalings."""
         if self.scaling == "delayed" and is_te_linear(module) and not te_scaling_state(module):
             begin_te_scaling(module, self._recipe())
         return te_scaling_state(module)
@@ -150,7 +150,7 @@ class TransformerEngineRecipe:
 def _count_layer(
     counts: ProductCounts, module: nn.Module, inputs: tuple[object, ...], output: object
 ) -> None:
-    """Count the product of a layer of the library's, and those of its gradients once one arrives at its output."""
+    """Count a library layer's product and, once a gradient arrives at the layer's output, the gradients' products."""
     if not hasattr(module, "fp8_meta"):
         return
     # As it is now: the next forward may be in another precision.

@@ -1,9 +1,9 @@
-"""A linear head and its cross entropy by chunks of tokens: the logits of all tokens never exist.
+"""A linear head and its cross entropy by chunks of tokens: the logits of all tokens never exist together.
 
-The backward computes the logits of each chunk again. It could reuse gradients that the forward computed, as other
-implementations do, for one matrix product of four less. But a gradient computed before the loss scale is known is
-rounded to zero in fp16; the weight's gradient would be held in fp32 while the whole model's activations are; and a
-second backward, or gradients under another factor for each token, would not be possible.
+The backward computes the logits of each chunk again. Other implementations compute gradients in the forward, which
+saves one matrix product of four. But small gradients computed before the loss scale is known round to zero in fp16;
+the weight's fp32 gradient would be held together with the whole model's activations; and a second backward, or a
+different factor for each token, would be impossible.
 """
 
 from collections.abc import Iterator
@@ -41,8 +41,8 @@ def chunked_cross_entropy(
     """Return the cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
 
     Logits are computed in `logits_dtype`; softmax, loss and the sums of the weight's gradient in fp32 (in fp64 for
-    logits in fp64). Neither the logits of all tokens nor their copy in fp32 exist at any time, in forward or in
-    backward, which computes each chunk's logits again. There are no gradients of gradients.
+    logits in fp64). Neither forward nor backward holds the logits of all tokens or their copy in fp32: the backward
+    computes each chunk's logits again. There are no gradients of gradients.
 
     Args:
         hidden: The last hidden state, of shape (..., hidden size).
@@ -50,20 +50,20 @@ def chunked_cross_entropy(
         labels: The word of each token, integers of shape (...). They are not shifted.
         bias: The bias of the head, of shape (words,).
         ignore_index: The label of tokens without a loss.
-        reduction: "mean" over the tokens that are not ignored (nan where there are none, as in torch), "sum" or
+        reduction: "mean" over the tokens that are not ignored (nan if all are ignored, as in torch), "sum" or
             "none". To accumulate gradients, take the "sum" and pass the number of tokens to
             `Accelerator.backward(loss, count=...)`.
         label_smoothing: The share of the target that is spread over all words, from 0 to 1.
-        logit_softcap: A bound of the logits, `softcap * tanh(logits / softcap)`, as Gemma 2 has it.
-        logits_dtype: The dtype of the matrix products. By default that of an active autocast, else the common dtype
-            of `hidden` and `weight`.
-        chunk_tokens: The number of tokens of a chunk. By default as many as have 256 MiB of logits in fp32.
+        logit_softcap: A bound of the logits, `softcap * tanh(logits / softcap)`, as in Gemma 2.
+        logits_dtype: The dtype of the matrix products. By default the dtype of an active autocast, else the common
+            dtype of `hidden` and `weight`.
+        chunk_tokens: The number of tokens of a chunk. By default a chunk has 256 MiB of logits in fp32.
 
     Returns:
         The loss in fp32 (fp64 for logits in fp64), of shape (), or of the shape of `labels` for "none".
 
     Raises:
-        TypeError: The labels are not integers; the dtypes differ and none was chosen; or the weight is sharded.
+        TypeError: The labels are not integers; dtypes differ without a `logits_dtype`; or the weight is sharded.
         ValueError: Shapes do not fit, or a value is outside its range.
 
     Example:
@@ -154,7 +154,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a new tensor of logits in the dtype of the softmax, rounded to the dtype of the products before."""
+    """Return a new tensor of logits in the softmax's dtype; the products have rounded them to their dtype before."""
     logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(weight.dtype))
     return logits.to(softmax_dtype(weight.dtype))
 

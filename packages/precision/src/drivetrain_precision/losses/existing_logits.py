@@ -1,4 +1,4 @@
-"""The cross entropy of logits in half precision, computed in fp32 without a copy of them in fp32."""
+"""The cross entropy of logits in half precision, computed in fp32 without an fp32 copy of all logits."""
 
 from typing import Any
 
@@ -24,20 +24,19 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of logits that exist already, with softmax and loss in fp32.
+    """Return the cross entropy of existing logits, with softmax and loss in fp32.
 
-    The result is that of `torch.nn.functional.cross_entropy(logits.float(), labels)` without its fp32 copies of all
-    logits in forward and backward: chunks of tokens are converted one at a time. Where the
-    model's head can be left out, `chunked_cross_entropy` saves the logits as well: options, result and errors are as
-    there.
+    The result equals `torch.nn.functional.cross_entropy(logits.float(), labels)`. Forward and backward make no fp32
+    copies of all logits: chunks of tokens are converted one at a time. If the model can return hidden states instead,
+    `chunked_cross_entropy` saves the memory of the logits too. Options, result and errors are the same in both.
 
     Args:
-        logits: Shape (..., words): the words come last, also where torch's function has them second.
+        logits: The logits, of shape (..., words): words come last, even if torch's function expects them second.
         labels: The word of each token, integers of shape (...). They are not shifted.
         ignore_index: The label of tokens without a loss.
         reduction: "mean", "sum" or "none".
         label_smoothing: The share of the target that is spread over all words, from 0 to 1.
-        chunk_tokens: The number of tokens of a chunk. By default as many as have 256 MiB of logits in fp32.
+        chunk_tokens: The number of tokens of a chunk. By default a chunk has 256 MiB of logits in fp32.
 
     Example:
         >>> logits, labels = torch.randn(6, 10, dtype=torch.bfloat16), torch.randint(10, (6,))

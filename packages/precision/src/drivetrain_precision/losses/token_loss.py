@@ -1,7 +1,7 @@
 """The cross entropy of a chunk of tokens, and its gradient: plain functions of logits in fp32, computed in place.
 
-Nothing here is recorded by autograd: the functions of `chunked_head.py` and `existing_logits.py` call it forward, and
-again in backward.
+Autograd records nothing here: the autograd functions of `chunked_head.py` and `existing_logits.py` call this module
+in forward and backward.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MAX_CHUNK_LOGITS = 2**26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The computation of a token's loss from its logits, by the options of the public losses; it checks them."""
+    """The computation of a token's loss from its logits; it holds and checks the options of the public losses."""
 
     num_words: int
     ignore_index: int
@@ -37,9 +37,9 @@ class TokenLoss:
         return self.chunk_tokens or max(1, _MAX_CHUNK_LOGITS // max(1, self.num_words))
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, 0 for ignored tokens, and the logarithms of the sums of exponentials, for the gradient.
+        """Return the losses, 0 for ignored tokens, and the log-sum-exps of the logits, for the gradient.
 
-        Logits of shape (tokens, words), in fp32 or fp64, are overwritten; all else has the shape (tokens,).
+        The logits, (tokens, words) in fp32 or fp64, are overwritten; other tensors have the shape (tokens,).
         """
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
@@ -53,9 +53,10 @@ class TokenLoss:
         return torch.where(counted, log_sum - score, 0), log_sum
 
     def gradient(self, logits: Tensor, labels: Tensor, log_sum: Tensor, outer: Tensor) -> Tensor:
-        """Return the gradient of the logits, which are overwritten: of shape (tokens, words), before the softcap.
+        """Return the gradient of the logits before the softcap, of shape (tokens, words); overwrite the logits.
 
-        `log_sum` is the second result of `losses`, `outer` the gradient of each token's loss; shape (tokens,).
+        `log_sum` is the second result of `losses`; `outer` is the gradient of each token's loss. Both have the shape
+        (tokens,).
         """
         slope = None
         if self.logit_softcap is not None:
@@ -78,7 +79,7 @@ def softmax_dtype(logits_dtype: torch.dtype) -> torch.dtype:
 
 
 def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return losses of shape (tokens,) by `reduction`, with the gradients that torch's cross entropy has."""
+    """Reduce losses of shape (tokens,) by `reduction`, with the same gradients as torch's cross entropy."""
     if reduction == "none":
         return losses.view(labels.shape)
     if reduction == "sum":
@@ -89,7 +90,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
 
 
 def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> None:
-    """Check that labels are integers, with the shape of the tokens of an argument, for the message by its name."""
+    """Check that labels are integers of the tokens' `shape`; `what` names the argument with the tokens."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise TypeError(f"labels have the dtype {labels.dtype}: must be indices of words, such as torch.long")
     if labels.shape != shape:
@@ -100,7 +101,7 @@ def check_labels(labels: Tensor, shape: torch.Size, what: str, *, hint: str) -> 
 
 
 def refuse_parts(tensor: Tensor, name: str, what_to_do: str) -> None:
-    """Raise TypeError for a DTensor, of which this rank may hold a part."""
+    """Raise TypeError for a DTensor, since this rank may hold only a part of it."""
     if hasattr(tensor, "full_tensor"):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, of which each rank may hold a part: {what_to_do}"
@@ -108,7 +109,7 @@ def refuse_parts(tensor: Tensor, name: str, what_to_do: str) -> None:
 
 
 def refuse_second_order() -> None:
-    """Refuse a backward that is recorded itself: its gradients would silently have none."""
+    """Refuse a backward with create_graph=True, because its gradients would silently have no gradients."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the loss by chunks has no gradients of gradients (create_graph=True): compute all logits for it, as in "

@@ -1,1 +1,1 @@
-"""Optimizers and precision: updates of weights held in bf16, and the precision that states are kept in."""
+"""Optimizers and precision: updates of weights held in bf16, and the precision of optimizer states."""

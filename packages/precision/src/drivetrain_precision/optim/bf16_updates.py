@@ -1,13 +1,13 @@
 """Steps of any optimizer on parameters held in bf16, computed in fp32 and rounded so that small updates count.
 
-The spacing of bf16 numbers is 2**-8 of their size: an update of less than half of that is rounded off, and training
-stalls where learning rates are small. Two remedies, without a copy of the weights in fp32:
+The spacing of bf16 numbers is 2**-8 of their size. Smaller updates than half the spacing are lost, and training
+stalls at small learning rates. Two remedies need no copy of the weights in fp32:
 
-- "stochastic" rounds up or down at random, so that the mean of many updates is right; no memory.
-- "kahan" keeps what was rounded off in a second bf16 tensor a parameter and adds it to the next update (Kahan, 1965).
+- "stochastic" rounds up or down at random, so that the mean of many updates is right; it needs no memory.
+- "kahan" keeps the rounding error in a second bf16 tensor per parameter and adds it to the next update (Kahan, 1965).
 
-An optimizer keeps its states in the dtype of its parameters: they are computed in fp32 too, and rounded at random,
-since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop to decay.
+An optimizer keeps its states in the dtype of its parameters. States are computed in fp32 too, and rounded at random,
+since a decaying average (AdamW's second moment with a beta of 0.999) would otherwise stop decaying.
 """
 
 from collections.abc import Generator, Iterable, Iterator, MutableMapping
@@ -29,16 +29,16 @@ _MOST_ELEMENTS = 2**25
 
 
 class Bf16Updates:
-    """Steps of optimizers whose parameters, all or some, are held in bf16.
+    """Steps of optimizers with some or all parameters held in bf16.
 
-    The numbers by which values are rounded follow from the parameter's place in the optimizer, from the number of its
-    steps, which the optimizer's state holds, and from the shard. Replicas on several ranks thus round alike, shards
-    independently, and a resumed run as the one that was saved.
+    The random numbers for rounding depend on the parameter's place in the optimizer, on its number of steps (saved in
+    the optimizer's state) and on the shard. Thus replicas on several ranks round alike, shards round independently,
+    and a resumed run rounds like an uninterrupted run.
 
     Args:
         rounding: "stochastic" or "kahan".
         most_elements: The maximum number of elements in fp32 at a time with optimizers of `torch.optim`, which update
-            each parameter independently; with others, all elements are.
+            each parameter independently; with other optimizers, all elements are in fp32 at once.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Bf16Updates:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Step an optimizer; parameters that are not in bf16 are stepped as by the optimizer alone.
+        """Step an optimizer; parameters in other dtypes than bf16 are stepped as usual.
 
-        Its `step` is called once for each part of its parameters, with those that have no gradient left out.
+        The optimizer's `step` is called once for each part of the parameters that have a gradient.
         """
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -76,7 +76,7 @@ class Bf16Updates:
     def _step_part(
         self, optimizer: Optimizer, whole: list[list[Tensor]], part: list[tuple[int, int]]
     ) -> None:
-        """Step some parameters, those in bf16 by stand-ins in fp32, whose states are the optimizer's meanwhile."""
+        """Step some parameters; fp32 stand-ins take the place of bf16 parameters and states during the step."""
         standing_in: list[tuple[Tensor, Tensor, str]] = []
         for group in optimizer.param_groups:
             group["params"] = []
@@ -92,7 +92,7 @@ class Bf16Updates:
 
     @contextmanager
     def _widen(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor, str]]) -> Generator[None]:
-        """Give stand-ins the gradients and states of their parameters, and take the results over at the end."""
+        """Give stand-ins their parameters' gradients and states; write the results back at the block's end."""
         before: list[dict[str, Any]] = []
         for parameter, wide, _ in pairs:
             assert parameter.grad is not None
@@ -147,9 +147,9 @@ class Bf16Updates:
 
 
 def forget_updates(optimizer: Optimizer, rounding: str | None) -> int:
-    """Drop what an optimizer's state holds for another rounding (None: none), as after a load of such a checkpoint.
+    """Drop the state of other roundings than `rounding` (None: of all), such as after loading a checkpoint.
 
-    Returns the number of parameters whose sums of "kahan" were dropped.
+    Returns the number of parameters with dropped "kahan" sums.
     """
     num_dropped = 0
     unused = {"kahan": (), "stochastic": (SUM,)}.get(rounding or "", (SUM, COUNT))
@@ -164,7 +164,7 @@ def forget_updates(optimizer: Optimizer, rounding: str | None) -> int:
 def _parts(
     places: list[tuple[int, int]], sizes: Iterable[int], most: int | None
 ) -> Iterator[list[tuple[int, int]]]:
-    """Divide parameters into parts of about `most` elements; one part if None."""
+    """Divide parameters into parts of about `most` elements; None makes one part."""
     part: list[tuple[int, int]] = []
     filled = 0
     for place, size in zip(places, sizes, strict=True):
@@ -183,7 +183,7 @@ def _is_held(value: Any, parameter: Tensor, *, dtype: torch.dtype = torch.bfloat
 
 
 def _shard_of(tensor: Any) -> tuple[int, ...]:
-    """Return which shard this rank holds, as coordinates; empty for a full tensor, the same on replicas."""
+    """Return the coordinates of this rank's shard; empty for a full tensor, equal on replicas."""
     placements = getattr(tensor, "placements", ())  # those of a DTensor
     sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     return tuple(tensor.device_mesh.get_local_rank(axis) for axis in sharded)

@@ -1,7 +1,7 @@
 """The number of bits in which an optimizer keeps its states, read from its live tensors.
 
-Low-bit optimizers keep small states in floating point, and those of sizes that their blocks do not divide. Sharding
-makes states small: what counts is the shard that a rank holds.
+Low-bit optimizers keep a state in floating point if it is small or not a whole number of blocks. The size of the
+rank's shard counts, so that sharding makes states small.
 """
 
 from collections import Counter
@@ -26,9 +26,9 @@ class OptimizerStates:
         num_low_bit: The number of parameters with a state in 8 bits or fewer.
         num_floating: The number of parameters whose states are all in floating point.
         elements: The number of elements of all parameters with a state.
-        elements_low_bit: The number of elements of those with a state in 8 bits or fewer.
-        size_bytes: The bytes of all states, tables included.
-        reasons: The reasons for states in floating point, with the number of parameters of each.
+        elements_low_bit: The number of elements of parameters with a state in 8 bits or fewer.
+        size_bytes: The size of all states in bytes, tables included.
+        reasons: The reasons for states in floating point, with the number of parameters for each reason.
     """
 
     optimizer: str
@@ -52,13 +52,13 @@ class OptimizerStates:
 
 
 def is_low_bit(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is made to keep states in 8 bits or fewer, as torchao's and bitsandbytes' tell."""
+    """Return whether an optimizer of torchao or bitsandbytes is built to keep states in 8 bits or fewer."""
     options = getattr(optimizer, "args", None)
     return _block_size(optimizer) is not None or getattr(options, "optim_bits", 32) <= 8
 
 
 def optimizer_states(optimizer: Optimizer) -> OptimizerStates:
-    """Return in how many bits an optimizer, of any library, keeps its states on this rank, from its first step on."""
+    """Return the bits of an optimizer's states on this rank. Any library's optimizer works, after its first step."""
     low_bit, floating = list[int](), list[int]()
     memory: dict[int, int] = {}
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
@@ -96,13 +96,13 @@ def _explain_floating(optimizer: Optimizer, size: int) -> str:
 
 
 def _block_size(optimizer: Optimizer) -> int | None:
-    """Return the number of elements that share a scale; torchao's optimizers without blocks have an infinite one."""
+    """Return the number of elements that share a scale; infinity for torchao's optimizers without blocks."""
     size = getattr(optimizer, "block_size", None)
     return size if isinstance(size, int) else None
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the part of a DTensor that this rank holds; another tensor as it is."""
+    """Return this rank's part of a DTensor; other tensors are returned unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -112,7 +112,7 @@ def _is_low_bit(value: Tensor, size: int) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of."""
+    """Yield the plain tensors inside a tensor subclass."""
     if hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _parts(getattr(value, name))

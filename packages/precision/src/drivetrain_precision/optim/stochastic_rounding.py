@@ -1,4 +1,4 @@
-"""Rounding of fp32 values to bf16 at random, up or down in proportion to how near each neighbour is."""
+"""Random rounding of fp32 values to bf16: the nearer of the two neighbours is more likely."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _PIECE = 1 << 17  # the elements that are rounded at a time on the CPU, with all
 
 @torch.no_grad()
 def round_stochastically(values: Tensor, generator: torch.Generator, *, out: Tensor | None = None) -> Tensor:
-    """Return fp32 values in bf16, in `out` if given, rounded so that the mean over many roundings is the value.
+    """Round fp32 values to bf16, into `out` if given. The mean over many roundings equals the value.
 
     Values that bf16 holds exactly, infinities and NaNs are unchanged. The generator is on the device of the values.
     """

@@ -1,1 +1,1 @@
-"""Training for quantised inference: layers that round their weights as inference will, and their export."""
+"""Training for quantised inference: layers that round weights as inference will, and their export."""

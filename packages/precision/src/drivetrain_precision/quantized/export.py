@@ -1,4 +1,4 @@
-"""Write a model that was trained by `prepare_qat` as quantised inference loads it, and load it."""
+"""Write a model trained by `prepare_qat` in the format of quantised inference, and load such a file."""
 
 import json
 import os
@@ -17,10 +17,10 @@ _FILE = "model.safetensors"
 
 
 def quantized_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and buffers of a model that `prepare_qat` prepared, quantized as its layers round them.
+    """Return the weights and buffers of a model from `prepare_qat`, quantized as its layers round them.
 
-    The model stays as it is, and its training can go on. A tensor with several names comes under the first; those of
-    quantized layers are torchao's.
+    The model is unchanged, and its training can continue. A tensor with several names is listed under the first name.
+    Quantized weights are torchao's tensors.
     """
     _check(model)
     schemes = {
@@ -38,17 +38,17 @@ def quantized_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export_quantized(model: nn.Module, folder: Path | str) -> Path:
-    """Write a model that `prepare_qat` prepared into a folder that inference loads; return the file of the weights.
+    """Write a model from `prepare_qat` into a folder for inference; return the path of the weights' file.
 
-    `load_quantized` reads it. For a model of transformers the folder has a `config.json`, and its `from_pretrained`
-    reads it too. Called on one rank:
+    `load_quantized` reads the folder. For a model of transformers, the folder has a `config.json`, and
+    `from_pretrained` reads the folder too. Called on one rank:
 
         with accelerator.gathered(model):  # on all ranks
             if accelerator.is_main_process:
                 export_quantized(accelerator.unwrap_model(model), folder)
 
     Args:
-        model: The model with its full weights, whose training can go on.
+        model: The model with its full weights; its training can continue.
         folder: The destination, created if missing; an earlier export in it is replaced.
 
     Raises:
@@ -81,15 +81,15 @@ def export_quantized(model: nn.Module, folder: Path | str) -> Path:
 
 
 def load_quantized(model: nn.Module, folder: Path | str) -> None:
-    """Load an export into a plain model, whose linear layers then hold torchao's tensors and compute with them.
+    """Load an export into a plain model; its linear layers then compute with torchao's quantized tensors.
 
-    The model is as it was built before `prepare_qat`; on the meta device it need not have memory. Its parameters are
-    frozen.
+    The model must be built as before `prepare_qat`; it may be on the meta device, without memory. The call freezes
+    its parameters.
 
     Raises:
-        PrecisionError: Its layers round their weights in training or compute in fp8, a weight has another shape, or
-            the file has one key twice.
-        RuntimeError: Names are not those of the model.
+        PrecisionError: The model's layers round their weights or compute in fp8, a weight has another shape, or the
+            file has a key twice.
+        RuntimeError: The export's names differ from the model's.
     """
     _check_plain(model)
     state = _read(Path(folder, _FILE))
@@ -113,7 +113,7 @@ def load_quantized(model: nn.Module, folder: Path | str) -> None:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model with layers that another computation was given to."""
+    """Raise PrecisionError for a model with layers that round weights or compute in fp8."""
     if any(True for _ in fake_quantized(model)):
         raise PrecisionError(
             "load_quantized loads into a plain model: build a new one, or call undo_qat(model) first"
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a header with one key twice, of which the library takes the last."""
+    """Raise PrecisionError if a header has a key twice; the library would take the last."""
 
     def check(pairs: list[tuple[str, object]]) -> None:
         if len(dict(pairs)) < len(pairs):
@@ -189,7 +189,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _write_config(model: nn.Module, folder: Path) -> None:
-    """Write the configuration of a model of transformers, with what its `from_pretrained` must know."""
+    """Write the configuration of a model of transformers, with the quantization for `from_pretrained`."""
     from torchao.core.config import config_to_dict
 
     plain: Any = getattr(model, "config", None)

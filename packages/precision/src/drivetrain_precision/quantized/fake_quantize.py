@@ -1,4 +1,4 @@
-"""Let linear layers round their weights and inputs in training as quantised inference will."""
+"""Make linear layers round their weights and inputs in training as quantised inference will."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ _TRAINED = "torchao.prototype.quantized_training."
 class QuantizedScheme:
     """The bits and groups of linear layers in quantized inference.
 
-    Weights are symmetric integers with a scale for each group, activations are quantized anew for each token.
+    Weights are symmetric integers with a scale for each group. Activations are quantized separately for each token.
 
     Attributes:
         weight_bits: The bits of a weight.
         group_size: The number of weights of a row that share a scale, 32 or more; None for the whole row.
-        activations: "int8" quantizes the input of each layer too; "full" keeps it.
+        activations: "int8" quantizes the input of each layer too; "full" keeps the input in full precision.
     """
 
     weight_bits: Literal[4, 8] = 4
@@ -51,7 +51,7 @@ class QuantizedScheme:
             )
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Return why a linear layer cannot be quantized so, or None if it can."""
+        """Return why a linear layer cannot be quantized by this scheme, or None if it can."""
         features = module.in_features
         if self.group_size is not None and isinstance(features, int) and features % self.group_size:
             return f"has in_features={features}, which is not divisible by group_size={self.group_size}"
@@ -77,7 +77,7 @@ class QuantizedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QATReport(LayerReport):
-    """A report of which layers `prepare_qat` lets compute with rounded weights, and why not the others."""
+    """A report of the layers that `prepare_qat` makes compute with rounded weights, with reasons for the others."""
 
     scheme: QuantizedScheme
 
@@ -91,20 +91,20 @@ class QATReport(LayerReport):
 
 
 def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter | None = None) -> QATReport:
-    """Let linear layers round their weights and inputs as quantized inference will, in place, and report on each.
+    """Make linear layers round weights and inputs as quantized inference will, in place, and report on each layer.
 
-    Weights stay what they are, with their names and optimizers, and learn to be rounded: gradients pass the rounding
-    as if it were not there. Checkpoints are those of a plain model. Called on all ranks, before the model is
+    Weights keep their dtype, names and optimizers, and training adapts them to rounding: gradients pass through the
+    rounding unchanged. Checkpoints are the same as a plain model's. Called on all ranks, before the model is
     prepared.
 
     Args:
-        model: The model; its layers are not divided among ranks yet.
+        model: The model; its layers must not be divided among ranks yet.
         scheme: The bits and groups of the export.
         filter: The layers to quantize; None for all but the last linear layer.
 
     Raises:
-        PrecisionError: No layer would be quantized, a pattern matches nothing, or a layer rounds its weight already.
-            The model is left as it was.
+        PrecisionError: No layer would be quantized, a pattern matches nothing, or a layer already rounds its weight.
+            The model is unchanged.
         ImportError: torchao is missing or too old.
     """
     model = unwrap_compiled(model)
@@ -126,7 +126,7 @@ def prepare_qat(model: nn.Module, scheme: QuantizedScheme, filter: LayerFilter |
 
 
 def undo_qat(model: nn.Module) -> tuple[str, ...]:
-    """Let the layers of a model compute with their weights as they are again, in place, and return their names."""
+    """Restore in place the layers that round weights to plain layers, and return the names of the restored layers."""
     found = tuple(fake_quantized(unwrap_compiled(model)))
     for _, module in found:
         undo_exchange(module)
@@ -134,12 +134,12 @@ def undo_qat(model: nn.Module) -> tuple[str, ...]:
 
 
 def fake_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and layers that round their weights as `prepare_qat` said."""
+    """Yield the name and the layer for each layer that rounds its weight by `prepare_qat`."""
     return ((name, each) for name, each in model.named_modules() if _SCHEME in vars(each))
 
 
 def scheme_of(module: nn.Module) -> QuantizedScheme:
-    """Return how a layer that `fake_quantized` yields is quantized."""
+    """Return the quantization scheme of a layer that `fake_quantized` yields."""
     return getattr(module, _SCHEME)
 
 
@@ -158,7 +158,7 @@ def _prepare(module: nn.Module, scheme: QuantizedScheme, config: Any) -> nn.Modu
 
 
 def check_trained_weights(model: nn.Module) -> None:
-    """Refuse trained weights of torchao's prototype for quantized training."""
+    """Raise PrecisionError for trained weights of torchao's prototype for quantized training."""
     # Torch's optimizers lack operations on int8 weights, DDP and FSDP2 cannot send or divide them (torchao 0.18), and
     # a checkpoint could not hold them.
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The findings of a watch: the share of gradients that underflow by layer, and the first value that is not finite."""
+"""The findings of a watch: the share of underflowing gradients by layer, and the first value that is not finite."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +14,17 @@ _NUM_LEFT = 3  # columns of words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteValue:
-    """The first infinity or NaN of some micro-batches: in the order of the forward, then of the backward.
+    """The first infinity or NaN in some micro-batches, in the order of the forward, then of the backward.
 
     Attributes:
         layer: The name of the module; empty for the model itself.
         layer_type: The class of the module.
         where: The place of the value. An "input" and an "output gradient" come from outside the module.
-        parameter: The name of the parameter in the module, of a parameter's gradient; else None.
-        parent: The name of the module that holds the module, and calls it; None for the model itself.
-        call: The number of the module's call in one forward, from 1.
-        order: The number of tensors that the watch had looked at before.
-        ranks: The ranks on which it is the first one.
+        parameter: The name of the parameter in the module, if the value is in a parameter's gradient; else None.
+        parent: The name of the parent module, which calls the module; None for the model itself.
+        call: The number of the module's call in one forward, counted from 1.
+        order: The number of tensors that the watch had inspected before.
+        ranks: The ranks on which this value is the first.
     """
 
     layer: str
@@ -79,12 +79,12 @@ class LayerGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReport:
-    """The layers of a model, those with the largest share of zero and subnormal gradients first.
+    """The layers of a model, sorted by their share of zero and subnormal gradients, largest first.
 
     Attributes:
-        layers: The layers that have no children or parameters of their own.
+        layers: The layers that have no children or directly hold parameters.
         first_nonfinite: The first infinity or NaN; None without one.
-        not_watched: The modules that torch.compile or TorchScript compiles, by name, in which nothing was seen.
+        not_watched: The names of modules compiled by torch.compile or TorchScript, which hooks cannot see into.
     """
 
     layers: tuple[LayerGradients, ...]
@@ -119,7 +119,7 @@ class GradientReport:
 
 
 def first_of_ranks(found: Sequence[NonFiniteValue | None]) -> NonFiniteValue | None:
-    """Return the earliest of each rank's first value that is not finite, with the ranks where it is the first."""
+    """Return the earliest of the ranks' first non-finite values, with the ranks on which it is the first."""
     known = {rank: value for rank, value in enumerate(found) if value is not None}
     if not known:
         return None

@@ -1,7 +1,7 @@
 """Count underflow in the values that pass between modules, and find the first module that overflows.
 
-Hooks see what goes into each module and comes out, and the gradients of both. They count on the device; a watched
-step computes the same bits as one that is not watched.
+Hooks see each module's inputs and outputs, and the gradients of both. The hooks count on the device; they do not
+change the bits that a step computes.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _MOST_CALLS = 100  # told apart in one forward; a recurrent layer may have thous
 
 
 class _Event(NamedTuple):
-    """The identity of a tensor that was looked at."""
+    """The identity of an inspected tensor."""
 
     layer: int
     where: Where
@@ -52,7 +52,7 @@ class _Call:
 
 
 class GradientWatch:
-    """Hooks on all modules of models, by a prefix of their names, that count on the device."""
+    """Hooks on all modules of models that count on the device. Each model has a prefix for its modules' names."""
 
     def __init__(self, models: Mapping[str, nn.Module], *, underflow: bool = True) -> None:
         self._layers, self._not_watched = watched_layers(models)
@@ -80,7 +80,7 @@ class GradientWatch:
         self.close()
 
     def close(self) -> None:
-        """Remove the hooks; what was counted can still be reported."""
+        """Remove the hooks; the counts can still be reported."""
         self._is_closed = True
         for handle in [*self._handles, *self._hooked.values()]:
             handle.remove()
@@ -89,26 +89,26 @@ class GradientWatch:
 
     @property
     def has_seen(self) -> bool:
-        """True if a value was looked at, so that a training forward has run through a watched module."""
+        """True if a hook inspected a value, which shows that a training forward ran through a watched module."""
         return self._counts.num_events > 0
 
     def forget_first(self) -> None:
-        """Look for the first value that is not finite anew, as for the next step; the other counts stay."""
+        """Forget the first non-finite value, such as before the next step; keep the other counts."""
         self._counts.forget_first()
 
     def reset(self) -> None:
-        """Count anew, as for the next report."""
+        """Set all counts to zero, such as for the next report."""
         self._counts.reset()
 
     def first_nonfinite(self, *, gather: Gather | None = None) -> NonFiniteValue | None:
         """Return the first value that is not finite, in order of execution, on any rank. Synchronizes.
 
-        Called on all ranks; on one rank alone with a `gather` that returns `[value]`. The default is torch's.
+        Called on all ranks, or on one rank with a `gather` that returns `[value]`. The default is torch's gather.
         """
         return first_of_ranks((gather or _gather)(self._find_own_first()))
 
     def report(self, *, gather: Gather | None = None) -> GradientReport:
-        """Return the counts so far, summed over the ranks. Called as `first_nonfinite` is. Synchronizes."""
+        """Return the counts so far, summed over ranks. Called on ranks as `first_nonfinite` is. Synchronizes."""
         found = (gather or _gather)((self._counts.totals(), self._find_own_first()))
         sums = [LayerTotals()] * len(self._layers)
         for totals, _ in found:
@@ -133,7 +133,7 @@ class GradientWatch:
         )
 
     def enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Look at a module's inputs, and have their gradients looked at; a forward pre-hook."""
+        """Inspect a module's inputs and, in backward, their gradients; a forward pre-hook."""
         if self._is_closed:
             return None
         call = self._open[index] = self._begin_call(index)
@@ -152,7 +152,7 @@ class GradientWatch:
         return self._alias_inputs(call, args, kwargs)
 
     def leave(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Look at a module's outputs, and have their gradients looked at; a forward hook."""
+        """Inspect a module's outputs and, in backward, their gradients; a forward hook."""
         del module, args, kwargs
         call = self._open.pop(index, None)
         if self._is_closed or call is None:
@@ -185,7 +185,7 @@ class GradientWatch:
         return _Call(index, self._num_calls[index], is_counted=is_training or self._is_training_forward)
 
     def _alias_inputs(self, call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with an alias of each tensor whose gradient then is that of this module alone."""
+        """Return the arguments with tensors replaced by aliases, whose gradients come from this module alone."""
         # A tensor's own gradient is the sum over all modules that use it. Only tensors in tuples are exchanged: the
         # module may be to change a list or a dict. Equal arguments stay equal, as attention compares them.
         aliases: dict[int, Tensor] = {}
@@ -256,14 +256,14 @@ def watch_gradients(model: nn.Module, *, underflow: bool = True) -> GradientWatc
             ...  # some training steps
         print(watch.report())
 
-    Counted are the gradients of each module's outputs and of its parameters, as they are scaled, against the dtype
-    that the module computes in; activations of forwards that train; on recomputed activations nothing twice. The
-    counts stay on the device, and no step waits for them; each costs several passes over all activations. In modules
-    that torch.compile compiles nothing is seen, and the report lists them: watch the plain model. `close`, or the end
-    of the block, removes the hooks.
+    The watch counts the scaled gradients of each module's outputs and parameters, against the dtype that the module
+    computes in, and the activations of training forwards; recomputed activations count once. The counts stay on the
+    device, and no step waits for them; each step makes several passes over all activations. Hooks cannot see into
+    modules compiled by torch.compile, which the report lists: watch the plain model. `close`, or the end of the
+    block, removes the hooks.
 
     Args:
-        model: The model, plain or prepared, on one device or several; under FSDP2 the sharded one.
+        model: The model, plain or prepared, on one device or several; under FSDP2 the sharded model.
         underflow: Whether to count underflow; otherwise the watch only finds the first value that is not finite.
     """
     return GradientWatch({"": model}, underflow=underflow)
@@ -292,7 +292,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def _gather(value: Any) -> list[Any]:
-    """Gather a value of each rank, where torch.distributed has a group. Called on all ranks."""
+    """Gather a value of each rank if torch.distributed has a group. Called on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Counts by layer that stay on the device: a pass over some values adds to them, and nothing waits for the result."""
+"""Counts by layer that stay on the device: a pass over values adds to the counts; no step waits for the result."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ _NEVER = 2**63 - 1
 
 
 class LayerTotals(NamedTuple):
-    """The counts of one layer, of values that its own dtype holds."""
+    """The counts of one layer's values, in the layer's own dtype."""
 
     values: int = 0
     zeros: int = 0
@@ -21,7 +21,7 @@ class LayerTotals(NamedTuple):
     nonfinite_activations: int = 0
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
-        """Return the sums of the counts, as of two ranks."""
+        """Return the sums of both counts, such as of two ranks."""
         return LayerTotals(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -42,7 +42,7 @@ class LayerCounts:
         self.num_events = 0  # the tensors looked at so far
 
     def add_gradient(self, layer: int, gradient: Tensor, event: int, *, smallest: float | None) -> None:
-        """Count a gradient, dense or sparse; `event`, below 2**24, is what a value that is not finite would be.
+        """Count a gradient, dense or sparse; `event`, below 2**24, is the event number of a non-finite value in it.
 
         `smallest` is the smallest normal number of the layer's dtype; None counts no underflow.
         """
@@ -60,7 +60,7 @@ class LayerCounts:
             self._num_values[layer] += values.numel()
 
     def add_activation(self, layer: int, activation: Tensor, event: int, *, is_input: bool) -> None:
-        """Look for values that are not finite in an activation; count those of outputs."""
+        """Look for non-finite values in an activation; count them if it is an output."""
         with torch.no_grad(), unseen_by_modes():
             values = _plain(activation)
             # Where no gradient flows, negative infinities are the masks of attention.
@@ -78,12 +78,12 @@ class LayerCounts:
         return None if first == _NEVER else divmod(first, 2**_ID_BITS)
 
     def forget_first(self) -> None:
-        """Look for the first value that is not finite anew."""
+        """Forget the first non-finite value."""
         for table in self._tables.values():
             table.first.fill_(_NEVER)
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Set all counts to zero."""
         self.forget_first()
         self._num_values = [0] * self._num_layers
         for table in self._tables.values():

@@ -45,13 +45,13 @@ class LossScaler:
         """Divide gradients in place by the scale, multiply them by `factor`, and check for overflow, in one pass.
 
         Args:
-            gradients: The gradients, of any floating-point dtypes; ValueError for fp16, as their parameters are in it
-                too, where updates lose small steps.
+            gradients: The gradients, of any floating-point dtype but fp16. ValueError for fp16: their parameters are
+                in fp16 too, which loses small updates.
             factor: A factor applied at no extra cost, such as a correction of the loss's normalization.
 
         Returns:
             A float tensor of shape (): 1.0 if a gradient held an infinity or NaN, else 0.0. `overflowed` and `update`
-            also take it into account. Ranks that hold different gradients must first agree on it.
+            use the result too. Ranks that hold different gradients must first agree on it.
         """
         found_inf = torch.zeros_like(self._found_inf)
         inverse = (self._scale.reciprocal() * factor).float()
@@ -76,9 +76,9 @@ class LossScaler:
         return self._scale.item()
 
     def observe(self, *, overflowed: bool) -> None:
-        """Record whether gradients overflowed: those of the last `unscale`, or those that an engine unscaled.
+        """Record whether the gradients of the last `unscale` overflowed, or gradients that an engine unscaled.
 
-        It spares `update` a kernel that is needed after an overflow only.
+        Without an overflow, `update` then needs one kernel less.
         """
         if overflowed:
             self._found_inf.fill_(1.0)
@@ -86,9 +86,9 @@ class LossScaler:
         self._unscaled = True
 
     def can_fall(self, *, after_overflows: int = 0) -> bool:
-        """Return whether an overflow, perhaps `after_overflows` others, leaves a smaller scale to try.
+        """Return whether an overflow, after `after_overflows` others, leaves a smaller scale to try.
 
-        It does not synchronize with the device while the host knows whether each step overflowed.
+        The call does not synchronize with the device while the host knows whether each step overflowed.
         """
         if self._on_host is None:
             self._on_host = self.value, int(self._growth_tracker.item())
@@ -136,7 +136,7 @@ class LossScaler:
         self._unscaled = self._overflow_known = False
 
     def _compute_on_host(self) -> tuple[float, int] | None:
-        """Return what `update` makes of the scale and the steps since it changed; None if the host cannot know."""
+        """Return the scale and steps since its last change that `update` will set; None if the host cannot know."""
         s = self.settings
         if self._on_host is None or self._overflow_known is None:
             return None

@@ -1,4 +1,4 @@
-"""Steps that are skipped one after another: find the layer that overflows first, and end a run that never steps."""
+"""Consecutive skipped steps: find the layer that overflows first, and end a run that never steps."""
 
 import logging
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _MOST_ROWS = 20  # of a logged table
 class SkippedSteps:
     """The consecutive skipped steps of models with a common optimizer step.
 
-    The layer that overflows is found by hooks (`GradientWatch`). They are attached after two
-    consecutive skipped steps, or when the next skip would be an error: steps without trouble pay nothing for them. A
-    run with its loss scale at the floor from the start therefore gets one more step, with hooks, before its error.
+    Hooks (`GradientWatch`) find the layer that overflows. They are attached after two consecutive skipped steps, or
+    when the next skip would be an error: normal steps pay nothing. A run that begins with the minimum loss scale
+    therefore gets one more step, with hooks, before its error.
 
     Attributes:
-        num_skipped: The number of steps skipped one after another.
-        is_active: Whether `stepped` has something to do.
+        num_skipped: The number of consecutive skipped steps.
+        is_active: Whether `stepped` must be called.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SkippedSteps:
         self._num_stepped = 0  # since the last report
 
     def watch_always(self) -> None:
-        """Attach the hooks for good if the settings ask for a report of underflow; once the models are placed."""
+        """Attach the hooks for the whole run if settings ask for an underflow report. Called after placing models."""
         if self._settings.watch_underflow is not None and self._watch is None:
             self._attach(underflow=True)
             self.is_active = True
@@ -55,12 +55,12 @@ class SkippedSteps:
     def skipped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
         """Record a step that is skipped because a gradient is not finite. Called on all ranks.
 
-        With a `gather` of one rank alone it may be called on that rank only. The stepper is the optimizer that would
-        have stepped, where several share the gradients.
+        With a `gather` for a single rank, it may be called on that rank only. If several optimizers share the
+        gradients, the stepper is the optimizer that would have stepped.
 
         Raises:
-            SkippedStepsError: The gradients overflow at the smallest loss scale, or in as many steps one after
-                another as the settings allow. The message names the layer that overflowed first.
+            SkippedStepsError: The gradients overflow at the smallest loss scale, or the number of consecutive skipped
+                steps reaches the settings' limit. The message names the layer that overflowed first.
         """
         if not self._is_new_step(stepper):
             return
@@ -77,7 +77,7 @@ class SkippedSteps:
     def stepped(self, stepper: object = None, *, gather: Gather | None = None) -> None:
         """Record a step that was not skipped; needed while `is_active`. Called on all ranks, as `skipped` is.
 
-        Where the settings ask for it, every so many steps the counts of the ranks are summed, and rank 0 logs them.
+        If the settings ask for reports, the ranks regularly sum their counts, and rank 0 logs the sums.
         """
         self.num_skipped = 0
         every = self._settings.watch_underflow
@@ -126,7 +126,7 @@ class SkippedSteps:
         self._watch = GradientWatch(models, underflow=underflow)
 
     def _find_reached_limit(self, *, ahead: int = 0) -> str | None:
-        """Return which limit the skipped steps, and some more, have reached, as a clause; None if they may go on."""
+        """Return the limit that the skipped steps plus `ahead` more reach, as a clause; None if below all limits."""
         most = self._settings.max_skipped_steps
         if self._scaler is not None and not self._scaler.can_fall(after_overflows=ahead):
             return f"the loss scale is at its smallest, precision.min_scale={self._scaler.settings.min_scale}"

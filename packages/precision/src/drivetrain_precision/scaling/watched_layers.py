@@ -1,4 +1,4 @@
-"""The modules of a model that can be watched, and the tensors in what they take and return."""
+"""The modules of a model that can be watched, and the tensors in their inputs and outputs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -19,7 +19,7 @@ class Layer(NamedTuple):
 
 
 def watched_layers(models: Mapping[str, nn.Module]) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Return the modules of models to hook, each once, and the names of those that are compiled."""
+    """Return the modules of models to hook, each once, and the names of compiled modules."""
     layers: dict[nn.Module, Layer] = {}
     compiled: list[str] = []
     for prefix, model in models.items():
