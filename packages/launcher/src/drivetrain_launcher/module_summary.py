@@ -7,14 +7,14 @@ if TYPE_CHECKING:
 
 
 def module_summary(module: str) -> str:
-    """Return the first line of a module's docstring; empty if its source is not at hand."""
+    """Return the first line of a module's docstring; empty if the module's source is not available."""
     from ast import get_docstring  # imported here: most commands need none of it
 
     return (get_docstring(parse_module(module)) or "").partition("\n")[0]
 
 
 def parse_module(module: str) -> "Module":
-    """Return the syntax tree of a module; an empty one if its source is not at hand."""
+    """Return the syntax tree of a module; an empty tree if the module's source is not available."""
     from ast import parse
     from importlib.util import find_spec
 

@@ -1,7 +1,7 @@
 """Call kubectl, with words that no shell reads.
 
-kubectl rather than Kubernetes' Python client: it is what a user of the cluster has already set up, with its way to
-log in; it is released with Kubernetes itself; and a call costs less than the import of the client.
+kubectl has three advantages over Kubernetes' Python client: a user of the cluster has already set it up, login
+included; it is released with Kubernetes itself; and a call costs less than the import of the client.
 """
 
 import json

@@ -10,7 +10,7 @@ from drivetrain_messages import say
 
 
 class FlagMeanings(Protocol):
-    """The meanings of several flags, by the flag as the user wrote it."""
+    """The meanings of several flags, which are named as the user wrote them."""
 
     @property
     def settings(self) -> Mapping[tuple[str, str], tuple[str, Any]]:

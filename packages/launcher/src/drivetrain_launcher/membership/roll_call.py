@@ -152,7 +152,7 @@ class StaticNodes(GivenNodes):
             raise LaunchError(verdict)
 
     def _judge(self, store: Store) -> None:
-        """Wait for all nodes on node 0, and tell them who came; a LaunchError if some are missing."""
+        """Wait for all nodes on node 0, and tell them which came; raise LaunchError if some are missing."""
         meeting = self._meeting
         keys = [f"node/{rank}" for rank in range(meeting.num_nodes)]
         try:

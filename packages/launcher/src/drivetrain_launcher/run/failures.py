@@ -213,7 +213,7 @@ def announce(failure: RankFailure, *, seconds: float) -> str:
 
 
 def describe_tail(failure: RankFailure, lines: Sequence[str]) -> str:
-    """Show the last lines of a failed rank again; empty if there are none."""
+    """Return text that shows a failed rank's last lines again; empty without lines."""
     if not lines:
         return ""
     count = f"{len(lines)} lines" if len(lines) > 1 else "line"

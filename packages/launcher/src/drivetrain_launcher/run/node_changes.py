@@ -60,7 +60,7 @@ class NodeChanges:
         self._nodes.leave("stopped")
 
     def caused(self, failures: Sequence[RankFailure]) -> bool:
-        """Wait for news, and return whether failures are only the consequence of a change of the nodes."""
+        """Wait for the leader's news, and return whether the failures only follow from changed nodes."""
         # The ranks of a node that was frozen are killed, whatever they ended with.
         if self._nodes.is_dropped:
             return True

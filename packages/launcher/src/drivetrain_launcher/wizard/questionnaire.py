@@ -1,7 +1,7 @@
 """Plan the questions: from the settings' dataclasses, the facts of the machine and the answers so far.
 
-A pure function. Which fields matter, and when, is metadata of the fields (`drivetrain_config.settings.advice`), so
-that the section of a third party takes part by itself. A field without a default is always asked, a field with an
+Pure. Metadata of the fields (`drivetrain_config.settings.advice`) decides which fields matter, and when, so that a
+third party's section takes part without a change here. A field without a default is always asked, a field with an
 `ask` function when the function says so, and every other field only when the user goes through its section.
 """
 

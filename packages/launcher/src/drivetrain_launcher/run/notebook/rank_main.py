@@ -30,7 +30,7 @@ from drivetrain_launcher.run.orphan_watch import watch_owner
 
 
 def main(number: int) -> None:
-    """Serve the notebook until it says `END` or ends.
+    """Serve the notebook until it sends `END` or dies.
 
     Args:
         number: The number of the channel's socket.
