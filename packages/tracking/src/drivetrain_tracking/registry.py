@@ -49,7 +49,7 @@ def make_tracker(name: str, directory: Path | str) -> Tracker:
     platform = f"the platform {name!r} is installed, but n" if is_installed else "n"
     meant = suggest(name.lower(), tracker_names())
     raise UnknownTrackerError(
-        f"tracker {name!r}: {platform}o installed package brings a tracker of this name; those there are: "
+        f"tracker {name!r}: {platform}o installed package brings a tracker of this name; known trackers: "
         f"{', '.join(map(repr, tracker_names()))}{meant}. Pass a tracker of your own as an object, "
         f"log_with=[MyTracker(...)] of the Accelerator (drivetrain_tracking.Tracker says what it is), or install a "
         f"package that announces one as {ENTRY_POINT_GROUP!r}"

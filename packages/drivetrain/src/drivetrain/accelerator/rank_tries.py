@@ -79,7 +79,7 @@ class RankTries:
         if value is None:
             raise TimeoutError(
                 f"rank {rank} has not ended its try within {self._context.settings.timeout_seconds:.0f} s of this "
-                "one: it is slower, or has ended; raise state.timeout_seconds, or look at its output"
+                "rank: it is slower, or its process has ended; raise state.timeout_seconds, or look at its output"
             )
         return TryOutcome(value)
 

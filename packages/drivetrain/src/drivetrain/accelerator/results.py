@@ -195,8 +195,8 @@ class Results(HasParts):
     def _watch(self) -> "StepWatch":
         if self._parts.watch is None:
             raise RuntimeError(
-                "the throughput is not measured: say so before the run, as "
-                'Accelerator(sections={"tracking": {"throughput": True}}), or log it by itself with '
+                "the throughput is not measured: turn it on before the run with "
+                'Accelerator(sections={"tracking": {"throughput": True}}), or log it regularly with '
                 '{"throughput_every_steps": 50}'
             )
         return self._parts.watch

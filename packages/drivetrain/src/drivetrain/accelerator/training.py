@@ -181,7 +181,7 @@ class Training(HasParts):
         backend = self._parts.backend
         if not isinstance(backend, SupportsManualSteps):
             raise PairingError(
-                f"backward() without a prepared optimizer under {type(backend).__name__}: one that is not prepared "
+                f"backward() without a prepared optimizer under {type(backend).__name__}: an unprepared optimizer "
                 "knows nothing of shards and windows. Pass it to prepare() with its model"
             )
         backend.backward_alone(loss, options=options_of(retain_graph, create_graph, inputs))

@@ -90,7 +90,7 @@ def trained_names(prepared: Prepared) -> list[str]:
     names = [name for name, parameter in name_parameters(prepared).items() if parameter.requires_grad]
     if not names:
         kind = type(unwrap_compiled(prepared.unwrap())).__name__
-        raise ValueError(f"trained_only=True: no parameter of {kind} requires a gradient; leave it out")
+        raise ValueError(f"trained_only=True: no parameter of {kind} requires a gradient; omit trained_only")
     return names
 
 

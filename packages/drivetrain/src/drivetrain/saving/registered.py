@@ -109,7 +109,7 @@ class Registered:
             )
             raise RuntimeError(
                 f"register_for_checkpointing() was called with other objects on some ranks ({named}): call it on all "
-                "ranks with the same ones, outside `if accelerator.is_main_process`; nothing was saved"
+                "ranks with the same objects, outside `if accelerator.is_main_process`; nothing was saved"
             )
         for name in states:
             others = [rank for rank, (shared, _) in enumerate(found) if shared[name] != found[0][0][name]]

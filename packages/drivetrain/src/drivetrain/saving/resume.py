@@ -156,8 +156,8 @@ def _check_unpacked(one: Prepared) -> None:
         library = type(weight).__module__.partition(".")[0]
         raise ValueError(
             f"save_state(): {name!r} (and {len(packed) - 1} more) is packed by {library}, whose scales "
-            "could not be loaded into it: save_state(trained_only=True) leaves out what is frozen; the run that "
-            "loads it builds the same base"
+            "could not be loaded into it: save_state(trained_only=True) leaves out frozen weights; the run "
+            "that loads the checkpoint builds the same base model"
         )
 
 
@@ -255,8 +255,8 @@ def _fill(one: Prepared, saved_model: Mapping[str, Any], saved: Mapping[str, Any
     missing = own.keys() - saved_model.keys() - packed_entries(one.unwrap(), own)
     if trained := sorted(missing - frozen_names(one)):
         raise ValueError(
-            "the checkpoint was saved with trained_only=True, without what was frozen then and is trained here: "
-            f"{trained[:5]}; freeze the same parameters before prepare()"
+            "the checkpoint was saved with trained_only=True, and lacks parameters that were frozen then but are "
+            f"trained here: {trained[:5]}; freeze the same parameters before prepare()"
         )
     return {**saved_model, **{name: own[name] for name in missing}}
 
@@ -298,5 +298,5 @@ def _check_same(what: str, own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> 
     if set(own) != set(saved):
         raise ValueError(
             f"the checkpoint holds {what} {sorted(map(str, saved))}, and this run has {sorted(map(str, own))}; "
-            "prepare and register the same ones before load_state()"
+            "prepare and register the same objects before load_state()"
         )

@@ -28,7 +28,7 @@ class Delivery:
             return cls(**read_json(path))
         except (ValueError, TypeError) as error:
             raise DeliveryFileError(
-                f"{path} is damaged ({error}), so that nothing tells what was delivered: remove it to send the "
+                f"{path} is damaged ({error}), so that what was delivered is unknown: remove it to send the "
                 "whole log again"
             ) from None
 
