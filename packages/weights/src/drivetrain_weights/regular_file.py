@@ -46,7 +46,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes | str, *, where: str) -> Any:
-    """Parse JSON in which no object has one key twice; a WeightFilesError names the text by `where`."""
+    """Parse JSON; raise WeightFilesError, with `where` in its text, for a repeated key or damaged JSON."""
     if len(text) > MOST_JSON_BYTES:
         raise WeightFilesError(f"{where} holds more than {MOST_JSON_BYTES} bytes of JSON: it is damaged")
     try:

@@ -61,7 +61,7 @@ def _list_records(path: Path, file: zipfile.ZipFile) -> dict[str, int]:
 
 
 class _Inert:
-    """A stand-in for every object that a pickle makes: it takes all calls, and does nothing."""
+    """A stand-in for every unpickled object, which accepts all calls and does nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

@@ -150,7 +150,7 @@ def token_after(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str,
     if not caches:
         raise CostError(
             f"{type(model).__name__} gives none of {', '.join(_CACHES)}, so that a token cannot be told from a "
-            "prompt: plan with infer_auto_device_map, and give what each part does by hand"
+            "prompt: plan with infer_auto_device_map, and give the cost of each part by hand"
         )
     return {**prompt_of(model, batch_size, 1), **caches}
 

@@ -50,7 +50,7 @@ class QuantizeOnLoad:
         return weight
 
     def layer(self, module: nn.Module, weight: nn.Parameter) -> nn.Module | None:
-        """Return the layer with which the quantisation's library computes."""
+        """Return the quantisation library's layer for a packed weight; None to keep the module."""
         assert isinstance(module, nn.Linear)
         return self._quantization.layer(module, weight)
 

@@ -114,7 +114,7 @@ class Rank0Broadcast:
     def _broadcast_piece(
         self, piece: ReadRange, targets: Mapping[str, Tensor], content: Tensor, reading: Future[None] | None
     ) -> None:
-        """Broadcast a piece, followed by a byte that tells whether it could be read."""
+        """Broadcast a piece, followed by a byte that says whether the read succeeded."""
         failure = None if reading is None else reading.exception()
         if self._is_reader:
             content[-1] = failure is None

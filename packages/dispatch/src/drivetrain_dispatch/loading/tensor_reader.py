@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class ReadRange(NamedTuple):
-    """A range of a tensor's elements that are read at once, in the order of the tensor."""
+    """A contiguous range of a tensor's elements, which is read at once."""
 
     name: str
     dtype: torch.dtype

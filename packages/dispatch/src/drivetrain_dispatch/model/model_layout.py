@@ -203,7 +203,7 @@ def check_devices(units: Iterable[Unit], devices: Mapping[str, torch.device]) ->
         if len(found) > 1:
             raise DeviceMapError(
                 f"device_map: {', '.join(sorted(map(str, found)))} compute parts of {unit.name or 'the model'!r}, "
-                "whose weights come all at once: give all of it to one of them, or leave its class out of "
+                "whose weights are fetched all at once: place this module on one device, or leave its class out of "
                 "preload_module_classes"
             )
 
@@ -217,7 +217,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of the parameters and buffers of a model, of each of its modules, and of each tensor.
 
-    A tied tensor counts once in every module that contains several of its names; each of its own names has its full
+    A tied tensor counts once in every module that contains several of its names; each name of the tensor has the full
     size. Works on the meta device.
 
     The sizes are those after a conversion of floating-point and complex tensors to `dtype`, as by `Module.to(dtype)`.

@@ -40,7 +40,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def parts_in_file(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the parts of a tensor by their names in a file; a tensor that is not packed keeps its name."""
+    """Return the parts of a tensor by their names in a file; a plain tensor keeps its own name."""
     parts = parts_of(tensor)
     if parts[0] is tensor:
         return {name: tensor}

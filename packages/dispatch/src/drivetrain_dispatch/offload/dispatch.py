@@ -140,7 +140,7 @@ def plan_dispatch(
         check_dtype(f"dtypes[{name!r}]", dtype)
         if name in layout.quantized and dtype != tensors[name].dtype:
             raise DeviceMapError(
-                f"dtypes[{name!r}]={dtype}: it is a quantised weight, which says by itself what it is computed in"
+                f"dtypes[{name!r}]={dtype}: a quantised weight has a compute dtype of its own; leave the entry out"
             )
     if write_back and not any(placement.on_disk for placement in placements.values()):
         raise DeviceMapError(
@@ -184,7 +184,7 @@ def check_dispatchable(layout: ModelLayout, placements: Mapping[str, Placement])
             )
         if tensor.is_inference():
             raise DeviceMapError(
-                f"{name!r} was made in torch.inference_mode, where nothing tells when a tensor is written to: build "
+                f"{name!r} was made in torch.inference_mode, where torch does not count writes to a tensor: build "
                 "and load the model outside of it"
             )
         layer = layout.modules[name.rpartition(".")[0]]

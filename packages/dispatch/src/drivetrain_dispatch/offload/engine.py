@@ -286,7 +286,7 @@ class Prefetcher:
         return found
 
     def request(self, order: Sequence[int], position: int) -> None:
-        """Request the units from a position of an order on, as long as there is room."""
+        """Request the units of an order from `position` on, as long as there is room."""
         requested, out_of_order = self._requested, self._out_of_order
         next_position = position + len(requested)
         while next_position < len(order):

@@ -39,7 +39,7 @@ class ExecutionOrder:
         return unit in self._positions
 
     def last_position(self, unit: int) -> int:
-        """Return the position of a unit's last use; the length of the order if it lacks the unit."""
+        """Return the position of a unit's last use; for an unknown unit, the length of the order."""
         positions = self._positions.get(unit)
         return positions[-1] if positions else len(self.units)
 
@@ -56,7 +56,7 @@ class OrderRecorder:
         self.depth = 0  # the number of nested runs; 0 while none goes on
 
     def begin(self, order: ExecutionOrder) -> None:
-        """Begin a run in an order; a nested run counts as part of the outer one's order."""
+        """Begin a run that is expected in an order; a nested run counts as part of the outer run."""
         if self.depth == 0:
             self.order = order
             self.position = 0
@@ -91,7 +91,7 @@ class BackwardOrder:
         return self._recorder.depth > 0
 
     def use(self, unit: int, *, recomputed: bool) -> tuple[Sequence[int], int]:
-        """Record the use of a unit; return an order and the position in it of the units that are expected next."""
+        """Record the use of a unit; return an order, and the position in the order of the next expected units."""
         recorder = self._recorder
         if not self.is_running:
             recorder.begin(self._learnt)

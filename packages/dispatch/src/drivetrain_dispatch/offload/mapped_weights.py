@@ -46,7 +46,7 @@ class MappedWeightsEngine:
     """The engine of a model that uses weights in place, in mapped files, which must stay unchanged.
 
     If some pages are not in memory at the beginning of a forward, threads read them in the order of the last such
-    forward, and hooks on the modules track its position; otherwise the forward costs the same as with weights in
+    forward, and hooks on the modules track its position. Otherwise the forward costs the same as with weights in
     memory. Where the host or its container has no room for all pages, some pages stay and the others are released
     behind the forward, so that no page is evicted before its use. With `releases` no page stays.
     """

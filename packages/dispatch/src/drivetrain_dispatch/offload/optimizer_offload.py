@@ -144,7 +144,7 @@ def disk_offload_optimizer(optimizer: Optimizer, offload_dir: Path | str) -> Opt
         WeightFilesError: The disk has no room. A step may raise it too.
     """
     if hasattr(optimizer, _MARK):
-        raise OffloadedError("the optimizer is offloaded already: remove() what that returned first")
+        raise OffloadedError("the optimizer is offloaded already: remove() its OptimizerOffload first")
     folder = Path(offload_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,9 +15,7 @@ from drivetrain_dispatch.planning.block_groups import BlockCost
 from drivetrain_dispatch.planning.blocks import Block
 from drivetrain_dispatch.planning.op_recorder import FusedAttention, OpRecorder, kept_memories, peaks
 
-_BY_HAND = (
-    "give what each part does by hand: costs={'layers.0': Cost(seconds=..., peak_bytes=..., kept_bytes=...)}"
-)
+_BY_HAND = "give costs by hand: costs={'layers.0': BlockCost(seconds=..., peak_bytes=..., kept_bytes=...)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ _NUM_SHOWN = 5  # names in an error message
 
 
 class Tier(IntEnum):
-    """A tier of storage, the fastest first; tensors on the meta device have no values to store."""
+    """The tiers of storage, the fastest first; META is for tensors without values."""
 
     META = 0
     DEVICE = 1

@@ -92,7 +92,7 @@ def hardware_of(kind: str) -> Hardware:
 
 
 def assumed_rates(kind: str) -> Bandwidths:
-    """Return the assumed transfer rates of a kind of device that this machine lacks; typical ones if unknown."""
+    """Return assumed transfer rates of a kind of device that this machine lacks; unknown kinds get typical rates."""
     try:
         link = hardware_of(kind).link_bytes_per_second
     except ValueError:

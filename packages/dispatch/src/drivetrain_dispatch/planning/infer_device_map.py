@@ -34,9 +34,9 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Plan where each part of a model goes, and predict how long a forward takes. Nothing is moved or loaded.
 
-    The accelerators are filled in the order given. The part of a larger model that does not fit goes to `"cpu"`, and
-    beyond the host's budget to `"disk"`, spread evenly over the forward; accelerators still compute it. Without
-    accelerators `"cpu"` computes everything.
+    The accelerators are filled in the order given. Parts that do not fit go to `"cpu"`, and beyond the host's budget
+    to `"disk"`, spread evenly over the forward. Accelerators still compute these parts. Without accelerators `"cpu"`
+    computes everything.
 
     Args:
         model: The model, ideally on the meta device.

@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """A search that predicts the time of placements of one model and improves them."""
+    """A search that improves placements of a model by their predicted times."""
 
     def __init__(self, groups: Groups, forward: Forward, budgets: Budgets, rates: Bandwidths) -> None:
         self._groups = groups

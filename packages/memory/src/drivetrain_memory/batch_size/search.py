@@ -100,9 +100,8 @@ def find_executable_batch_size(
         starting_batch_size: The first batch size to try.
         reduce_batch_size: A function from a batch size that does not fit to the next one; a size below 1 ends the
             search.
-        agree: A function, called on every rank after each try, from this rank's outcome to that of all ranks: out of
-            memory if any rank ran out. None for a single process. `Accelerator.find_executable_batch_size` passes
-            one.
+        agree: A function, called on every rank after each try, from a rank's outcome to that of all: out of memory if
+            any ran out. None for a single process. `Accelerator.find_executable_batch_size` passes one.
         remembered: The size to begin with. Each try first writes its batch size here, for checkpoints of that try.
         limit_host: Whether host allocations beyond the limit of the job's control group raise MemoryError in a try.
 

@@ -38,8 +38,7 @@ class LeakDetector:
         warmup_steps: The number of first steps that are not fitted.
         check_every: The number of steps between two fits.
         investigation_steps: The number of steps of an investigation.
-        least_bytes_per_step: The smallest growth that counts as a leak; a list that gets a number per step grows
-            less.
+        least_bytes_per_step: The smallest growth that counts as a leak; a growing list of numbers stays below.
         trace: Whether an investigation traces where objects are made.
         on_leak: A function that takes the report of each leak that is found; None logs a warning.
 

@@ -37,7 +37,7 @@ def library_folders() -> tuple[str, ...]:
 
 
 def is_users(file: str | None, libraries: tuple[str, ...]) -> bool:
-    """Return whether a file is the user's: no installed package's, no module of Python, and not this package's."""
+    """Return whether a file belongs to the user: not to Python, an installed package or this package."""
     if file is None or file.startswith("<frozen"):
         return False
     return not file.startswith((*libraries, str(Path(__file__).parent)))

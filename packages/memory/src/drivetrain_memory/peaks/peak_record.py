@@ -28,7 +28,7 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
             processes, and 200 us or more with them.
 
     Returns:
-        A context manager that holds the peaks: inside the block the peaks so far, later those of the block.
+        A context manager with the peaks: in the block the peaks so far, afterwards the peaks of the block.
 
     Example:
         >>> with record_peak() as peak:
