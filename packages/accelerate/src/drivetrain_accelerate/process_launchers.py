@@ -29,8 +29,8 @@ def notebook_launcher(
 ) -> None:
     """Run a function on several processes of this machine, each a fresh interpreter with this interface.
 
-    A LaunchError refuses more than one machine, and options of restarts and of the ranks' meeting. The default
-    `use_port` takes any free port. A RankFailedError shows the traceback of the rank that fails.
+    A LaunchError refuses several machines and options of restarts and rendezvous. By default, `use_port` takes any
+    free port. A RankFailedError shows the traceback of the rank that fails.
     """
     launch_from_notebook(
         _carry_interface(function),
@@ -57,12 +57,12 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def test_launch() -> None:
-    """Connect the ranks of this launch, as a check that they find each other. Called on all ranks."""
+    """Check that the ranks of this launch find each other: connect them. Called on all ranks."""
     PartialState()
 
 
 def _carry_interface(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for a process with the interface in front of its imports, if this process has it."""
+    """Return a function that first installs the interface in its process, if this process has the interface."""
     # The installation is unpickled first: the function's module may import accelerate.
     return partial(_call, CarriedInstallation(install), function) if is_installed() else function
 

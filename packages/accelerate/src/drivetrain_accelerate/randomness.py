@@ -17,7 +17,7 @@ from drivetrain_state.detect import device_module
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy, torch and its accelerators; `device_specific` adds the rank to the seed.
 
-    With `deterministic`, torch uses only deterministic kernels; cuBLAS then asks for CUBLAS_WORKSPACE_CONFIG=:4096:8.
+    With `deterministic`, torch uses only deterministic kernels. cuBLAS then requires CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
     if importlib.util.find_spec("numpy") is not None:  # only generators that are imported are seeded
         importlib.import_module("numpy")
@@ -27,7 +27,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give a kind of generator, or the generator of `RNGType.GENERATOR`, rank 0's state. Called on all ranks."""
+    """Copy rank 0's state of a kind of generator, or of `generator`, to all ranks. Called on all ranks."""
     if rng_type is None:
         return
     kind, context = RNGType(rng_type), current_context()
@@ -50,6 +50,6 @@ def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Gene
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Give kinds of generators, such as `["torch", "generator"]`, rank 0's states. Called on all ranks."""
+    """Copy rank 0's states of several kinds of generators to all ranks. Called on all ranks."""
     for rng_type in [RNGType(each) for each in ([rng_types] if isinstance(rng_types, str) else rng_types)]:
         synchronize_rng_state(rng_type, generator=generator)

@@ -1,4 +1,4 @@
-"""Loggers and progress bars of the main process, or of all where a call says so."""
+"""Loggers and progress bars for the main process or, by an argument, for all processes."""
 
 import logging
 from functools import cache
@@ -10,7 +10,7 @@ from drivetrain_state import RankLogger
 
 
 class MultiProcessAdapter(RankLogger):
-    """A logger that logs on the main process, or on all: `main_process_only=False`, `in_order=True`."""
+    """A logger for the main process; for all processes with `main_process_only=False`, or `in_order=True`."""
 
     prefix = "[RANK {}] "
 
@@ -19,25 +19,25 @@ class MultiProcessAdapter(RankLogger):
         self.extra = extra
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log, from the line that calls the logger; `stacklevel=2` says so too, as in Accelerate, and 3 one above."""
+        """Log for the calling line. `stacklevel=2` means the same line, as in Accelerate, and 3 its caller."""
         above = max(kwargs.pop("stacklevel", 2), 2)
         super().log(level, msg, *args, stacklevel=above, **kwargs)
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Add the attributes of every record to those of this one."""
+        """Add the logger's own attributes to the attributes of a record."""
         if self.extra:
             kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
 
     @cache  # noqa: B019 a logger lives as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn, unless the same was said before."""
+        """Log a warning, unless the same warning was logged before."""
         above = max(kwargs.pop("stacklevel", 2), 2)
         self.warning(*args, stacklevel=above + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger of a name, for several processes. It may be created before the ranks connect."""
+    """Return a named logger for several processes. The ranks need not be connected yet."""
     level = log_level or environ.read("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:

@@ -1,4 +1,4 @@
-"""The weights of sharded models: how they are loaded, and what programs ask about them."""
+"""The weights of sharded models: functions to load them, and helpers that programs call."""
 
 import re
 from collections import Counter
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers, by its variables, that only rank 0 reads a checkpoint."""
+    """Set environment variables by which transformers reads a checkpoint on rank 0 only."""
     environ.put(ACCELERATE_USE_FSDP="True", FSDP_CPU_RAM_EFFICIENT_LOADING="True")
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers that every rank reads a checkpoint."""
+    """Set environment variables by which transformers reads a checkpoint on every rank."""
     environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING="False")
 
 
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return an initialisation of modules that keeps tied weights one tensor, where the first of them was put."""
+    """Return a `param_init_fn` that keeps tied weights a single tensor, on the device of the first weight."""
     del device
     if not tied_weights_keys(model):
         return param_init_fn
@@ -66,7 +66,7 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    """Return values by names without what wrappers of modules add to them."""
+    """Return the values by name, without the prefixes that wrappers of modules add."""
     return {
         re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name): value
         for name, value in named_params.items()
@@ -74,14 +74,14 @@ def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
-    """Return a loss scale for fp16; one of drivetrain's own belongs to a prepared model."""
+    """Return a GradScaler for fp16. Prepared models do not need it: drivetrain scales their losses."""
     return GradScaler(**kwargs)
 
 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Return the parameters of modules, or of those whose full name matches a pattern, and move them to a device."""
+    """Move the parameters of modules to a device, and return them. A text is a pattern for full names of modules."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
         chosen = [module for name, module in model.named_modules() if pattern.fullmatch(name)]

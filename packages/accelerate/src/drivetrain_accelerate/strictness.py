@@ -1,4 +1,4 @@
-"""The choice whether what Accelerate does wrong without a word is put right, or restored for a comparison."""
+"""The choice between correct results and Accelerate's silent errors, which a comparison may need."""
 
 from drivetrain_accelerate.settings import AccelerateSettings
 from drivetrain_config import environ, resolve
@@ -8,8 +8,8 @@ STRICT_VARIABLE = environ.override_name("accelerate", "strict")
 
 
 def is_strict() -> bool:
-    """Return whether drivetrain's own results are wanted where Accelerate's are wrong.
+    """Return whether to give correct results where Accelerate's are wrong.
 
-    It reads the settings, which takes a fraction of a millisecond: ask once for each object or rare case.
+    The call reads the settings and takes a fraction of a millisecond: call once per object, or in rare cases only.
     """
     return resolve(AccelerateSettings, section="accelerate").value.strict

@@ -1,1 +1,1 @@
-"""The dataclasses and enums with which a program for Accelerate says how it wants to run."""
+"""The dataclasses and enums by which a program for Accelerate describes its run."""

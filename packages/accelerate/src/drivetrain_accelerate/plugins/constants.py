@@ -1,4 +1,4 @@
-"""The constants of Accelerate's interface: names of files, and words that its settings may take."""
+"""The constants of Accelerate's interface: names of files, and allowed words of its settings."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration that programs ask by dotted names."""
+"""A DeepSpeed configuration whose values programs read by dotted names."""
 
 import errno
 from base64 import urlsafe_b64decode
@@ -13,9 +13,9 @@ from drivetrain_config.files.file_text import parse_json, read_text
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, as the nested dict `config`; `zero_optimization.stage` names a value of it.
+    """A DeepSpeed configuration: the nested dict `config`, read by names such as `zero_optimization.stage`.
 
-    It is given as a mapping, which is copied; a JSON file; or JSON in base64.
+    It is made from a mapping (copied), the path of a JSON file, or a dict's JSON in base64.
     """
 
     config: dict[str, Any]
@@ -25,7 +25,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read the stage, and whether anything is offloaded, from the configuration as it is now."""
+        """Update the stage and the offloading from the present contents of the configuration."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [
             self.get_value(f"zero_optimization.{name}.device")
@@ -35,7 +35,7 @@ class HfDeepSpeedConfig:
         self._offload = is_divided and any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the mapping that a value is in, None if there is none, and the value's name there."""
+        """Return the mapping around a value, or None if it does not exist, and the value's key in the mapping."""
         *path, name = ds_key_long.split(".")
         node: Any = self.config
         for part in path:
@@ -43,12 +43,12 @@ class HfDeepSpeedConfig:
         return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value, or the default if there is none."""
+        """Return a value, or the default if the configuration lacks the value."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a value or a section; raise a ValueError if there is none, and `must_exist`."""
+        """Remove a value or a section. If it does not exist and `must_exist` is true, raise a ValueError."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and node.get(name) is not None:
             del node[name]
@@ -56,21 +56,21 @@ class HfDeepSpeedConfig:
             raise ValueError(f"Can't find {ds_key_long} entry in the config: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether there is a value, and it is true."""
+        """Return whether a value exists and is true."""
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return whether there is a value, and it is false."""
+        """Return whether a value exists and is false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
-        """Return whether gradients and optimizer states are partitioned."""
+        """Return whether the stage is 2: gradients and optimizer states are partitioned."""
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Return whether parameters are partitioned too."""
+        """Return whether the stage is 3: parameters are partitioned too."""
         return self._stage == 3
 
     def is_offload(self) -> bool:

@@ -1,4 +1,4 @@
-"""Stand-ins for the optimizer and schedule that a DeepSpeed configuration describes, and what they stand for."""
+"""Stand-ins for the optimizer and schedule of a DeepSpeed configuration, and functions that replace them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -18,7 +18,7 @@ _DEEPSPEED_ONLY = ("adam_w_mode", "torch_adam", "bias_correction")
 class DummyOptim:
     """The optimizer that the section `optimizer` of a DeepSpeed configuration describes.
 
-    Its values are for what the section leaves open.
+    The arguments fill values that the section leaves as "auto".
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class DummyOptim:
 class DummyScheduler:
     """The learning rate schedule that the section `scheduler` of a DeepSpeed configuration describes.
 
-    Its values are for what the section leaves open; a function of the optimizer returns a schedule instead of a
-    section.
+    The arguments fill values that the section leaves as "auto". Instead of a section, `lr_scheduler_callable` may
+    make the schedule from the optimizer.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DummyScheduler:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
-    """Return the plugin that an `AcceleratorState` has in use; raise a ValueError if it has none."""
+    """Return the selected plugin of an `AcceleratorState`; raise a ValueError if none is selected."""
     if state.distributed_type != DistributedType.DEEPSPEED:
         raise ValueError(
             "no plugin of DeepSpeed is in use: give Accelerator(deepspeed_plugin=...), or choose one by "
@@ -72,7 +72,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
-    """Return DeepSpeed's CPU optimizer for one of torch's; raise a ValueError if none computes the same."""
+    """Return DeepSpeed's CPU optimizer for a torch optimizer; raise a ValueError if none computes the same."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -93,7 +93,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
 def check_said_once(
     config: Mapping[str, Any], *, optimizers: Sequence[object], schedulers: Sequence[object]
 ) -> None:
-    """Refuse optimizers and schedules that both a configuration and the program describe, or neither does."""
+    """Raise a ValueError if an optimizer or schedule comes from both configuration and program, or from neither."""
     for name, given, stand_in in (
         ("optimizer", optimizers, DummyOptim),
         ("scheduler", schedulers, DummyScheduler),
@@ -113,7 +113,7 @@ def check_said_once(
 
 
 def optimizer_for(stand_in: DummyOptim, config: Mapping[str, Any]) -> Optimizer:
-    """Return torch's optimizer for the section `optimizer`; what is "auto" comes from the stand-in."""
+    """Return torch's optimizer for the section `optimizer`; the stand-in fills values that are "auto"."""
     section: Mapping[str, Any] = config["optimizer"]
     given = section.get("params", {})
     said: dict[str, Any] = {
@@ -138,7 +138,7 @@ def optimizer_for(stand_in: DummyOptim, config: Mapping[str, Any]) -> Optimizer:
 
 
 def scheduler_for(stand_in: DummyScheduler, optimizer: Optimizer, config: Mapping[str, Any]) -> LRScheduler:
-    """Return the schedule of the stand-in's function, or else DeepSpeed's for the section `scheduler`."""
+    """Return the schedule that the stand-in's function makes, or else the one that the section `scheduler` says."""
     if stand_in.lr_scheduler_callable is not None:
         return stand_in.lr_scheduler_callable(optimizer)
     section: Mapping[str, Any] = config["scheduler"]

@@ -1,4 +1,4 @@
-"""The options of DeepSpeed, and the sections of drivetrain's settings that they become."""
+"""The options of DeepSpeed, and their translation into sections of drivetrain's settings."""
 
 import math
 from collections.abc import Generator
@@ -50,7 +50,7 @@ _SCALE_WITHOUT_EFFECT = ("hysteresis", "consecutive_hysteresis")
 
 @options
 class DeepSpeedPlugin:
-    """Options of DeepSpeed; those not given come from the environment, and all of them end in `deepspeed_config`."""
+    """Options of DeepSpeed, joined in `deepspeed_config`. Options that are not given come from the environment."""
 
     hf_ds_config: Any = becomes("deepspeed.config", default=None)
     gradient_accumulation_steps: Any = becomes("run.gradient_accumulation_steps", default=None)
@@ -82,7 +82,7 @@ class DeepSpeedPlugin:
     )
 
     def __post_init__(self) -> None:
-        """Fill the fields, and make the configuration; raise a ValueError if `zero_optimization` is missing there."""
+        """Fill the fields, and make the configuration; raise a ValueError if it lacks `zero_optimization`."""
         self.deepspeed_config: dict[str, Any] = {}
         self._selected = False
         self._fill_from_environment()
@@ -103,7 +103,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """True if this is the plugin in use, of several."""
+        """True if this plugin is the selected one."""
         return self._selected
 
     @selected.setter
@@ -113,13 +113,13 @@ class DeepSpeedPlugin:
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Mark this plugin as the one in use; raise a ValueError for any caller but `AcceleratorState`."""
+        """Mark this plugin as selected; raise a ValueError for any caller but `AcceleratorState`."""
         if not _from_accelerator_state:
             raise ValueError("call AcceleratorState().select_deepspeed_plugin(name) to choose a plugin")
         self._selected = True
 
     def unselect(self) -> None:
-        """Give way to another plugin; called by the state that the Accelerators share."""
+        """Mark this plugin as not selected; called by the state that all Accelerators share."""
         self._selected = False
         self.set_deepspeed_weakref()
 
@@ -134,9 +134,9 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace the value "auto"; add other values that contradict the run's to `mismatches`, if `must_match`.
+        """Replace the value "auto" by the run's. If `must_match`, add a contradicting value to `mismatches`.
 
-        The run's values stand in `kwargs` by dotted name; without one for "auto", a ValueError.
+        `kwargs` has the run's values by dotted name. If it has none for a value "auto", raise a ValueError.
         """
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
         given = None if node is None else node.get(key)
@@ -160,7 +160,7 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill and compare all values of the configuration or a part; raise a ValueError that lists differences."""
+        """Fill and compare all values of the configuration or a part; a ValueError lists the differences."""
         found = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
@@ -175,7 +175,7 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str | None) -> None:
-        """Write a precision into the configuration; raise a ValueError if that enables the other half."""
+        """Write a precision into the configuration; a ValueError if that enables the other half precision."""
         config, mode = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mode or "")
         if other is not None and config.get(other, {}).get("enabled") is True:
@@ -191,7 +191,7 @@ class DeepSpeedPlugin:
                 section["enabled"] = name == mode
 
     def set_deepspeed_weakref(self) -> None:
-        """Announce the configuration to transformers, which then partitions the models that it loads."""
+        """Announce the configuration to transformers, so that transformers partitions models when it loads them."""
         config = deepcopy(self.deepspeed_config)
         for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
             if config.get(name, "auto") == "auto":
@@ -205,12 +205,12 @@ class DeepSpeedPlugin:
         self.dschf = Announced(config)  # transformers holds it weakly
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return whether models are partitioned as they are made."""
+        """Return whether models are partitioned while they are built."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
-        """Run the block with models partitioned as they are made, or not."""
+        """Run the block; models built in it are partitioned at once if `enable` is true."""
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
         try:
@@ -221,7 +221,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Tell DeepSpeed which layers hold experts, to gather these together; raise a ValueError if none is there."""
+        """Name DeepSpeed the classes of expert layers, to gather each whole; a ValueError if the model lacks one."""
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = environ.read(f"{_ENV}MOE_LAYER_CLS_NAMES")
         if self.transformer_moe_cls_names is None:
@@ -256,7 +256,7 @@ class DeepSpeedPlugin:
             self.msamp_opt_level = level
 
     def _read_config(self) -> None:
-        """Take a given configuration, before the fields, which fill its "auto" values."""
+        """Take the given configuration. Its values have priority over fields, which only fill values "auto"."""
         said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
         if unheard := [name for name in (*_IN_CONFIG, "mixed_precision") if name in said]:
             raise ValueError(
@@ -300,7 +300,7 @@ class DeepSpeedPlugin:
 
 
 def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
-    """Return the `deepspeed` section: the plugin's configuration with its fields; "auto" stays."""
+    """Return the `deepspeed` section: the plugin's configuration and fields joined; values "auto" stay."""
     if plugin.enable_msamp or "msamp" in plugin.deepspeed_config:
         raise refusal(plugin, "enable_msamp", True)
     config = deepcopy(plugin.deepspeed_config)
@@ -321,7 +321,7 @@ def deepspeed_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
 
 
 def deepspeed_precision_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
-    """Return the fields of the `precision` section: the loss scale that a configuration's `fp16` says."""
+    """Return the fields of the `precision` section: the loss scale options of the configuration's `fp16`."""
     given = plugin.deepspeed_config.get("fp16", {})
     scale = given.get("loss_scale", 0)
     if scale not in (0, "auto"):
@@ -338,7 +338,7 @@ def deepspeed_precision_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
 
 
 def deepspeed_accumulation(plugin: DeepSpeedPlugin) -> int | None:
-    """Return the number of micro-batches in a step that a plugin says; None if it leaves it to the Accelerator."""
+    """Return a plugin's number of micro-batches in a step; None if the Accelerator decides the number."""
     steps = plugin.deepspeed_config.get("gradient_accumulation_steps", plugin.gradient_accumulation_steps)
     return None if steps in (None, "auto") else int(steps)
 
@@ -361,7 +361,7 @@ def _is_said(value: str | None) -> bool:
 
 
 def _agree(plugin: DeepSpeedPlugin, section: dict[str, Any], name: str, field: str, value: object) -> None:
-    """Write a field's value where the configuration has none, and refuse another one there."""
+    """Write a field's value into the configuration if it has none; refuse a field that contradicts it."""
     given = section.get(name)
     if given in (None, "auto", "none") or given == value:
         section[name] = value

@@ -5,10 +5,10 @@ from typing import Any
 
 
 class EnumWithContains(EnumMeta):
-    """The class of enums of which `value in Enum` may ask for any value."""
+    """The metaclass of enums that allow `value in Enum` for any value."""
 
     def __contains__(cls, item: object) -> bool:
-        """Return whether there is a member of this value."""
+        """Return whether a member has this value."""
         try:
             cls(item)
         except ValueError:
@@ -17,7 +17,7 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enum that shows its value."""
+    """An enum whose text is its value."""
 
     def __str__(self) -> str:
         return str(self.value)

@@ -1,4 +1,4 @@
-"""The options of training in fp8, by the library that computes, and drivetrain's recipes for them."""
+"""The options of training in fp8 for each library, and their translation into drivetrain's recipes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ class AORecipeKwargs(KwargsHandler):
 
 @options
 class TERecipeKwargs(KwargsHandler):
-    """Options of fp8 by Transformer Engine; those not given come from the environment."""
+    """Options of fp8 by Transformer Engine. Options that are not given come from the environment."""
 
     use_autocast_during_eval: bool | None = without_effect(
         "evaluation computes in the same formats as training", default=None
@@ -92,7 +92,7 @@ class TERecipeKwargs(KwargsHandler):
 
 @options
 class MSAMPRecipeKwargs(KwargsHandler):
-    """Options of fp8 by MS-AMP, which drivetrain does not train with."""
+    """Options of fp8 by MS-AMP; drivetrain does not train with MS-AMP."""
 
     opt_level: Literal["O1", "O2"] | None = None
 
@@ -104,12 +104,12 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @options
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Options of fp8 from before there was a class for each library."""
+    """The older options of fp8, in one class for all libraries."""
 
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
-        """Fill the fields of the library's own options; raise a ValueError for an unknown word."""
+        """Fill the fields of the chosen library; raise a ValueError for an unknown word."""
         # Accelerate takes MS-AMP if neither is said, and then fails where it is not installed.
         fill_unsaid(self, _ENV, backend="TE")
         in_capitals: Any = str(self.backend).upper()
@@ -126,7 +126,7 @@ def _check_one_of(options: object, field: str, *allowed: str) -> None:
 
 
 def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
-    """Refuse options of fp8, if a program gives any, for a run in another precision, as Accelerate does."""
+    """Raise a ValueError if a program gives options of fp8 in another precision, as Accelerate does."""
     if handler is not None and mixed_precision != "fp8":
         raise ValueError(
             f"{type(handler).__name__} with mixed_precision={mixed_precision or 'no'!r}: options of fp8 have no "
@@ -137,9 +137,9 @@ def check_fp8_precision(handler: Any, mixed_precision: str | None) -> None:
 def fp8_recipe(
     handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs, *, is_sharded: bool = True
 ) -> Fp8Recipe:
-    """Return the recipe that options of fp8 describe, with the layers that Accelerate would convert.
+    """Return the recipe for options of fp8; it converts the same layers as Accelerate.
 
-    Where FSDP does not divide the weights, none is gathered in fp8, whatever the options say.
+    If FSDP does not divide the weights (`is_sharded=False`), the option to gather weights in fp8 is ignored.
     """
     if isinstance(handler, AORecipeKwargs):
         return _torchao_recipe(handler, is_sharded=is_sharded)
@@ -193,7 +193,7 @@ def _torchao_recipe(handler: AORecipeKwargs, *, is_sharded: bool) -> TorchaoReci
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer; None if it has none."""
+    """Return the names of a model's first and last linear layer; two None if it has no linear layer."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
@@ -206,7 +206,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a layer can be converted, and is not the first or last one inside of a module of this name."""
+    """Return whether a layer can be converted and is not the first or last linear layer inside `module`."""
     ends = find_first_last_linear_layers(module)
     return filter_linear_layers(module, fqn, [name for name in ends if name is not None])
 
@@ -223,11 +223,11 @@ def convert_model_to_fp8_ao(
     config: "Float8LinearConfig | None" = None,
     module_filter_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Let linear layers compute in float8, in place, by one of torchao's recipes; None: one scale for a tensor.
+    """Convert linear layers to float8, in place, by a torchao recipe; by default with one scale per tensor.
 
-    Without a function of layer and name, all are converted but the first, the last, and those with a size that 16
-    does not divide. A TranslationError refuses other recipes; a NothingConvertedError says that no layer can be
-    converted.
+    Without `module_filter_func` (layer, name), all layers are converted except the first, the last, and layers with a
+    size that 16 does not divide. A TranslationError refuses other recipes. A NothingConvertedError says that no layer
+    can be converted.
     """
     from torchao.float8 import Float8LinearConfig
 
@@ -241,9 +241,9 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace a model's linear layers by Transformer Engine's, or back, in place; norms stay torch's.
+    """Replace linear layers by Transformer Engine's, or undo it, in place; norms stay torch's.
 
-    Without the library or a fitting device, it is a PrecisionError; without a fitting layer, a NothingConvertedError.
+    A PrecisionError asks for the library or a fitting device. A NothingConvertedError says that no layer fits.
     """
     del _convert_ln
     recipe = TransformerEngineRecipe(scaling="delayed", layers=LayerFilter(skip_first=False, skip_last=False))
@@ -262,7 +262,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a bound forward that computes by Transformer Engine's recipe in training, or in evaluation too."""
+    """Return a method that runs a bound forward under Transformer Engine's recipe, by default in training only."""
     from transformer_engine.pytorch import autocast  # pyright: ignore[reportMissingImports]
 
     @wraps(model_forward)
@@ -275,7 +275,7 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Let a converted model compute in fp8 by a handler's recipe, or by the default one."""
+    """Make a converted model compute in fp8, by a handler's recipe or the default recipe."""
     recipe = fp8_recipe(fp8_recipe_handler or TERecipeKwargs())
     during_eval = bool(fp8_recipe_handler and fp8_recipe_handler.use_autocast_during_eval)
     forward = model.forward

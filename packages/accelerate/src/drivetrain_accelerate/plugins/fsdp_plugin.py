@@ -1,4 +1,4 @@
-"""The options of FSDP, and what of torch's the words mean that they may be."""
+"""The options of FSDP, and torch's objects for the words that the options accept."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -68,9 +68,9 @@ _DTYPE_FIELDS = {
 
 @options
 class FullyShardedDataParallelPlugin:
-    """Options of FSDP; those not given come from the environment.
+    """Options of FSDP. Options that are not given come from the environment.
 
-    `fsdp_version` says in which form the fields are: of torch's first FSDP, or of `fully_shard`. FSDP2 runs both.
+    `fsdp_version` chooses the form of the fields: 1 as torch's first FSDP, 2 as `fully_shard`. FSDP2 runs both.
     """
 
     fsdp_version: Any = without_effect(
@@ -171,9 +171,9 @@ class FullyShardedDataParallelPlugin:
         environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING=str(self.cpu_ram_efficient_loading))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set the form of state dicts, by name or as torch's enum, and its options where there are none yet.
+        """Set the form of state dicts, by name or torch's enum, and its options if none are set.
 
-        None is the field's form, or the version's own; a ValueError one that is unknown, or not of this version.
+        None means the field's form, or the version's default. A ValueError refuses unknown forms and other versions'.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         given = self.state_dict_type if state_dict_type is None else state_dict_type
@@ -190,7 +190,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Make the policy one for this model; raise a ValueError if it has no module of a class that is named."""
+        """Adapt the policy to this model; raise a ValueError if the model lacks a named class."""
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
@@ -212,9 +212,9 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Set all dtypes to that of a mode, "fp8" being bf16 here, or a dtype, unless there is a policy to keep.
+        """Set the policy to one dtype, given as a dtype or mode ("fp8" means bf16); keep a policy unless `override`.
 
-        In version 1, `buffer_autocast` leaves buffers in fp32. An unknown mode raises a ValueError.
+        With `buffer_autocast` in version 1, buffers stay in fp32. An unknown mode raises a ValueError.
         """
         if isinstance(self.mixed_precision_policy, dict):
             self.mixed_precision_policy = mixed_precision_of(self.mixed_precision_policy, self.fsdp_version)
@@ -225,11 +225,11 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = made
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raise a ValueError if the policy is not of the class of this version."""
+        """Raise a ValueError if the policy is not of the class that this version takes."""
         self._check_class("mixed_precision_policy", MixedPrecision, MixedPrecisionPolicy)
 
     def set_cpu_offload(self) -> None:
-        """Turn a truth value into the class of this version."""
+        """Replace a bool in `cpu_offload` by an object of this version's class."""
         if isinstance(self.cpu_offload, bool):
             if self.fsdp_version == 1:
                 self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
@@ -237,7 +237,7 @@ class FullyShardedDataParallelPlugin:
                 self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Raise a ValueError if the offload is not of the class of this version."""
+        """Raise a ValueError if `cpu_offload` is not of the class that this version takes."""
         self._check_class("cpu_offload", CPUOffload, OffloadPolicy, instead="True, False or ")
 
     def _check_class(self, field: str, first: type, second: type, instead: str = "") -> None:
@@ -318,13 +318,13 @@ class FullyShardedDataParallelPlugin:
 
 
 def allocate_empty(module: nn.Module) -> None:
-    """Give the tensors of a module memory, without values, on the device that trains."""
+    """Allocate uninitialised memory for a module's tensors, on the device that trains."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=device or torch.device("cpu"), recurse=False)
 
 
 def meant_by(value: Any, words: Mapping[str, Any], field: str) -> Any:
-    """Return what of torch's a field's value means: a name in any case, a number, or torch's own member."""
+    """Return torch's object for a field's value: a name in any case, a number, or the object itself."""
     if value in words.values():
         return value
     word = str(value).upper()
@@ -338,9 +338,9 @@ def meant_by(value: Any, words: Mapping[str, Any], field: str) -> Any:
 def mixed_precision_of(
     value: Any, version: int, buffer: torch.dtype | None = None
 ) -> MixedPrecision | MixedPrecisionPolicy:
-    """Return a version's policy for a mode, a dtype or a mapping with all of its fields.
+    """Return the policy of a version of FSDP, for a mode, a dtype or a mapping with all fields of the policy.
 
-    In version 1, buffers may have another dtype.
+    `buffer` is another dtype for buffers, in version 1 only.
     """
     names = _DTYPE_FIELDS[version]
     dtypes: dict[str, Any]

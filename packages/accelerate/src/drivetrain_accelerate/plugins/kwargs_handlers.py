@@ -1,4 +1,4 @@
-"""The options that `Accelerator(kwargs_handlers=[...])` takes, those of torch.compile, and what they become."""
+"""The options in `Accelerator(kwargs_handlers=[...])`, those of torch.compile, and their translation."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -29,14 +29,14 @@ _COMMUNICATES_BY = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl",
 
 
 class KwargsHandler:
-    """The base of dataclasses of options."""
+    """The base class for dataclasses of options."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all fields."""
         return deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults; what a variable says differs, too."""
+        """Return the fields that differ from their defaults, or are set by an environment variable."""
         with clear_environment():
             default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
@@ -52,7 +52,7 @@ class AutocastKwargs(KwargsHandler):
 
 @options
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of `torch.nn.parallel.DistributedDataParallel`, and of how it communicates gradients."""
+    """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook."""
 
     dim: int = refused("ddp", "batches are divided along their first dimension; leave it out", default=0)
     broadcast_buffers: bool = becomes("ddp.broadcast_buffers", default=True)
@@ -80,7 +80,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Have a model reduce its gradients by the hook that `comm_hook` names."""
+        """Register the hook that `comm_hook` names, so that the model reduces its gradients by it."""
         if self.comm_hook == DDPCommunicationHookType.NO:
             return
         is_power_sgd = self.comm_hook in (
@@ -171,7 +171,7 @@ class ProfileKwargs(KwargsHandler):
 
 @options
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`; those not given come from the environment."""
+    """Options of `torch.compile`. Options that are not given come from the environment."""
 
     backend: DynamoBackend = becomes("torch.compile(backend=)", default=None)
     mode: str = becomes("torch.compile(mode=)", default=None)
@@ -190,7 +190,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = truth(text, of=f"{_DYNAMO}USE_DYNAMIC")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy of all fields, the backend by torch's own name."""
+        """Return a copy of all fields, with torch's name of the backend."""
         return {**super().to_dict(), "backend": str(self.backend.value).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def ddp_sections(handler: DistributedDataParallelKwargs) -> dict[str, object]:
 
 
 def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
-    """Return the fields of the `precision` section that say how fp16's loss scale moves."""
+    """Return the fields of the `precision` section for fp16's loss scale."""
     check_refused(handler)
     section: dict[str, object] = settings_of(handler)
     if handler.init_scale < 1:
@@ -235,7 +235,7 @@ def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
 
 
 def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
-    """Refuse another process group than drivetrain's on that kind of device; `PartialState` takes its timeout."""
+    """Refuse a process group other than drivetrain's for this kind of device. `PartialState` takes the timeout."""
     own = _COMMUNICATES_BY.get(device_type, "gloo")
     # The default, "nccl", means what fits the device in Accelerate too.
     if handler.backend not in (None, "nccl", own, f"cpu:gloo,{device_type}:{own}"):
@@ -249,7 +249,7 @@ def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
 
 
 def check_autocast(handler: AutocastKwargs, mixed_precision: str) -> None:
-    """Refuse a run in half precision whose models would not compute in it, since autocast is off."""
+    """Refuse autocast that is switched off in a run in half precision: models would compute in full precision."""
     if not handler.enabled and mixed_precision != "no":
         instead = (
             f"models would not compute in mixed_precision={mixed_precision!r}; say mixed_precision='no', or pass the "

@@ -1,4 +1,4 @@
-"""Dataclasses of Accelerate's options, in which each field says what it becomes: a setting, an error, or nothing."""
+"""Dataclasses of Accelerate's options; each field declares its translation: a setting, an error, or nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,17 +18,17 @@ class TranslationError(ValueError):
 
 
 def becomes(setting: str, **default: Any) -> Any:
-    """Declare a field that becomes a setting of drivetrain's; some of its values may be refused."""
+    """Declare a field that is translated into a setting of drivetrain's; some values may be refused."""
     return field(metadata={BECOMES: setting}, **default)
 
 
 def refused(part: str, instead: str, **default: Any) -> Any:
-    """Declare a field whose other values than the default are refused: the part of drivetrain, and a way out."""
+    """Declare a field whose only allowed value is the default; errors name the part and the way out, `instead`."""
     return field(metadata={REFUSED: (part, instead)}, **default)
 
 
 def without_effect(reason: str, **default: Any) -> Any:
-    """Declare a field that changes nothing here, and say why."""
+    """Declare a field that changes nothing in drivetrain, with the reason."""
     return field(metadata={WITHOUT_EFFECT: reason}, **default)
 
 
@@ -39,7 +39,7 @@ def options(kind: type[Options]) -> type[Options]:
 
 
 def with_known_fields(kind: type[Options]) -> type[Options]:
-    """Decorate a class: an unknown argument becomes a TypeError with the list of the known ones."""
+    """Decorate a class: its constructor refuses an unknown argument by a TypeError that lists the known ones."""
     construct = kind.__init__
     _, *known = signature(construct).parameters
     what = "field" if is_dataclass(kind) else "argument"
@@ -59,13 +59,13 @@ def with_known_fields(kind: type[Options]) -> type[Options]:
 
 
 def settings_of(given: Any) -> dict[str, Any]:
-    """Return the settings that take fields as they are: those that become `section.setting` and no more."""
+    """Return the settings whose value is a field's own: the fields declared with a plain `section.setting`."""
     found = {each.metadata.get(BECOMES, "").partition(".")[2]: each.name for each in fields(given)}
     return {setting: getattr(given, name) for setting, name in found.items() if setting.isidentifier()}
 
 
 def refusal(given: Any, name: str, value: object, instead: str = "", *, ours: str = "") -> TranslationError:
-    """Return the error for a field's value that cannot be honoured, by default in the words of its declaration."""
+    """Return the error for a refused value of a field; by default, with the texts of the field's declaration."""
     said: Mapping[str, Any] = {each.name: each.metadata for each in fields(given)}[name]
     part, way_out = said.get(REFUSED, (said.get(BECOMES, ""), ""))
     return TranslationError(
@@ -74,7 +74,7 @@ def refusal(given: Any, name: str, value: object, instead: str = "", *, ours: st
 
 
 def check_refused(given: Any) -> None:
-    """Refuse options of which a refused field is neither its default nor False, as which a plugin fills None."""
+    """Raise a TranslationError if a `refused` field has another value than its default (False counts as None)."""
     for each in fields(given):
         value = getattr(given, each.name)
         is_default = value == each.default or (each.default is None and value is False)

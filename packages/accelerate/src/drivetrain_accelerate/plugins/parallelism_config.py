@@ -1,4 +1,4 @@
-"""The sizes of the parallel dimensions of a run, and the mesh that they span."""
+"""The sizes of the parallel dimensions of a run, and their device mesh."""
 
 from dataclasses import fields
 from math import prod
@@ -31,7 +31,7 @@ def _is_enabled(name: str, doc: str) -> Any:
 
 @options
 class ParallelismConfig:
-    """The number of processes along each parallel dimension; those not given come from the environment, or are 1."""
+    """The number of processes along each parallel dimension, by default from the environment, or else 1."""
 
     dp_replicate_size: int = becomes("fsdp.strategy", default=None)
     dp_shard_size: int = becomes("fsdp.strategy, fsdp.shard_size", default=None)
@@ -78,7 +78,7 @@ class ParallelismConfig:
         return "ParallelismConfig(\n\t" + ",\n\t".join([*lines, f"total_size={self.total_size}"]) + ")\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as values that JSON has."""
+        """Return the fields as values that JSON can hold."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: vars(value) if name.endswith("_handler") and value is not None else value
@@ -99,7 +99,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of the mesh that FSDP takes."""
+        """The mesh axes over which FSDP shards."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -123,9 +123,9 @@ class ParallelismConfig:
         return self.dp_dim_names + self.non_dp_dim_names
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return a new mesh, with the joint axes that FSDP and losses use. Called on all ranks.
+        """Return a new device mesh, with joint axes for FSDP and for losses. Called on all ranks.
 
-        It is None if no axis has more than one process, or with sequence parallelism, which has groups of its own.
+        Return None if no axis has several processes, or if sequence parallelism makes groups of its own.
         """
         names = self._enabled(*_DIMENSIONS)
         if not names or self.sp_size > 1:
@@ -143,7 +143,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, which the first call makes. Called on all ranks, of one kind of device."""
+        """Return the mesh; the first call makes it. Called on all ranks with the same kind of device."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError(

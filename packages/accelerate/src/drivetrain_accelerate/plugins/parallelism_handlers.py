@@ -1,4 +1,4 @@
-"""The options of tensor, context and sequence parallelism, and what the parallel dimensions become."""
+"""The options of tensor, context and sequence parallelism, and their translation into settings."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ _ENV = "PARALLELISM_CONFIG_"
 
 @options
 class TorchTensorParallelPlugin:
-    """Options of tensor parallelism, from before `ParallelismConfig`."""
+    """The older options of tensor parallelism; `ParallelismConfig` replaces them."""
 
     tp_size: int = refused(
         "parallelism=ParallelDims(...)",
@@ -76,7 +76,7 @@ class DeepSpeedSequenceParallelConfig:
 
 
 def parallelism_sections(configuration: Any) -> dict[str, object]:
-    """Return the fields of the `fsdp` section for a `ParallelismConfig`: the ranks that share one replica."""
+    """Return the `fsdp` section's fields for a `ParallelismConfig`: the strategy and the ranks of one replica."""
     for name in ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(configuration, name)) > 1:
             raise refusal(configuration, name, size)
@@ -88,7 +88,7 @@ def parallelism_sections(configuration: Any) -> dict[str, object]:
 
 
 def check_dimensions(configuration: Any, *, num_processes: int) -> None:
-    """Check sizes, and, where one is above 1, their product against the number of processes."""
+    """Refuse sizes that are not supported; if any is above 1, their product must be the number of processes."""
     parallelism_sections(configuration)
     if configuration.total_size not in (1, num_processes):
         sizes = ", ".join(
@@ -101,7 +101,7 @@ def check_dimensions(configuration: Any, *, num_processes: int) -> None:
 
 
 def check_engine_dimensions(configuration: Any) -> None:
-    """Refuse replicas and shards under DeepSpeed, which partitions over all ranks."""
+    """Refuse sizes of replicas and shards under DeepSpeed, since it partitions over all ranks."""
     for name in ("dp_replicate_size", "dp_shard_size"):
         if configuration is not None and (size := getattr(configuration, name)) > 1:
             instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"

@@ -25,7 +25,7 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Read names of dtypes; raise a ValueError, which begins with the field's name, for a wrong value."""
+        """Replace names of dtypes by dtypes; raise a ValueError for a wrong value, which names the field first."""
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")

@@ -1,4 +1,4 @@
-"""The dataclasses that say how a run reads its data, where it stores its results, and when it steps."""
+"""The options of a run's data loading, of its folders, and of gradient accumulation."""
 
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler
 from drivetrain_accelerate.plugins.option_fields import (
@@ -14,7 +14,7 @@ from drivetrain_accelerate.plugins.option_fields import (
 
 @options
 class DataLoaderConfiguration:
-    """Options of how prepared loaders divide their data."""
+    """Options of prepared loaders, which divide the data among ranks."""
 
     split_batches: bool = becomes("data.split_batches", default=False)
     dispatch_batches: bool | None = becomes("data.dispatch", default=None)
@@ -29,7 +29,7 @@ class DataLoaderConfiguration:
 
 @options
 class ProjectConfiguration:
-    """Options of where a run stores checkpoints and logs."""
+    """Options of the folders for a run's checkpoints and logs."""
 
     project_dir: str | None = becomes("save_state(): the folder around `checkpoints`", default=None)
     logging_dir: str | None = without_effect(
@@ -47,11 +47,11 @@ class ProjectConfiguration:
     )
 
     def __post_init__(self) -> None:
-        """Take the project's folder for that of logs."""
+        """Use the project's folder for logs if no other folder is given."""
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set the folder of the run, and that of logs if it is not said."""
+        """Set the project's folder; if no folder for logs is given, use it for logs too."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -61,7 +61,7 @@ class ProjectConfiguration:
 class GradientAccumulationPlugin(KwargsHandler):
     """Options of gradient accumulation.
 
-    What `adjust_scheduler` says does not reach `GradientState`, as in Accelerate: a program sets it in the state's
+    As in Accelerate, `adjust_scheduler` does not reach `GradientState`: a program sets it in the state's
     `plugin_kwargs`.
     """
 
@@ -78,14 +78,14 @@ class GradientAccumulationPlugin(KwargsHandler):
 def data_sections(configuration: DataLoaderConfiguration) -> dict[str, object]:
     """Return the fields of the `data` section.
 
-    `even_batches` fills the tail from the epoch's beginning, and `gather_for_metrics` leaves what was filled in out;
-    drivetrain's "pad" does both. Without it, no sample is repeated, and ranks stay in step.
+    With `even_batches`, samples from the epoch's beginning fill the tail, and `gather_for_metrics` removes them
+    again; drivetrain's "pad" does both. Without it, no sample is repeated, and ranks stay in step.
     """
     return {**settings_of(configuration), "even": "pad" if configuration.even_batches else "uneven"}
 
 
 def check_project(configuration: ProjectConfiguration) -> None:
-    """Refuse options of a project about checkpoints that would have no effect."""
+    """Refuse options about a project's checkpoints that would have no effect."""
     check_refused(configuration)
     limit = configuration.total_limit
     if limit is not None and not configuration.automatic_checkpoint_naming:

@@ -1,4 +1,4 @@
-"""The `fsdp` section for an FSDP plugin."""
+"""Translate an FSDP plugin into the `fsdp` section and fields of the `precision` section."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -43,9 +43,9 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def fsdp_sections(
     plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module] = ()
 ) -> dict[str, object]:
-    """Return the fields of the `fsdp` section that a plugin says, before or after `set_auto_wrap_policy`.
+    """Return the fields of the `fsdp` section for a plugin, before or after `set_auto_wrap_policy`.
 
-    peft's wrap policy names classes that a model need not have: these are left out where models are given.
+    peft's wrap policy may name classes that a model lacks. If models are given, such classes are left out.
     """
     # Of a refused field, the values that mean nothing else than its default.
     for name, allowed in (
@@ -76,10 +76,10 @@ def fsdp_sections(
 def fsdp_precision_sections(
     plugin: FullyShardedDataParallelPlugin, mixed_precision: str, *, is_strict: bool = True
 ) -> dict[str, object]:
-    """Return the fields of the `precision` section that a plugin's own policy says.
+    """Return the fields of the `precision` section for a plugin's own policy.
 
-    Call it before `plugin.set_mixed_precision(mode)`, which makes a policy where the program gave none. Without one,
-    drivetrain adds gradients up in fp32; with `is_strict=False`, in the run's half precision.
+    Call this before `plugin.set_mixed_precision(mode)`, since that sets a policy even if the program gave none.
+    Without a policy, drivetrain adds gradients up in fp32; with `is_strict=False`, in the run's half precision.
     """
     policy: Any = plugin.mixed_precision_policy
     if policy is None:
@@ -105,7 +105,7 @@ def fsdp_precision_sections(
 
 
 def _strategy(plugin: FullyShardedDataParallelPlugin) -> str:
-    """Return the strategy: `reshard_after_forward` before `sharding_strategy`, the older word for it."""
+    """Return the strategy: that of `reshard_after_forward` if set, or else of the older `sharding_strategy`."""
     said, older = plugin.reshard_after_forward, plugin.sharding_strategy
     if isinstance(said, bool):
         said = ShardingStrategy.FULL_SHARD if said else ShardingStrategy.SHARD_GRAD_OP
@@ -141,7 +141,7 @@ def _read_wrapping(plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.M
 def _read_policy(
     policy: Any, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> dict[str, object]:
-    """Return the classes or the size of a policy, be it torch's function, a partial of it, or peft's combination."""
+    """Return the classes or the size of a wrap policy: torch's function, its partial, or peft's combination."""
     function = _function(policy)
     options: dict[str, Any] = policy.keywords if isinstance(policy, partial) else {}
     if function is transformer_auto_wrap_policy:
@@ -168,7 +168,7 @@ def _read_policy(
 
 
 def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> list[str]:
-    """Return the names of classes, of those that a model has where models are given."""
+    """Return the names of classes; if models are given, only of classes that a model has."""
     there = {type(module) for model in models for module in model.modules()}
     return sorted(kind.__name__ for kind in classes if not models or kind in there)
 

@@ -1,5 +1,5 @@
-"""The state that all objects of a program for Accelerate share: ranks, how the run trains, and gradients.
+"""The state that all objects of a program for Accelerate share: ranks, precision, plugins, gradients.
 
-Accelerate's programs construct `PartialState()` anywhere and expect the same ranks everywhere. This folder alone
-keeps such state; the packages below have none.
+Accelerate's programs construct `PartialState()` anywhere and expect the same ranks everywhere. Only this folder keeps
+such state; the packages that it is built on have none.
 """

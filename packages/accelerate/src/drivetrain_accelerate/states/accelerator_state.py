@@ -1,4 +1,4 @@
-"""The ranks, the precision and the plugins of the first Accelerator, shared by all that ask."""
+"""The ranks, the precision and the plugins of the first Accelerator, shared in the whole process."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -100,7 +100,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the precision and the plugins, and the ranks too if that is asked for."""
+        """Forget the precision and the plugins; with `reset_partial_state`, the ranks too."""
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -117,7 +117,7 @@ class AcceleratorState(PartialState):
 
     @property
     def divides_models(self) -> bool:
-        """True if models are divided among ranks, so that one cannot stay whole."""
+        """True if models are divided among ranks."""
         return self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     @property
@@ -127,7 +127,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The plugin of DeepSpeed that is selected; None without one."""
+        """The selected DeepSpeed plugin; None if there is none."""
         plugins = self.deepspeed_plugins
         if not plugins:
             return None
@@ -141,7 +141,7 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Select a plugin of DeepSpeed by its name, for what is prepared from now on."""
+        """Select a DeepSpeed plugin by its name; it applies to objects prepared from now on."""
         chosen = self.get_deepspeed_plugin(name or "default")
         for each in (self.deepspeed_plugins or {}).values():
             if each is not chosen:
@@ -149,7 +149,7 @@ class AcceleratorState(PartialState):
         chosen.select(_from_accelerator_state=True)
 
     def _check_same(self, mixed_precision: str | None, cpu: bool, plugins: Mapping[str, Any]) -> None:
-        """Refuse what the first Accelerator does not have."""
+        """Raise a ValueError if the arguments differ from those of the first Accelerator."""
         for name, given, kept in (
             ("mixed_precision", mixed_precision, self.mixed_precision),
             ("cpu", cpu or None, self._cpu),
@@ -170,9 +170,9 @@ class AcceleratorState(PartialState):
 
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
-    """Add the plugins that follow from the others, from the parallel dimensions or from the launch; rank 0 warns.
+    """Add plugins that the parallel dimensions, the settings or variables imply; rank 0 warns of ignored ones.
 
-    Return whether drivetrain's settings say how models are sharded: the plugin is then a view of them for programs.
+    Return whether drivetrain's settings decide how models are sharded. The plugin then only shows them to programs.
     """
     plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
     dimensions = plugins["parallelism_config"]
@@ -216,9 +216,9 @@ def _make_plugin(backend: str, **fields: Any) -> dict[str, Any]:
 
 
 def shown_plugin(plugin: Any) -> str | None:
-    """Return what a plugin, or several by name, say: equal for equal options, and unchanged by later use.
+    """Return a plugin's options (or several plugins') as a text, equal for equal options and after later use.
 
-    A text, since some options, such as partial functions, are not equal to others of the same parts.
+    A text compares better: some options, such as partial functions, are never equal to a copy.
     """
     if plugin is None:
         return None

@@ -1,4 +1,4 @@
-"""The place of the run between two optimizer steps, shared by all that ask: a view of the loaders being read."""
+"""The run's position between two optimizer steps, shared in the whole process, with the loaders being read."""
 
 from typing import Any, ClassVar, Protocol, TypedDict
 
@@ -7,14 +7,14 @@ from drivetrain_accelerate.states.partial_state import SharedState
 
 
 class ActiveLoader(Protocol):
-    """A prepared loader, as far as the state asks it."""
+    """The attributes of a prepared loader that the state reads."""
 
     end_of_dataloader: bool
     remainder: int
 
 
 class DataPosition(TypedDict):
-    """The place of a loop in its data, in plain values that are saved beside an optimizer's state."""
+    """The position of a loop in its data, as plain values that are saved in an optimizer's state dict."""
 
     epoch: int
     position: int  # samples read of the epoch; batches if those are distributed whole
@@ -22,7 +22,7 @@ class DataPosition(TypedDict):
 
 
 class GradientState(SharedState):
-    """The place of the run: whether the optimizer steps with this micro-batch, and where the loaders are."""
+    """The run's position: whether the optimizer steps with this micro-batch, and the loaders being read."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
@@ -62,7 +62,7 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """True if a scheduler counts its calls in open windows; its learning rates move when the optimizer steps."""
+        """True if a scheduler counts its calls in open windows; learning rates change when the optimizer steps."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
@@ -77,12 +77,12 @@ class GradientState(SharedState):
 
     @property
     def data_position(self) -> DataPosition | None:
-        """The place of the innermost loop in its data; None outside all loops, or if it is not known."""
+        """The position of the innermost loop in its data; None outside all loops, or if unknown."""
         return getattr(self.active_dataloader, "data_position", None)  # programs may add loaders of their own
 
     @property
     def dataloader_references(self) -> list[ActiveLoader | None]:
-        """The loaders that are being read, the innermost last, behind a None for no loader."""
+        """A None (for no loader) and then the loaders that are being read, the innermost last."""
         return [None, *self._loaders]
 
     @dataloader_references.setter
@@ -96,7 +96,7 @@ class GradientState(SharedState):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True with the last batch of the loader that is being read."""
+        """True if the current batch is the last of the loader that is being read."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 
@@ -107,7 +107,7 @@ class GradientState(SharedState):
         return -1 if active is None else active.remainder
 
     def set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the next micro-batch closes the window. Programs that count their micro-batches call it."""
+        """Set whether the next micro-batch closes the window; for programs that count micro-batches themselves."""
         self.sync_gradients = sync_gradients
         self.is_window_set = True
 
@@ -116,7 +116,7 @@ class GradientState(SharedState):
         self._loaders.append(dataloader)
 
     def remove_dataloader(self, dataloader: ActiveLoader) -> None:
-        """Record that a loop over a loader has ended: the innermost, if several are running."""
+        """Record that a loop over a loader has ended; of several loops over the loader, the innermost."""
         places = [place for place, each in enumerate(self._loaders) if each is dataloader]
         if places:
             del self._loaders[places[-1]]

@@ -1,4 +1,4 @@
-"""The ranks of this process, shared by all that ask for them: a view of one `drivetrain_state.Context`."""
+"""The rank and device of this process, shared in the whole process: a view of one `drivetrain_state.Context`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ from drivetrain_state.collectives import operations as collectives
 
 
 class SharedState:
-    """A view of attributes that all instances of a class share until they are reset, in a dict of each subclass."""
+    """A base class whose instances share all attributes until a reset; each subclass has a dict of its own."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -41,7 +41,7 @@ class SharedState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget all attributes, as a test does between its runs."""
+        """Forget all attributes; tests call this between runs."""
         cls._shared_state.clear()
 
 
@@ -107,7 +107,7 @@ class RankControl:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank only; on one process it runs whatever the rank."""
+        """Decorate a function so that it runs on one rank only. With a single process, it always runs."""
         if self.num_processes > 1:
             if process_index is None:
                 raise ValueError("on_process(process_index=None): say the rank that runs the function")
@@ -117,7 +117,7 @@ class RankControl:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one rank of each node; on one process it runs whatever the rank."""
+        """Decorate a function so that it runs on one rank of each node. With a single process, it always runs."""
         if self.num_processes > 1 and local_process_index is None:
             raise ValueError("on_local_process(local_process_index=None): say the rank on each node")
         return self._decorate_for(function, is_chosen=self.local_process_index == local_process_index)
@@ -128,7 +128,7 @@ class RankControl:
             print(*args, **kwargs)  # noqa: T201 what the program asked for
 
     def _decorate_for(self, function: Callable[..., Any] | None, *, is_chosen: bool) -> Callable[..., Any]:
-        """Return a function that runs where chosen; without one, the decorator."""
+        """Return the function if `is_chosen`, else one that does nothing; without a function, return a decorator."""
 
         def decorate(chosen: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(chosen)
@@ -141,9 +141,9 @@ class RankControl:
 
 
 class PartialState(SharedState, RankControl):
-    """The ranks and the device of this process. The first instance connects the ranks; called on all of them.
+    """The rank and the device of this process. The first instance connects the ranks. Called on all ranks.
 
-    The keywords are those of `init_process_group`; `backend` and `init_method` must fit the launcher's group.
+    Keyword arguments are those of `init_process_group`; `backend` and `init_method` must fit the launcher's group.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -198,14 +198,14 @@ class PartialState(SharedState, RankControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device that there is, whether or not this process uses it."""
+        """The best available kind of device, whether or not this process uses it."""
         return torch.device(best_device_kind())
 
     def set_device(self) -> None:
-        """Do nothing: the device was chosen, and made torch's current one, when the ranks connected."""
+        """Do nothing: torch's current device was set when the ranks connected."""
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy a process group, all if none is given; on one process there is none."""
+        """Destroy a process group, by default all. With a single process, do nothing."""
         if group is None and self.context.owns_group:
             self.context.close()
         elif group is not None or dist.is_initialized():
@@ -213,7 +213,7 @@ class PartialState(SharedState, RankControl):
 
 
 def current_context() -> Context:
-    """Return the context of this process; the first call connects the ranks, and is made on all of them."""
+    """Return the context of this process. The first call connects the ranks, and is made on all ranks."""
     return PartialState().context
 
 
@@ -223,7 +223,7 @@ def is_initialized() -> bool:
 
 
 def distributed_type_on(device_kind: str) -> DistributedType:
-    """Return the way in which several processes train on a kind of device."""
+    """Return the `DistributedType` of several processes on a kind of device."""
     if device_kind not in TYPE_BY_DEVICE:
         raise NotImplementedError(
             f"several processes on {device_kind}: programs for Accelerate train here on several of "

@@ -1,4 +1,4 @@
-"""Apply functions to the tensors in nested lists, tuples, mappings and dataclasses; move, cut, join, convert them."""
+"""Move, slice, join and convert the tensors in nested lists, tuples, mappings and dataclasses."""
 
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return nested data with a function applied to its leaves; the classes of containers are kept."""
+    """Apply a function to the leaves of nested data; keep the classes of the containers."""
 
     def again(value: Any) -> Any:
         return recursively_apply(
@@ -78,7 +78,7 @@ def recursively_apply(
 
 
 def _map_items(data: Any, again: Callable[[Any], Any], skipped: Container[Any] = ()) -> Any:
-    """Return a list, tuple or mapping with a function applied to its items, but for those of the skipped keys."""
+    """Apply a function to the items of a list, tuple or mapping, without the keys in `skipped`."""
     if not isinstance(data, Mapping):
         return honor_type(data, map(again, data))
     mapping = cast("Mapping[Any, Any]", data)
@@ -88,7 +88,7 @@ def _map_items(data: Any, again: Callable[[Any], Any], skipped: Container[Any] =
 
 
 def with_values(data: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same class with other values for its keys."""
+    """Return a mapping of the same class and keys with new values."""
     if type(data) is dict:
         return values
     if not isinstance(data, (dict, UserDict)):
@@ -100,7 +100,7 @@ def with_values(data: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any,
 
 
 def with_fields(data: Any, values: Mapping[str, Any]) -> Any:
-    """Return a dataclass with other values in its fields; the same one if none differs."""
+    """Return a dataclass with new values in its fields; the same object if no value differs."""
     if all(getattr(data, name) is value for name, value in values.items()):
         return data
     filled = copy(data)
@@ -115,7 +115,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """Return nested data with its tensors, and whatever else has a method `to`, on a device."""
+    """Return nested data with its tensors, and other objects that have a method `to`, on a device."""
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
     def again(value: Any) -> Any:
@@ -169,7 +169,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the size of the first dimension of the first leaf; None if it has none."""
+    """Return the size of the first dimension of the first leaf; None if the leaf has no dimension."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -195,7 +195,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return nested data with a tensor of any values in place of each `TensorInformation`."""
+    """Return nested data with an uninitialised tensor in place of each `TensorInformation`."""
 
     def empty(information: TensorInformation) -> torch.Tensor:
         return torch.empty(information.shape, dtype=information.dtype)
@@ -243,7 +243,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return nested tensors whose last row is repeated until the batch divides by the number of processes."""
+    """Repeat the last row of nested tensors until the number of processes divides the batch size."""
     missing = -batch_size % num_processes
 
     def padded(leaf: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A callable around another, with the results in float32."""
+    """A callable that calls another and converts the results to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -283,7 +283,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function around another, with the results in float32."""
+    """Return a function that calls another and converts the results to float32."""
     converting = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -41,8 +41,8 @@ def wait_for_everyone() -> None:
 def gather(tensor: Any) -> Any:
     """Concatenate nested tensors over ranks, in dimension 0 and rank order. Called on all ranks.
 
-    On several ranks, a leaf that is no tensor is a TypeError; a difference between ranks in structure, dtype or shape
-    is a DistributedOperationException.
+    On several ranks, a leaf that is no tensor raises a TypeError. Structures, dtypes or shapes that differ between
+    ranks raise a DistributedOperationException.
     """
     context = current_context()
     if context.topology.world_size == 1:
@@ -51,7 +51,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Join the ranks' lists of any objects to one, by pickling. Called on all ranks.
+    """Join the ranks' lists of objects into one list, by pickling. Called on all ranks.
 
     Tensors on an accelerator arrive on the accelerator of the rank that receives them.
     """
@@ -70,7 +70,7 @@ def gather_object(object: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OnAccelerator:
-    """A tensor of an accelerator on its way: unpickled as it is, it would take memory of the sender's device."""
+    """An accelerator's tensor, pickled from the CPU so that unpickling takes no memory of the sender's device."""
 
     tensor: torch.Tensor
 
@@ -93,7 +93,7 @@ def _is_sent(leaf: Any) -> bool:
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Fill nested tensors with those of one rank, in place, and return them. Called on all ranks.
 
-    Structures, dtypes or shapes that differ between ranks are a DistributedOperationException.
+    Structures, dtypes or shapes that differ between ranks raise a DistributedOperationException.
     """
     context = current_context()
     if context.topology.world_size == 1:
@@ -124,10 +124,10 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 
 
 def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> Any:
-    """Reduce nested tensors over ranks, elementwise, without `scale`, as on all devices but XLA. Called on all ranks.
+    """Reduce nested tensors over ranks, elementwise. `scale` has an effect on XLA alone. Called on all ranks.
 
-    A ValueError refuses an unknown reduction, and on several ranks the mean of integers; a difference between ranks
-    in structure, dtype or shape is a DistributedOperationException.
+    A ValueError refuses an unknown reduction and, on several ranks, the mean of integers. Structures, dtypes or
+    shapes that differ between ranks raise a DistributedOperationException.
     """
     if reduction not in _REDUCED_BY_ACCELERATE and not is_strict():
         reduction = "sum"
@@ -143,7 +143,7 @@ def reduce(tensor: Any, reduction: str | None = "mean", scale: float = 1.0) -> A
 
 
 def _reduce(context: Context, data: Any, *, reduction: Any) -> Any:
-    """Return the reduction; a sum of booleans, which has no boolean value, is whether any rank's is true."""
+    """Return the reduced data. The sum of booleans is true if any rank's value is true."""
     own = tensors_in(data)
     if reduction != "sum" or all(each.dtype != torch.bool for each in own):
         return operations.reduce(context, data, op=reduction)
@@ -153,7 +153,7 @@ def _reduce(context: Context, data: Any, *, reduction: Any) -> Any:
 
 
 def _run_compared(context: Context, call: str, operation: Callable[[Context, Any], Any], tensor: Any) -> Any:
-    """Run a collective whose calls the ranks have compared."""
+    """Compare the ranks' calls of a collective, then run it without a second comparison."""
     check_same_call(context, call, tensor)
     try:
         return operation(without_check(context), tensor)
@@ -162,14 +162,14 @@ def _run_compared(context: Context, call: str, operation: Callable[[Context, Any
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A tensor of torch's nested kind, which has no one size, was left as it is."""
+    """A nested tensor of torch was not padded, since it has no single size."""
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors in one dimension to the largest size on any rank; dtypes are kept. Called on all ranks.
 
-    A ValueError refuses to pad whole numbers with a fraction; a difference between ranks in structure, dtype or
-    number of dimensions is a DistributedOperationException.
+    A ValueError refuses to pad integers with a fraction. Structures, dtypes or numbers of dimensions that differ
+    between ranks raise a DistributedOperationException.
     """
     context = current_context()
     recursively_apply(_check_paddable, tensor, pad_index, error_on_other_type=True)
@@ -217,7 +217,7 @@ def _check_paddable(leaf: torch.Tensor, pad_index: float) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Return the shape and dtype of the tensor of one rank; the others give None. Called on all ranks.
+    """Return the shape and dtype of one rank's tensor; the other ranks pass None. Called on all ranks.
 
     The shape is an int32 tensor of shape (dimensions, 1), the dtype its number in `TENSOR_TYPE_TO_INT`.
     """
@@ -226,7 +226,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return on each rank's device the tensor of one rank; the others give None. Called on all ranks."""
+    """Copy one rank's tensor to every rank's device; the other ranks pass None. Called on all ranks."""
     context = current_context()
     source, shape, dtype = _only_one(context, tensor)
     own = torch.empty(shape, dtype=dtype, device=context.device) if tensor is None else tensor.detach()
@@ -234,7 +234,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _only_one(context: Context, tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
-    """Return the rank that has a tensor, with its shape and dtype."""
+    """Return the rank that has a tensor, its shape and its dtype; raise a ValueError if not exactly one rank has."""
     mine = None if tensor is None else (tensor.shape, tensor.dtype)
     by_rank = operations.gather_object(context, mine)
     having = [(rank, *said) for rank, said in enumerate(by_rank) if said is not None]
@@ -251,7 +251,7 @@ def GatheredParameters(  # noqa: N802 Accelerate's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Generator[Any]:
-    """Run the block with whole parameters, where DeepSpeed's ZeRO stage 3 divided them. Called on all ranks."""
+    """Run the block with whole parameters if DeepSpeed's ZeRO stage 3 has divided them. Called on all ranks."""
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(hasattr(each, "ds_id") for each in given):  # ZeRO marks what it divides
         yield
@@ -264,13 +264,13 @@ def GatheredParameters(  # noqa: N802 Accelerate's name
 
 
 class DistributedOperationException(CollectiveMismatchError):  # noqa: N818 the name is Accelerate's
-    """The ranks call different collectives, or one with data of different structures, dtypes or shapes."""
+    """The ranks call different collectives, or the same one with different structures, dtypes or shapes."""
 
 
 def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ: bool = False) -> None:
-    """Compare the calls of all ranks by a hash, at the price of one collective of 16 bytes. Called on all ranks.
+    """Compare the calls of all ranks by a hash; this costs one collective of 16 bytes. Called on all ranks.
 
-    If they differ, a DistributedOperationException on all ranks shows the call of each.
+    If the calls differ, all ranks raise a DistributedOperationException that shows each rank's call.
     """
     if context.topology.world_size == 1:
         return
@@ -296,7 +296,7 @@ def check_same_call(context: Context, operation: str, data: Any, *, sizes_differ
 
 
 def without_check(context: Context) -> Context:
-    """Return the context for a collective whose calls were compared already."""
+    """Return the context without the comparison of calls, for a call that was compared already."""
     return replace(context, settings=replace(context.settings, debug=False))
 
 
@@ -321,7 +321,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of collectives: their errors name the function too."""
+    """Decorate a function that calls collectives: errors of the collectives name the function too."""
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

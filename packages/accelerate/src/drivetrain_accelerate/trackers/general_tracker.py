@@ -1,4 +1,4 @@
-"""The base of trackers in Accelerate's form, which programs subclass, and that of the platforms' trackers."""
+"""The base class of trackers in Accelerate's form, for programs, and that of the trackers of platforms."""
 
 import importlib
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneralTracker:
-    """A tracker: a subclass has `name`, `requires_logging_directory` and `tracker`, the platform's own object.
+    """A tracker. A subclass defines `name`, `requires_logging_directory` and `tracker`, the platform's own object.
 
-    The calls are `start`, `store_init_configuration` if the run has one, `log` any number of times, and `finish`.
-    With `_blank`, it stands for a tracker of another process, and does nothing.
+    A run calls `start`, `store_init_configuration` if it has a configuration, `log` any number of times, and
+    `finish`. With `_blank`, the tracker stands for a tracker of another process, and does nothing.
     """
 
     # Whether the methods that `on_main_process` decorates run on the main process alone.
@@ -61,7 +61,7 @@ class GeneralTracker:
 
 
 def calls_on_main_process(kind: Kind) -> Kind:
-    """Decorate a class: each method that it defines runs on the main process alone, as `on_main_process` says."""
+    """Decorate a class: apply `on_main_process` to each public method that it defines."""
     for name, value in list(vars(kind).items()):
         if callable(value) and not name.startswith("_"):
             setattr(kind, name, on_main_process(value))
@@ -69,9 +69,9 @@ def calls_on_main_process(kind: Kind) -> Kind:
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker over the module of its name; `start` sets the attribute that `opened` names, the platform's object.
+    """A tracker over the module `name`. `start` stores the platform's object in the attribute named by `opened`.
 
-    The keywords are the arguments of the platform's function that opens a run.
+    Keyword arguments go to the platform's function that opens a run.
     """
 
     name: ClassVar[str]
@@ -106,7 +106,7 @@ class LibraryTracker(GeneralTracker):
         getattr(self.tracker, self.ended_by)()
 
     def numbers(self, values: dict[str, Any]) -> dict[str, int | float]:
-        """Return the numbers among values, and warn of the others."""
+        """Return the values that are numbers, and warn of the other values."""
         found: dict[str, int | float] = {}
         for name, value in values.items():
             if (number := number_of(value)) is None:
@@ -116,12 +116,12 @@ class LibraryTracker(GeneralTracker):
         return found
 
     def warn_left_out(self, name: str, value: Any, what: str) -> None:
-        """Warn that the platform takes no such value."""
+        """Warn that a value is left out; `what` says why the platform does not take it."""
         logger.warning("%s: %s of type %s is left out: it is %s", self.name, name, type(value).__name__, what)
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return a number, also of a tensor or array with one element; None for anything else."""
+    """Return the number that a value is, or that a tensor or array of one element holds; None otherwise."""
     shape = getattr(value, "shape", None)
     found = value.item() if hasattr(value, "item") and shape is not None and prod(shape) == 1 else value
     return found if isinstance(found, int | float) else None

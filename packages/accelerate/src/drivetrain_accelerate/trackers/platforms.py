@@ -24,7 +24,7 @@ class _RunTracker(LibraryTracker):
     main_process_only: ClassVar[bool] = False
 
     def start(self) -> None:
-        """Begin a run of the project that the run's name says."""
+        """Begin a run; the run's name is the platform's project."""
         self.run: Any = self.module.init(project=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ class _RunTracker(LibraryTracker):
         self.module.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values, which may be media of the platform's own."""
+        """Log values. They may be media objects of the platform."""
         self.run.log(values, step=step, **kwargs)
 
 
@@ -78,7 +78,7 @@ class WandBTracker(_RunTracker):
 
 @calls_on_main_process
 class CometMLTracker(LibraryTracker):
-    """A tracker of Comet: an experiment of the project that the run's name says, by `comet_ml.start(**kwargs)`."""
+    """A tracker of Comet: `comet_ml.start(**kwargs)`; the run's name is the project of the experiment."""
 
     name = "comet_ml"
     opened = "writer"
@@ -93,7 +93,7 @@ class CometMLTracker(LibraryTracker):
         self.writer: Any = begin(project_name=self.run_name, **self.init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, strings as others, and dicts as metrics under their name."""
+        """Log numbers as metrics, strings as Comet's "others", and dicts as metrics under the dict's name."""
         if step is not None:
             self.writer.set_step(step)
         for name, value in values.items():
@@ -149,9 +149,9 @@ class AimTracker(LibraryTracker):
 
 @calls_on_main_process
 class MLflowTracker(LibraryTracker):
-    """A tracker of MLflow. What is None is read from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID and so on.
+    """A tracker of MLflow. Arguments that are None are read from MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID and so on.
 
-    The experiment is created if there is none, with `logging_dir` for its artifacts. Tags are a dict, or one as JSON.
+    A missing experiment is created, with `logging_dir` for its artifacts. Tags are a dict, or a dict's JSON.
     """
 
     name = "mlflow"
@@ -209,7 +209,7 @@ class MLflowTracker(LibraryTracker):
             mlflow.log_params(dict(pairs[start : start + size]))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics; what is no number is left out, with a warning."""
+        """Log numbers as metrics; leave out other values, with a warning."""
         self.module.log_metrics(self.numbers(values), step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
@@ -231,9 +231,9 @@ class MLflowTracker(LibraryTracker):
 
 @calls_on_main_process
 class ClearMLTracker(LibraryTracker):
-    """A tracker of ClearML: the current task, or a new one by `Task.init(**kwargs)`, which it closes.
+    """A tracker of ClearML: the current task, or a new task by `Task.init(**kwargs)`, closed at the end.
 
-    CLEARML_PROJECT comes before the run's name as the project of a new task.
+    The project of a new task is CLEARML_PROJECT, or else the run's name.
     """
 
     name = "clearml"
@@ -246,7 +246,7 @@ class ClearMLTracker(LibraryTracker):
         self._is_given = False
 
     def start(self) -> None:
-        """Take the current task, or begin one."""
+        """Take the current task, or begin a new task."""
         task = self.module.Task
         current = task.current_task()
         self._is_given = current is not None
@@ -257,7 +257,7 @@ class ClearMLTracker(LibraryTracker):
         self.task: Any = current if self._is_given else task.init(**{**options, **self.init_kwargs})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report numbers as scalars; what is no number is left out, with a warning."""
+        """Report numbers as scalars; leave out other values, with a warning."""
         reporter = self.task.get_logger()
         for name, value in self.numbers(values).items():
             if step is None:
@@ -289,14 +289,14 @@ class ClearMLTracker(LibraryTracker):
         )
 
     def finish(self) -> None:
-        """Close the task, if it was begun here."""
+        """Close the task if this tracker has begun it."""
         if not self._is_given:
             self.task.close()
 
 
 @calls_on_main_process
 class DVCLiveTracker(LibraryTracker):
-    """A tracker of DVCLive, which has no names of runs: a given `live`, or `dvclive.Live(**kwargs)`."""
+    """A tracker of DVCLive: a given `live`, or `dvclive.Live(**kwargs)`. DVCLive has no names of runs."""
 
     name = "dvclive"
     opened = "live"
@@ -313,7 +313,7 @@ class DVCLiveTracker(LibraryTracker):
             self.live = self.module.Live(**self.init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics of a step; what is no number is left out, with a warning."""
+        """Log numbers as metrics of a step; leave out other values, with a warning."""
         if step is not None:
             self.tracker.step = step
         for name, value in self.numbers(values).items():
@@ -322,7 +322,7 @@ class DVCLiveTracker(LibraryTracker):
 
 
 def _split_title(name: str) -> dict[str, str]:
-    """Return ClearML's title and series of a name: `eval_loss` is the series `eval` of `loss`."""
+    """Return ClearML's title and series for a name: `eval_loss` has the title `loss` and the series `eval`."""
     for series in ("eval", "test", "train"):
         if name.startswith(f"{series}_"):
             return {"title": name.removeprefix(f"{series}_"), "series": series}
@@ -331,7 +331,7 @@ def _split_title(name: str) -> dict[str, str]:
 
 @calls_on_main_process
 class TensorBoardTracker(LibraryTracker):
-    """A tracker that writes event files into a folder of the run's name, by `SummaryWriter(**kwargs)`."""
+    """A tracker that writes event files by `SummaryWriter(**kwargs)`, into a folder named after the run."""
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -343,7 +343,7 @@ class TensorBoardTracker(LibraryTracker):
         self.logging_dir = str(Path(logging_dir) / run_name)
 
     def start(self) -> None:
-        """Open the event files, with torch's writer or that of tensorboardX."""
+        """Open the event files, with the writer of torch or tensorboardX."""
         try:
             module: Any = importlib.import_module("torch.utils.tensorboard")
         except ImportError:

@@ -1,4 +1,4 @@
-"""The trackers of a run: choose among those that are installed and registered, start them, call them."""
+"""The trackers of a run: choose installed and registered trackers, start them and call them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` name a subclass of `GeneralTracker`, else a ValueError, by its `name`."""
+    """Register a tracker class, so that `log_with` accepts its `name`; a ValueError refuses other classes."""
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"register_tracker_class({tracker_class!r}): give a subclass of accelerate.tracking.GeneralTracker"
@@ -31,10 +31,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = None) -> list[Any]:
-    """Return the trackers to use: objects as they are, and the names of those that are installed, each once.
+    """Return the trackers to use: tracker objects unchanged, and the names of installed trackers, each name once.
 
-    `log_with` is a name, a tracker, "all" (those that are installed and need no more than is there), or several.
-    A ValueError refuses unknown names, and trackers that need a folder of logs where none is said.
+    `log_with` is a name, a tracker, a list of these, or "all": all installed trackers, without those that need a
+    missing folder. A ValueError refuses unknown names, and trackers that need a folder of logs if none is given.
     """
     found: list[Any] = []
     asked: Sequence[Any] = log_with if isinstance(log_with, list | tuple) else [log_with] if log_with else []
@@ -60,9 +60,9 @@ def filter_trackers(log_with: Any, logging_dir: str | PathLike[str] | None = Non
 
 
 def split_trackers(log_with: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split `log_with` into Accelerate's trackers and names, and those of drivetrain alone.
+    """Split `log_with` into Accelerate's trackers and names, and the trackers that only drivetrain has.
 
-    The second are its log ("jsonl"), trackers that other packages announce, and objects of drivetrain's form.
+    Only drivetrain has its log ("jsonl"), trackers of installed plug-ins, and objects in its own tracker format.
     """
     own: list[Any] = []
     others: list[Any] = []
@@ -78,7 +78,7 @@ def split_trackers(log_with: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def tracker_of(
     asked: Any, project_name: str, logging_dir: str | PathLike[str] | None, options: Mapping[str, Any]
 ) -> GeneralTracker:
-    """Return a tracker of a project by its name, with the options under its name; the program's own one as it is."""
+    """Return a named tracker with its own entry of `options`; return a tracker object unchanged."""
     if isinstance(asked, GeneralTracker):
         return asked
     kind: Any = LOGGER_TYPE_TO_CLASS[str(asked)]
@@ -87,7 +87,7 @@ def tracker_of(
 
 
 def for_each_tracker(trackers: Sequence[GeneralTracker], call: Callable[[Any], object]) -> None:
-    """Call each tracker, also those behind one that fails; then raise the first error, which names its tracker."""
+    """Call all trackers, even if one fails; then raise the first error, with a note of its tracker's name."""
     failed: Exception | None = None
     for tracker in trackers:
         try:

@@ -1,1 +1,1 @@
-"""Prepared optimizers and schedulers, as programs for Accelerate know them."""
+"""Prepared optimizers, schedulers, engines and loss scales, in the form that programs for Accelerate expect."""

@@ -1,6 +1,6 @@
-"""The model, engine, optimizer and schedule of DeepSpeed, with the methods that programs call.
+"""DeepSpeed's model, engine, optimizer and schedule, with the methods that programs call.
 
-A checkpoint of an engine is `FOLDER/global_stepN`, a transaction that any number of ranks loads.
+An engine's checkpoint is the folder `FOLDER/global_stepN`. Any number of ranks can load it.
 """
 
 import math
@@ -23,9 +23,9 @@ _MODEL = "model"
 
 
 class EngineMethods:
-    """The methods of DeepSpeed's engine by which programs save a model and look at it.
+    """The methods of DeepSpeed's engine by which programs save and inspect a model.
 
-    Attributes that neither these methods nor the model have are the engine's.
+    Other attributes are the model's, or else the engine's.
     """
 
     accelerator: Accelerator
@@ -42,11 +42,11 @@ class EngineMethods:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration; a model's own is that of the unwrapped model."""
+        """DeepSpeed's configuration. The unwrapped model has the model's own `config`."""
         return self.engine.config
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the gradients of this window, or of the last step; None before. Called on all ranks."""
+        """Return the gradients' norm of this window, or of the last step; None at first. Called on all ranks."""
         prepared = self._prepared()
         norm = prepared.clip(norm=self.engine.gradient_clipping() or math.inf)
         for optimizer in prepared.optimizers:
@@ -55,12 +55,12 @@ class EngineMethods:
         return None if norm is None else norm.item()
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a backward belongs to its window of accumulation."""
+        """Raise a RuntimeError: only the Accelerator's backward knows the window of accumulation."""
         del args, kwargs
         raise RuntimeError("engine.backward(loss): call accelerator.backward(loss), which knows the window")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: an optimizer steps when its window closes."""
+        """Raise a RuntimeError: the prepared optimizer steps when its window closes."""
         del args, kwargs
         raise RuntimeError("engine.step(): call optimizer.step() of the prepared optimizer")
 
@@ -72,7 +72,7 @@ class EngineMethods:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the model, its optimizer and its schedules, for any number of ranks. Called on all ranks."""
+        """Save the model, its optimizer and its schedules. Any number of ranks can load them. Called on all ranks."""
         prepared = self._prepared()
         step = max((each.num_steps for each in prepared.optimizers), default=0)
         folder, name = Path(save_dir), str(tag or f"global_step{step}")
@@ -109,10 +109,10 @@ class EngineMethods:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, Mapping[str, Any]]:
-        """Load what `save_checkpoint` saved on any number of ranks; return its folder, and the program's own values.
+        """Load a checkpoint of `save_checkpoint`, saved on any number of ranks; return its folder and client state.
 
-        Called on all ranks. A missing checkpoint is a FileNotFoundError or NoCheckpointError, one of DeepSpeed's own
-        format the latter; a checkpoint of another model, or without its frozen parameters, a ValueError.
+        Called on all ranks. A missing checkpoint raises a FileNotFoundError or NoCheckpointError, and DeepSpeed's own
+        format a NoCheckpointError. A ValueError refuses another model's checkpoint, or one without frozen parameters.
         """
         place = _find_checkpoint(Path(load_dir), tag)
         prepared = self._prepared()
@@ -139,7 +139,7 @@ class EngineMethods:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole weights into one file, in the dtype that they are computed in. Called on all ranks."""
+        """Write the whole weights into one file, in the dtype that the model computes in. Called on all ranks."""
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.accelerator.context.topology.is_main:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class EngineMethods:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:
-        """Return the whole weights in the dtype that they are computed in. Called on all ranks."""
+        """Return the whole weights in the dtype that the model computes in. Called on all ranks."""
         dtypes = {name: each.dtype for name, each in self.engine.module.named_parameters()}
         left_out = frozen_names(self._prepared()) if exclude_frozen_parameters else frozenset[str]()
         weights = self.accelerator.get_state_dict(self.engine.module, everywhere=True)
@@ -161,7 +161,7 @@ class EngineMethods:
         }
 
     def trains(self, optimizer: Any) -> bool:
-        """Return whether the engine steps one of the user's optimizers."""
+        """Return whether this user's optimizer is stepped by the engine."""
         return any(each.optimizer is optimizer for each in self._prepared().optimizers)
 
     def _prepared(self) -> Prepared:
@@ -172,7 +172,7 @@ class EngineMethods:
 
 
 def _find_checkpoint(folder: Path, tag: str | None) -> Path:
-    """Return the folder of a checkpoint, by default of the latest."""
+    """Return the folder of a checkpoint by its tag, by default of the latest checkpoint."""
     if not tag and not (folder / _LATEST).is_file():
         raise FileNotFoundError(f"{folder} has no file {_LATEST} that names a checkpoint: say tag=")
     place = folder / (tag or (folder / _LATEST).read_text().strip())
@@ -185,9 +185,9 @@ def _find_checkpoint(folder: Path, tag: str | None) -> Path:
 
 
 def as_engine(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Give a prepared model that an engine trains the methods of one, in place; return others as they are.
+    """Add the engine's methods to a prepared model, in place; a model without an engine stays as it is.
 
-    It gets a class of its own, since programs ask for the name DeepSpeedEngine.
+    The model's class changes to a subclass named DeepSpeedEngine, since programs check that name.
     """
     kind = type(model)
     if "engine" in vars(model) and not issubclass(kind, EngineMethods):
@@ -197,13 +197,13 @@ def as_engine(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 class DeepSpeedEngineWrapper:
-    """An engine that steps in backward, when gradients are to be reduced."""
+    """An engine that steps inside `backward` if gradients are to be reduced."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run backward, and the optimizer's step if a window of micro-batches ends. Called on all ranks."""
+        """Run backward, and the optimizer's step if `sync_gradients` is true. Called on all ranks."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
@@ -216,22 +216,22 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """An optimizer whose steps the engine takes."""
+    """An optimizer that the engine steps."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine does so in its step."""
+        """Do nothing: the engine clears the gradients in its step."""
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
         """Do nothing: `DeepSpeedEngineWrapper.backward` has stepped."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was left out, as gradients overflowed."""
+        """True if the last step was skipped because gradients overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A schedule that the optimizer's step advances, so that a program's own call has nothing left to do."""
+    """A schedule that advances with the optimizer's step. A program's own call of `step` does nothing."""
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as in Accelerate
         """Do nothing: the schedule has advanced with its optimizer."""

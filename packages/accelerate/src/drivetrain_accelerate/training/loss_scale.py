@@ -1,4 +1,4 @@
-"""The loss scale of fp16: that of a run, which drivetrain keeps, as a GradScaler; and torch's for other loops."""
+"""The loss scale of fp16: a run's scale in the form of a GradScaler, and torch's GradScaler for other loops."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,18 +13,18 @@ _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class LossScaleView:
-    """The loss scale of a run, to be read, saved and loaded; drivetrain scales, unscales and updates by itself."""
+    """A run's loss scale, for programs to read, save and load. drivetrain scales, unscales and updates by itself."""
 
     def __init__(self, accelerator: Callable[[], Accelerator], handler: GradScalerKwargs | None) -> None:
         self._accelerator = accelerator
         self._handler = handler or GradScalerKwargs()
 
     def is_enabled(self) -> bool:
-        """Return True: without fp16 there is no view."""
+        """Return True, since this view exists only under fp16."""
         return True
 
     def get_scale(self) -> float:
-        """Return the number that the next loss is multiplied by. Synchronises with the device."""
+        """Return the factor for the next loss. Synchronises with the device."""
         return float(self._saved()["scale"])
 
     def get_growth_factor(self) -> float:
@@ -46,7 +46,7 @@ class LossScaleView:
         return {"scale": float(saved["scale"]), **factors, "_growth_tracker": int(saved["growth_tracker"])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the scale of a saved run, here or of a GradScaler; the factors stay those of this run."""
+        """Load the scale from a saved state, also from a GradScaler's. The factors of this run do not change."""
         self._accelerator().load_loss_scale_state(
             {"scale": state_dict["scale"], "growth_tracker": state_dict["_growth_tracker"]}
         )
@@ -58,7 +58,7 @@ class LossScaleView:
 
 
 def check_scaler(scaler: Any, *, is_scaled: bool) -> None:
-    """Check a scaler that a program sets on its Accelerator: it must leave the run as it is."""
+    """Raise a ValueError for a scaler that a program sets on its Accelerator, if it would change the run."""
     is_idle = scaler is None or not scaler.is_enabled()
     if isinstance(scaler, LossScaleView) if is_scaled else is_idle:
         return

@@ -1,4 +1,4 @@
-"""A prepared optimizer, which steps when the window of micro-batches closes."""
+"""The prepared form of an optimizer: it steps when the window of micro-batches closes."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -17,7 +17,7 @@ _POSITION = "data_position"  # the entry of an optimizer's saved state
 class AcceleratedOptimizer(Optimizer):
     """The user's optimizer, with its groups and state, stepped by drivetrain.
 
-    A deep copy or pickle holds a copy of the user's optimizer: a snapshot, or one to be prepared with its own model.
+    A deep copy or pickle holds a copy of the user's optimizer. The copy may be prepared with a model of its own.
     """
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
@@ -30,13 +30,13 @@ class AcceleratedOptimizer(Optimizer):
         self.schedules: list[Any] = []  # each step advances them
 
     def release(self) -> None:
-        """Have the run that prepared it forget it."""
+        """Remove this optimizer from the run that prepared it."""
         if isinstance(self._prepared, PreparedOptimizer):
             self._prepared.release()
 
     @property
     def is_released(self) -> bool:
-        """True if the run that prepared it has forgotten it: it may be prepared again."""
+        """True if the run has released this optimizer, so that it may be prepared again."""
         return isinstance(self._prepared, PreparedOptimizer) and self._prepared.is_released
 
     state = shown("optimizer.state", "The state by parameter.", is_settable=True)
@@ -48,7 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         self._prepared.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the user's optimizer, with the place of the loop that it is saved in."""
+        """Return the state dict of the user's optimizer, with the position of the current loop in its data."""
         return add_position(self._prepared.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class AcceleratedOptimizer(Optimizer):
         self._prepared.load_state_dict(take_position(state_dict))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Clear the gradients; keep those of an open window."""
+        """Clear the gradients, unless the window is open."""
         if self.gradient_state.sync_gradients:
             self._prepared.zero_grad(set_to_none=set_to_none is None or set_to_none)
 
@@ -65,7 +65,7 @@ class AcceleratedOptimizer(Optimizer):
         self._prepared.zero_grad()
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step if the window is closed, and some prepared model has its parameters. Called on all ranks."""
+        """Step if the window is closed; on several ranks, refuse if no model is prepared. Called on all ranks."""
         if not self.gradient_state.sync_gradients:
             return
         if self.is_waiting and PartialState().num_processes > 1:
@@ -80,7 +80,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def is_waiting(self) -> bool:
-        """True until a model that it trains is prepared."""
+        """True until a model with this optimizer's parameters is prepared."""
         return not isinstance(self._prepared, PreparedOptimizer)
 
     def pair(self, prepared: Optimizer) -> None:
@@ -138,12 +138,12 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 # Programs such as transformers' Trainer save the optimizer's state and their own number of steps, and skip batches
 # when they resume. Where a batch has become larger or smaller, these are other samples than those that were read.
 def add_position(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of an optimizer with the place of the innermost loop, if a loader is being read."""
+    """Return an optimizer's state dict; if a loader is being read, add the position of the innermost loop."""
     position = GradientState().data_position
     return state if position is None else {**state, _POSITION: position}
 
 
 def take_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict of an optimizer without the place of its loop, which resuming is compared with."""
+    """Return an optimizer's state dict without the position of its loop; store the position for later checks."""
     GradientState().resumed_from = state.get(_POSITION)
     return {name: value for name, value in state.items() if name != _POSITION}

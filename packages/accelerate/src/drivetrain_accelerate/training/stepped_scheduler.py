@@ -1,4 +1,4 @@
-"""A prepared scheduler, which advances as Accelerate's does: once for each process with each optimizer step."""
+"""The prepared form of a scheduler. As in Accelerate, each optimizer step advances it once for each process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance with the optimizers' step, unless it was skipped; in an open window do nothing."""
+        """Advance if the optimizers have stepped; do nothing after a skipped step or in an open window."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
