@@ -44,7 +44,7 @@ class Throughput:
         steps_per_second: Optimizer steps in a second.
         samples_per_second: Samples in a second, of all ranks.
         tokens_per_second: Tokens in a second, of all ranks.
-        mfu: Model FLOPs utilisation: the fraction of the devices' peak that the model's operations come to.
+        mfu: Model FLOPs utilisation: the fraction of the devices' peak that the model's operations reach.
         phase_seconds: The mean seconds that a step spends in each phase.
     """
 

@@ -67,7 +67,7 @@ class RankRows:
 class RankThroughput:
     """The throughput of all ranks, one gather at a time, and the warning of a slow rank.
 
-    `readers` has, for each shard of the data, the first of the ranks that read it.
+    `readers` holds the first rank that reads each shard of the data.
     """
 
     def __init__(self, context: Context, *, readers: tuple[int, ...], window_steps: int) -> None:

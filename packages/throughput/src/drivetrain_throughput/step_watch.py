@@ -92,7 +92,7 @@ class StepWatch:
     Args:
         prepared: The prepared objects, held by a weak reference.
         reading: The loaders being read.
-        readers: For each shard of the data, the first of the ranks that read it.
+        readers: The first rank that reads each shard of the data.
         mode: The precision of the run, such as "bf16".
 
     Attributes:

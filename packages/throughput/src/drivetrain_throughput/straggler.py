@@ -26,7 +26,7 @@ class Straggler:
         rank: The number of the rank.
         phase: The phase in which it is slow.
         slower_by: The seconds by which the rank exceeds `usual_seconds` in a step.
-        usual_seconds: The median of the other ranks, in seconds a step.
+        usual_seconds: The median of the other ranks' seconds in a step.
     """
 
     rank: int

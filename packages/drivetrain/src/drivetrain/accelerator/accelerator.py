@@ -53,11 +53,11 @@ class Accelerator(Ranks, Training, Saving, Results):
         log_with: The trackers to log to: names such as "jsonl", "all" for every installed one, tracker objects of
             your own, or several of these.
         cpu: Whether to train on the CPU even where an accelerator is present.
-        seed: The seed of every generator and of the data's order, where neither `data` nor a loader has its own.
-        config: A YAML, TOML or JSON file of settings, or layers that were already read.
+        seed: The seed of every generator and of the data's order, unless `data` or a loader has a seed.
+        config: A YAML, TOML or JSON file of settings, or layers of settings that were already read.
         sections: Any other settings in code, by section, such as {"ddp": {"static_graph": True}}.
         registry: Backends in addition to the installed ones, from `register_backend`.
-        **foreign: Not accepted. An argument of Accelerate's raises an error that names the counterpart.
+        **foreign: Not accepted. An argument of Accelerate raises an error that names drivetrain's counterpart.
 
     Raises:
         TypeError: An argument is unknown.
@@ -201,8 +201,8 @@ class Accelerator(Ranks, Training, Saving, Results):
 
         Args:
             model: A prepared model.
-            write: Whether what rank 0 writes into the parameters is kept, on all ranks. If false, the effect of a
-                write is undefined.
+            write: Whether rank 0's writes into the parameters are kept, on all ranks. If false, the effect of a write
+                is undefined.
         """
         if write:
             self._parts.checkpointers.wait_for_copies()
@@ -291,8 +291,8 @@ class Accelerator(Ranks, Training, Saving, Results):
         Args:
             loss: A loss of shape (): a mean over this rank's micro-batch or, with `count`, a sum over `count` items.
             count: The number of items that the loss sums, as a number or a tensor of shape (). The window's gradient
-                is then that of the mean over all items of all ranks and micro-batches, however they are distributed.
-                A second loss over the same items passes 0.
+                is then the gradient of the mean over all items of all ranks and micro-batches, however the items are
+                distributed. Pass 0 for a second loss over the same items.
             model: The model or models that the loss trains, where they cannot be inferred.
             loader: The loader of the batch, where two loaders are read side by side.
             retain_graph: Whether the graph is kept for another backward, on one device and under DDP.

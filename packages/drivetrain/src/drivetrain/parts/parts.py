@@ -30,7 +30,7 @@ class Parts:
         resolved: The resolved sections with their sources, by name.
         context: The ranks, device and process group.
         shard: The shard of the data that this rank reads.
-        readers: For each shard of the data, in order, the first of the ranks that read it.
+        readers: The first rank that reads each shard of the data, in the order of the shards.
         policy: The precision policy of the run.
         backend: The backend that trains the models.
         prepared: The models, optimizers, schedulers and loaders prepared so far.
@@ -63,7 +63,7 @@ class Parts:
 
 
 def needs_run(method: Method) -> Method:
-    """Have a method raise a RuntimeError after `end_training`, the same on any number of ranks."""
+    """Make a method raise a RuntimeError after `end_training`, on any number of ranks."""
 
     @wraps(method)
     def checked(self: "HasParts", *args: Any, **kwargs: Any) -> Any:
@@ -78,9 +78,9 @@ def needs_run(method: Method) -> Method:
 
 
 class HasParts:
-    """A base class of the classes that an Accelerator inherits its methods from.
+    """A base class of the classes from which an Accelerator inherits its methods.
 
-    Each of them reads the parts, and sets its own further state in its constructor.
+    Each subclass reads the parts, and sets further state in its constructor.
 
     Args:
         parts: The parts of the Accelerator.

@@ -25,7 +25,7 @@ class PlanRow:
     Attributes:
         setting: The setting's name, as "section.field".
         asked: The requested value, as resolved.
-        applied: The value in force; the requested one where it cannot be read back.
+        applied: The value in force; the requested value if no value can be read back.
         source: The source of the requested value.
         read_back: Whether `applied` was read back from live objects.
         reason: The reason for a different applied value, where the request left the choice open ("auto").

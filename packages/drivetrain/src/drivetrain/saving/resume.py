@@ -183,8 +183,8 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
         restored, for the plan.
 
     Raises:
-        ValueError: The checkpoint holds other models, loaders or registered objects than the run; or weights that
-            would be rounded without being asked for.
+        ValueError: The checkpoint holds other models, loaders or registered objects than the run, or weights that
+            would be rounded although no setting allows it.
     """
     named = _name_models(run.prepared)
     held = {name: one.state_dict()["model"] for name, one in named.items()}
