@@ -74,7 +74,7 @@ def load_pretrained(
     it has none. `variant` chooses among several weights in the folder, such as "fp16" for `model.fp16.safetensors`.
     `config`, an object of the library, replaces the folder's configuration. `model_options` replace single fields of
     it, `attn_implementation` and `experts_implementation`. A planned map keeps `no_split_module_classes` whole, by
-    default the model's. The other arguments are those of `load_checkpoint_and_dispatch`.
+    default those that the model names. The other arguments are those of `load_checkpoint_and_dispatch`.
 
     Raises:
         ImportError: The library is not installed.

@@ -100,7 +100,7 @@ class MemoryGuard:
         """Check the memory once, now; warn or set `should_stop` if a threshold is passed.
 
         Returns:
-            The usage of the group that is nearest to its limit, if one is near; None otherwise.
+            The usage of the group that is nearest to its limit; None if no group is near its limit.
         """
         least = min(self._warn_at, self._stop_at or 1.0)
         near = [usage for group in self._groups if (usage := _usage_above(group, least - _REARM)) is not None]

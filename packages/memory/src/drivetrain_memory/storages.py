@@ -34,7 +34,7 @@ def storage_of(tensor: torch.Tensor) -> LiveStorage | None:
 def storages_of(tensor: torch.Tensor) -> Iterator[LiveStorage]:
     """Yield the storages of a tensor: one for a plain tensor, several for a tensor made of other tensors.
 
-    A DTensor has the storage of its local shard, a quantised tensor those of its parts.
+    A DTensor has the storage of its local shard, a quantised tensor the storages of its parts.
     """
     local = getattr(tensor, "to_local", None)
     if callable(local):  # a DTensor; its wrapper has no storage of its own

@@ -32,7 +32,7 @@ class _Stamp(NamedTuple):
 
 
 class MappedFile:
-    """A memory-mapped file of weights: a safetensors file, or one that `torch.save` wrote.
+    """A memory-mapped file of weights: a safetensors file, or a file of `torch.save`.
 
     The file stays open. If a save into the same folder replaces the file, the old content is still read.
 

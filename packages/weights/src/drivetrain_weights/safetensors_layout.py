@@ -131,7 +131,7 @@ def _kind_text(entry: TensorEntry) -> str:
 
 
 class StoredEntry(NamedTuple):
-    """A tensor in the header of a file that exists; its dtype may be one that torch lacks."""
+    """A tensor in the header of an existing file; torch may lack its dtype."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -80,7 +80,7 @@ def open_weights(checkpoint: Path | str) -> dict[str, MappedFile]:
             or `*.bin.index.json`), or a folder with one of these; see `choose_weights`.
 
     Raises:
-        WeightFilesError: The checkpoint is none of these, or one of its files is missing, damaged, or lacks a tensor.
+        WeightFilesError: The checkpoint is none of these, or a file is missing, damaged, or lacks a tensor.
     """
     path = Path(checkpoint).expanduser()
     if path.is_dir():

@@ -29,7 +29,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A plan for generation, with the memory of each device at its peak; the map's times are those of one token."""
+    """A plan for generation, with the peak memory of each device. The map's times are for one token."""
 
     device_map: DeviceMap
     holdings: Mapping[Device, DeviceUse]

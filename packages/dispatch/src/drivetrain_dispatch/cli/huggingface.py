@@ -119,7 +119,7 @@ def whole_classes(model: nn.Module) -> list[str]:
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Return the largest number of tokens in a prompt; None if the model does not tell."""
+    """Return the largest number of tokens in a prompt; None if the model does not say so."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if isinstance(most, int) else None
 

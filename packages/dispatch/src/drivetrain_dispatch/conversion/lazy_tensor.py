@@ -32,7 +32,7 @@ class TensorInFile(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A recorded call that makes a tensor from others."""
+    """A recorded call that makes a tensor from other tensors."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -216,7 +216,7 @@ class LazyTensor(Tensor):
 def _undo(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: Tensor, target: Tensor
 ) -> Tensor | None:
-    """Return the view of the target with the shape of an operation's input; None if there is no such view."""
+    """Return the view of the target with the shape of an operation's input; None if no view has this shape."""
     if func is Tensor.contiguous:
         return target
     if func in _TRANSPOSES:

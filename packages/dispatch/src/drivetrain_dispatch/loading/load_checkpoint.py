@@ -111,7 +111,7 @@ def load_checkpoint_in_model(
         num_threads: The number of threads that read; None takes one per processor, four at most.
         progress: A function called with the bytes read so far and the total.
         read_by: `"each"` if every rank reads for itself; `"rank 0"` if that rank reads and broadcasts to all of
-            `process_group`, which must call this. The others need the checkpoint only for what stays on the disk.
+            `process_group`, which must call this. The other ranks need the checkpoint only for tensors on the disk.
         process_group: The process group that rank 0 reads for; None for all ranks.
         quantization: The packing of linear layers' weights, as each is read, on its computing device. Packed weights
             are frozen. `StoredFP8()` keeps fp8 weights.

@@ -81,7 +81,7 @@ class KeepStoredFP8:
         self._sources = sources
 
     def allocate(self, planned: PlannedTensor) -> dict[str, Tensor]:
-        """Return memory for the values and scales; none for those that stay in their file."""
+        """Return memory for the values and scales; no memory for a weight that stays in its file."""
         return {
             name: torch.empty(self._stored[name].shape, dtype=self._stored[name].dtype, device=planned.place)
             for name in planned.reads
@@ -103,7 +103,7 @@ class KeepStoredFP8:
         return None
 
     def undo(self) -> None:
-        """Delete nothing: the files are the checkpoint's, or those of converted tensors."""
+        """Delete nothing: the files belong to the checkpoint, or hold converted tensors."""
 
 
 def _find_stored_sizes(layout: ModelLayout, stored: Mapping[str, TensorSpec]) -> dict[str, int]:

@@ -220,7 +220,7 @@ def compute_module_sizes(
     A tied tensor counts once in every module that contains several of its names; each name of the tensor has the full
     size. Works on the meta device.
 
-    The sizes are those after a conversion of floating-point and complex tensors to `dtype`, as by `Module.to(dtype)`.
+    The sizes are computed as if `Module.to(dtype)` had converted floating-point and complex tensors to `dtype`.
     `special_dtypes` and then `special_sizes`, as `quantized_sizes` returns them, take precedence for single tensors.
 
     Returns:

@@ -80,7 +80,7 @@ def dispatch_model(
         main_device: The accelerator for modules before the first accelerator in the map; by default that accelerator.
         offload_dir: The folder for weights that the map places on the disk and that are not in a file yet.
         write_back: Whether training changes the files in `offload_dir`; otherwise changed weights take memory.
-        release_pages: Whether pages that the host has used leave this process's memory; the page cache keeps them.
+        release_pages: Whether pages leave this process's memory, but not the page cache, after the host used them.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of module classes whose weights are fetched all at once, such as compiled ones.
         skip_keys: Keyword arguments that stay on their device.
@@ -314,8 +314,8 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     """Make a dispatched model an ordinary one again.
 
     Remove its hooks, and make its weights ordinary tensors with their current values: offloaded weights on the host,
-    weights on the disk as mapped pages of their file, the others on their device. A model that is not dispatched is
-    unchanged.
+    weights on the disk as mapped pages of their file, other weights on their device. A model that is not dispatched
+    is unchanged.
 
     Raises:
         OffloadedError: A forward is running, or the forward, `encode` or `decode` of a module was replaced after the

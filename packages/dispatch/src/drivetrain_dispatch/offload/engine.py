@@ -23,10 +23,10 @@ from drivetrain_weights import MappedFile
 class OffloadEngine:
     """The engine that fetches the units of a model for forwards and backwards in any number of threads.
 
-    Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched whatever its
-    size. Between forwards nothing is retained or in transfer, since stored weights may change then; the next forward
-    ends a backward that failed. Only the engine has a lock. The engine holds the lock when it calls the residency, a
-    prefetcher or the backward's order, and while it waits for a transfer.
+    Weights on a device or in transfer to it stay within the device's window; a unit in use is fetched even if it is
+    larger. Between forwards nothing is retained or in transfer, since stored weights may change then; the next
+    forward ends a backward that failed. Only the engine has a lock. The engine holds the lock when it calls the
+    residency, a prefetcher or the backward's order, and while it waits for a transfer.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Prefetcher:
             self._residency.cancel(self._units[out_of_order.pop()])
 
     def cancel_until_fits(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """Cancel requested units, the last ones first, until there is room for tensors or none is left."""
+        """Cancel requested units, the last ones first, until there is room for `tensors` or no unit is left."""
         while (self._requested or self._out_of_order) and not self._residency.fits(tensors):
             self._cancel_last()
 

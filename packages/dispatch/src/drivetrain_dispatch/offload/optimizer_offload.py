@@ -1,4 +1,4 @@
-"""Keep the state of an optimizer in files: created there, updated there, never whole in memory."""
+"""Keep the state of an optimizer in files: create and update it there, never whole in memory."""
 
 import os
 from collections.abc import Callable, Mapping

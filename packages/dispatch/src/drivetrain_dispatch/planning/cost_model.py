@@ -85,7 +85,7 @@ def _watch(modules: Mapping[str, nn.Module], places: Mapping[str, int], recorder
 def _sum_costs(
     recorder: OpRecorder, results: set[int], names: Sequence[str], rate: ComputeRate
 ) -> dict[str, BlockCost]:
-    """Return the cost of each block from what a recorder noted."""
+    """Return the cost of each block from the operations of a recorder."""
     changes = list(recorder.changes)
     # Operations before the first block count towards it.
     first = next((change.block for change in changes if change.block >= 0), 0)
@@ -107,7 +107,7 @@ def _sum_costs(
 
 
 def _direct_tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors at the top level of inputs or outputs, not those nested deeper."""
+    """Yield the tensors at the top level of inputs or outputs, not deeper ones."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -241,7 +241,7 @@ def placements_of(
 ) -> dict[str, Placement]:
     """Return the placement of each parameter and buffer of a model, under each of its names.
 
-    A tied tensor has one home: the first computing device among its names, otherwise the host rather than the disk.
+    A tied tensor has one home: the first computing device among its names, otherwise the host, and the disk last.
     Buffers that are not offloaded, and all running statistics, stay on the device that computes.
     """
     placements = read_device_map(layout, device_map, main_device=main_device)

@@ -193,5 +193,5 @@ def _count_touched(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor
 
 
 def _size_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; for an expanded tensor, at most those of its storage."""
+    """Return the bytes of a tensor; for an expanded tensor, at most the bytes of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -34,7 +34,7 @@ def forward_seconds(
     """Return the time of one forward that begins without transfers in flight, in seconds.
 
     Each work is a part of the model: its compute time in seconds, its bytes, their tier, the computing device, and
-    the bytes of fetched weights to release after it, None for its own bytes.
+    the bytes of fetched weights to release after the part, None for the part's bytes.
 
     Reads, copies and computation overlap, each in the order of the parts. The read or copy of an offloaded part
     starts once its device's window has room; a part larger than the window waits until the window is empty.

@@ -49,7 +49,7 @@ class ActivationRecorder:
         self._peak_by_module: dict[str, int] = defaultdict(int)
 
     def memory(self) -> ActivationMemory:
-        """Return what was saved so far."""
+        """Return the memory of the tensors saved so far."""
         with self._lock:
             return ActivationMemory(
                 peak_bytes=self._peak,

@@ -150,7 +150,7 @@ def summary_text(summary: RankSummary) -> str:
 
 @contextmanager
 def _forward_signals(process: "subprocess.Popen[bytes]") -> Generator[None]:
-    """Hand SIGTERM on to the program, and leave Ctrl-C to it: the terminal sends that to both."""
+    """Forward SIGTERM to the program, but not Ctrl-C, which the terminal sends to the program itself."""
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

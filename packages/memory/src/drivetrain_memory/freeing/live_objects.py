@@ -1,6 +1,6 @@
 """The live objects of a class, found safely while other threads run.
 
-`gc.get_objects()` will not do: its list also holds unfinished objects of other threads. If another thread refers to a
+`gc.get_objects()` is unsafe: its list also holds unfinished objects of other threads. If another thread refers to a
 tuple under construction from a generator, CPython raises a SystemError in the constructing thread, such as a thread
 that writes a checkpoint.
 """

@@ -87,7 +87,7 @@ class HostPeakMeter:
         )
 
     def include(self, inner: "HostPeakMeter") -> None:
-        """Raise the peaks to those of a measurement within this one."""
+        """Raise the peaks to the peaks of an inner measurement."""
         self._own.include(inner._own.peak_bytes)
         for key, peak in inner._children.items() if self._counts_children else ():
             self._children.setdefault(key, peak).include(peak.peak_bytes)

@@ -21,7 +21,7 @@ def record_peak(*, children: bool = True) -> "PeakRecord":
 
     The counters are those of the kernel and of torch's allocators, reset when the block begins: no peak is too short
     to be seen. Blocks may be nested in one thread; overlapping blocks in several threads disturb each other. Memory
-    that other threads allocate during the block counts. Called on any rank by itself.
+    that other threads allocate during the block counts. Any rank may call this alone.
 
     Args:
         children: Whether child processes count too, each with a separate peak. A block costs some 60 us without child

@@ -94,7 +94,7 @@ class ProcessPeak:
             self.include(now.peak_bytes if self._is_exact else now.resident_bytes)
 
     def include(self, peak_bytes: int) -> None:
-        """Raise the peak to that of a measurement within this one."""
+        """Raise the peak to the peak of an inner measurement."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def stop(self) -> None:
@@ -127,7 +127,7 @@ class PortablePeak:
             self.include(max(self._sampled, self._resident()))
 
     def include(self, peak_bytes: int) -> None:
-        """Raise the peak to that of a measurement within this one."""
+        """Raise the peak to the peak of an inner measurement."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def stop(self) -> None:

@@ -74,7 +74,7 @@ def _draw_rank(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _draw(box: _Box, boxes: list[str], left: float, depth: int, whole: float) -> int:
-    """Draw what is inside a box, the longest first; return the number of rows down to the deepest."""
+    """Draw the calls inside a box, the longest first; return the number of rows down to the deepest call."""
     deepest = depth
     for name, one in sorted(box.inner.items(), key=lambda item: (-item[1].microseconds, item[0])):
         share = one.microseconds / whole

@@ -102,7 +102,7 @@ def merge_operations(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def read_traces(directory: Path | str) -> dict[int, list[Mapping[str, Any]]]:
-    """Read the traces that `profile` wrote, by rank; those of several cycles are joined.
+    """Read the traces that `profile` wrote, by rank; the traces of several cycles are joined.
 
     Raises:
         FileNotFoundError: The directory holds no trace.

@@ -151,7 +151,7 @@ class SampleStream:
         self._write(json.dumps(values))
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write the buffered samples and close the file."""
         file, self._file = self._file, None
         if file is None:
             return

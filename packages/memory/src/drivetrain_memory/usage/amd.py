@@ -73,5 +73,5 @@ def open_amd() -> AmdDriver:
 
 
 def _number(value: object) -> float | None:
-    """Return a number; None for the text "N/A", which the library writes for what a chip does not have."""
+    """Return a number; None for the text "N/A", the library's value for numbers that a chip lacks."""
     return float(value) if isinstance(value, int | float) else None

@@ -128,7 +128,7 @@ def parse_usage(current_bytes: int, stat: str, group: CgroupFiles) -> CgroupUsag
 
 
 def _upwards(mount: Path, path: str) -> tuple[Path, ...]:
-    """Return the folders of a group and of those around it, up to the mount.
+    """Return the folders of a group and of the groups around it, up to the mount.
 
     In a container the mount is often the group itself, and the path is the host's, which does not exist here.
     """
