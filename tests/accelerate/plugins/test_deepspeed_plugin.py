@@ -131,7 +131,7 @@ def test_a_launchers_fields_beside_a_configuration_are_refused() -> None:
         assert made(Ours, variables) == made(Theirs, variables)
     with (
         environ.exported(ACCELERATE_CONFIG_DS_FIELDS="zero_stage"),
-        pytest.raises(ValueError, match="zero_stage: said by the launcher's file"),
+        pytest.raises(ValueError, match="zero_stage: the launcher's file sets"),
     ):
         Ours(hf_ds_config=CONFIG)
 

@@ -140,7 +140,7 @@ def test_sizes_come_from_the_environment_and_can_be_written_as_json() -> None:
     assert (config.dp_shard_size, config.tp_size) == (4, 2)
     assert config.to_json()["tp_handler"] == {"enable_async_tp": False}
     assert "total_size=8" in repr(config)
-    with pytest.raises(ValueError, match="say the kind of device"):
+    with pytest.raises(ValueError, match="name the mesh's kind of device"):
         config.get_device_mesh()
 
 

@@ -293,9 +293,9 @@ def _rendezvous(value: Any) -> Meaning:
     pairs = {name: text for name, _, text in parts}
     seconds = [pairs.pop(name) for name in ("timeout", "join_timeout") if name in pairs]
     if pairs:
-        return refused(f"{', '.join(pairs)} is not set here; timeout=SECONDS is, as --rdzv-timeout-seconds")
+        return refused(f"{', '.join(pairs)}: only timeout=SECONDS can be set, as --rdzv-timeout-seconds")
     if len(set(seconds)) > 1:
-        return refused("timeout and join_timeout are one here, --rdzv-timeout-seconds; keep one")
+        return refused("timeout and join_timeout are one setting here, --rdzv-timeout-seconds; keep one")
     return set_field("launch", "rdzv_timeout_seconds", seconds[0])
 
 

@@ -115,9 +115,7 @@ def _check_numbers(run: RunState, saved: AccelerateState) -> None:
         ("registered objects", saved.custom, registered),
     ):
         if len(there) != len(here):
-            hint = (
-                "; models that the program loads by itself it says as kept_models" if what == "models" else ""
-            )
+            hint = "; name models that the program loads by itself as kept_models" if what == "models" else ""
             raise ValueError(
                 f"{saved.folder} holds {len(there)} {what}, and this run has {len(here)}: prepare and register the "
                 f"same ones, in the same order, before load_state(){hint}"

@@ -91,8 +91,8 @@ def match_optimizer(
         here = own_group.keys() - group.keys() - _OF_SCHEDULERS
         if there and here:  # extra options on one side alone are those of a later torch
             raise ValueError(
-                f"the checkpoint's optimizer has {sorted(there)}, and {kind} {sorted(here)}: build the one that "
-                "was saved"
+                f"the checkpoint's optimizer has {sorted(there)}, and {kind} {sorted(here)}: build the optimizer "
+                "that was saved"
             )
         names = _names(group["params"], own_group["params"], f"{kind}, group {number}")
         named.append({**own_group, **group, "params": list(own_group["params"])})

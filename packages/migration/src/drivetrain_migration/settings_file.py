@@ -118,7 +118,7 @@ def translate_settings(file: Contents) -> Contents | None:
         found.notices.append(f"{found.place('distributed_type')}: MULTI_GPU, but this host has no GPU")
     if found.refused:
         raise ConfigError(
-            f"{file.path} is an Accelerate file, and asks for what has no counterpart here: "
+            f"{file.path} is an Accelerate file, and asks for options that drivetrain lacks: "
             f"{'; '.join(found.refused)}. Take these lines out, or switch them off"
         )
     return Contents(path=file.path, data=found.sections, lines=found.lines, notices=tuple(found.notices))

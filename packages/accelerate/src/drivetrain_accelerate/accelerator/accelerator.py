@@ -74,7 +74,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
     ) -> None:
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
         if dynamo_plugin is not None and dynamo_backend is not None:
-            raise ValueError("dynamo_plugin= and dynamo_backend=: say one of them")
+            raise ValueError("dynamo_plugin= and dynamo_backend=: give only one of them")
         _refuse_unsupported(torch_tp_plugin, megatron_lm_plugin)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:

@@ -37,7 +37,7 @@ def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
     if later := numbered_folders(parent, beginning=project.iteration):
         raise ValueError(
             f"save_state() would write {folder.name}, and {parent} holds {later[-1].name} of an earlier run: call "
-            "load_state(), after which numbers go on, say "
+            "load_state(), which continues the numbers, give "
             f"ProjectConfiguration(iteration={_number(later[-1]) + 1}), or name another project_dir"
         )
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
@@ -45,7 +45,7 @@ def new_folder(said: str | None, project: ProjectConfiguration) -> Path:
     if foreign := [name for name in names if name != LOCK_FILE and not name.startswith((".", "step-"))]:
         raise ValueError(
             f"save_state() would write to {folder}, which holds {foreign[0]} of another program, and total_limit "
-            "would delete that one day: move it, or name another project_dir"
+            "would delete that later: move it, or name another project_dir"
         )
     return folder
 
@@ -96,14 +96,14 @@ def _number(folder: Path) -> int:
 def _automatic(project: ProjectConfiguration) -> Path:
     if project.project_dir is None:
         raise ValueError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) without project_dir: say the run's folder"
+            "ProjectConfiguration(automatic_checkpoint_naming=True) without project_dir: give the run's folder"
         )
     return Path(project.project_dir) / "checkpoints"
 
 
 def _require_folder(said: str | None, call: str) -> Path:
     if said is None:
-        raise ValueError(f"{call}: say a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+        raise ValueError(f"{call}: give a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
     return Path(said)
 
 

@@ -93,7 +93,7 @@ def accumulation_of(num_steps: int, plugin: GradientAccumulationPlugin | None) -
         return GradientAccumulationPlugin(num_steps=checked_num_steps(num_steps))
     if num_steps != 1:
         raise ValueError(
-            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin=: say the number in one"
+            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin=: give only one"
         )
     if plugin.num_steps is not None:
         checked_num_steps(plugin.num_steps, said="GradientAccumulationPlugin(num_steps")

@@ -226,7 +226,7 @@ def _graph_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of torch's `backward` among those given; refuse others."""
     if unknown := sorted(set(given) - {"retain_graph", "create_graph", "inputs"}):
         raise ValueError(
-            f"backward({', '.join(unknown)}=): say the loss, of shape (), model= if there are several, and torch's "
+            f"backward({', '.join(unknown)}=): say the loss, of shape (), model= for one of several, and torch's "
             "retain_graph=, create_graph= and inputs="
         )
     inputs = given.get("inputs")

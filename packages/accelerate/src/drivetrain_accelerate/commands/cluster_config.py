@@ -163,7 +163,7 @@ def load_config_from_file(config_file: str | PathLike[str] | None) -> ClusterCon
     path = Path(default_config_file if config_file is None else config_file)
     if config_file is not None and not path.exists():
         raise FileNotFoundError(
-            f"The passed configuration file `{path}` does not exist: pass one that does, or none to use "
+            f"The passed configuration file `{path}` does not exist: pass an existing file, or none to use "
             f"{default_config_file}, which `drivetrain accelerate config default` writes"
         )
     is_json = path.suffix == ".json"

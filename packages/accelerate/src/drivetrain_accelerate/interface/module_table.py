@@ -98,7 +98,7 @@ def parse_table(text: str) -> ModuleTable:
         elif (reason := not_provided.get(f"{holder}.{name}")) is not None:
             refused[f"{module}.{name}"] = reason
         else:
-            raise ValueError(f"interface.toml: {module} hands on {name}, which {holder} does not hold")
+            raise ValueError(f"interface.toml: {module} takes {name} from {holder}, which lacks it")
     return ModuleTable(
         names=MappingProxyType({module: MappingProxyType(homes) for module, homes in names.items()}),
         not_provided=MappingProxyType(refused),

@@ -83,8 +83,8 @@ class PassedBatches:
         if is_skip:
             raise DataStateError(
                 f"{passed} batches were passed over before the first backward after load_state, and {self._num_read} "
-                "of the epoch had been read when the checkpoint was saved: the loader goes on behind them by itself, "
-                f"and {passed} others would train nothing. Leave out the program's own skip, such as `if step < "
+                "of the epoch had been read when the checkpoint was saved: the loader goes on after them by itself, "
+                f"and the program would skip {passed} more. Leave out the program's own skip, such as `if step < "
                 "resume_step: continue`; or have loaders begin their epoch anew, as Accelerate's do (--no-strict)"
             )
 

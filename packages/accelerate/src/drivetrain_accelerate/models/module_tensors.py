@@ -89,7 +89,7 @@ def set_module_tensor_to_device(
     place = device_of(device)
     if value is not None and value.shape != old.shape and not is_quantized(old):
         raise ValueError(
-            f"{tensor_name}: value={tuple(value.shape)} is another shape than the tensor's, {tuple(old.shape)}: give "
+            f"{tensor_name}: value= has the shape {tuple(value.shape)}, the tensor {tuple(old.shape)}: give "
             "values for the same model"
         )
     if value is None and old.is_meta and place.type != "meta":
@@ -175,7 +175,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
         if len({named[name].shape for name in group}) > 1:
             shapes = ", ".join(f"{name} {tuple(named[name].shape)}" for name in group)
             raise TiedParametersError(
-                f"tied_params: {shapes}: tensors of one shape can be one; leave others out"
+                f"tied_params: {shapes}: only tensors of the same shape can be tied; leave the others out"
             )
         kept.append(next((named[name] for name in group if not named[name].is_meta), None))
     groups = zip(tied_params, kept, strict=True)

@@ -33,7 +33,7 @@ class ValuesFile(MappedFile):
         values = torch.empty(shape, dtype=dtype, device="meta")
         if path.stat().st_size < values.nbytes:
             raise WeightFilesError(
-                f"{path} is shorter than the {values.nbytes} bytes that {INDEX} says: write it anew"
+                f"{path} is shorter than the {values.nbytes} bytes that {INDEX} says: write it again"
             )
         if not values.numel():
             return {self._name: torch.empty(shape, dtype=dtype)}

@@ -74,7 +74,7 @@ class DeepSpeedPlugin:
     )
     enable_msamp: bool | None = refused(
         "run.mixed_precision",
-        "MS-AMP is not trained with; say mixed_precision='fp8', which torchao or Transformer Engine compute",
+        "drivetrain has no MS-AMP; say mixed_precision='fp8', which torchao or Transformer Engine compute",
         default=None,
     )
     msamp_opt_level: Literal["O1", "O2"] | None = without_effect(
@@ -145,8 +145,8 @@ class DeepSpeedPlugin:
         if given == "auto":
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"the DeepSpeed configuration leaves {ds_key_long} to the program ('auto'), which does not say "
-                    "it: write a value into the configuration"
+                    f"the DeepSpeed configuration leaves {ds_key_long} to the program ('auto'), which gives "
+                    "no value: write a value into the configuration"
                 )
             node[key] = kwargs[ds_key_long]
         elif must_match and mismatches is not None and given != kwargs.get(ds_key_long, given):
@@ -260,8 +260,8 @@ class DeepSpeedPlugin:
         said = (environ.read("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
         if unheard := [name for name in (*_IN_CONFIG, "mixed_precision") if name in said]:
             raise ValueError(
-                f"{', '.join(unheard)}: said by the launcher's file beside a DeepSpeed configuration, which does not "
-                "hear them: write them into the configuration, and take them out of the launcher's file"
+                f"{', '.join(unheard)}: the launcher's file sets these options, but a given DeepSpeed configuration "
+                "ignores them: write them into the configuration, and take them out of the launcher's file"
             )
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
@@ -327,7 +327,7 @@ def deepspeed_precision_sections(plugin: DeepSpeedPlugin) -> dict[str, object]:
     if scale not in (0, "auto"):
         raise TranslationError(
             f"DeepSpeed configuration: fp16.loss_scale={scale} (drivetrain: precision.initial_scale): the loss scale "
-            "moves with overflows; write 0, and initial_scale_power for where it begins"
+            "moves with overflows; write 0, and set its first value by initial_scale_power"
         )
     said = {ours: given[theirs] for theirs, ours in _SCALE.items() if given.get(theirs, "auto") != "auto"}
     if "initial_scale" in said:

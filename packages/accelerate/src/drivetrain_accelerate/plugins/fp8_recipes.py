@@ -146,7 +146,7 @@ def fp8_recipe(
     is_msamp = isinstance(handler, FP8RecipeKwargs) and handler.backend == "MSAMP"
     if is_msamp or not isinstance(handler, TERecipeKwargs):
         raise TranslationError(
-            f"{type(handler).__name__}: MS-AMP (drivetrain: fp8 recipes) is not trained with, nor maintained; "
+            f"{type(handler).__name__}: MS-AMP (drivetrain: fp8 recipes) is not supported, nor maintained; "
             "give AORecipeKwargs() or TERecipeKwargs()"
         )
     every = LayerFilter(skip_first=False, skip_last=False)

@@ -198,8 +198,8 @@ class FullyShardedDataParallelPlugin:
             for name in self.transformer_cls_names_to_wrap:
                 if (kind := get_module_class_from_name(model, name)) is None:
                     raise ValueError(
-                        f"transformer_cls_names_to_wrap: {name!r} is the class of no module of "
-                        f"{type(model).__name__}"
+                        f"transformer_cls_names_to_wrap: no module of {type(model).__name__} "
+                        f"has the class {name!r}"
                     )
                 classes.add(kind)
             self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
@@ -287,7 +287,7 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, None)
         if self.forward_prefetch is not None:
             raise ValueError(
-                f"forward_prefetch={self.forward_prefetch}: is not of fsdp_version=2; leave it out, or say "
+                f"forward_prefetch={self.forward_prefetch}: fsdp_version=2 has no such option; leave it out, or say "
                 "fsdp_version=1"
             )
 

@@ -147,7 +147,7 @@ class ParallelismConfig:
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError(
-                    "get_device_mesh(device_type=None): say the kind of device, such as 'cuda', that the mesh is of"
+                    "get_device_mesh(device_type=None): name the mesh's kind of device, such as 'cuda'"
                 )
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type not in (None, self.device_mesh.device_type):
