@@ -15,7 +15,7 @@ class NoAutocast(AbstractContextManager[None], ContextDecorator):
     """A context and a decorator that changes nothing, for policies in fp32."""
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+        """Leave the block without any change."""
 
 
 @overload

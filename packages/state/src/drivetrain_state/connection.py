@@ -111,7 +111,7 @@ def connect(
 
 
 def _read_own_ranks() -> RankEnvironment | None:
-    """Return the launcher's ranks for this process; raise ConnectError if it inherited them from a rank."""
+    """Return the launcher's ranks for this process; ConnectError if the process inherited them from a rank."""
     if (owner := environ.inherited_from()) is None:
         launched = environ.launched()
         environ.own_rank()
@@ -154,7 +154,7 @@ def _find_topology(launched: RankEnvironment | None) -> Topology:
 
 
 def _choose_device(kind: str, index: int | None, topology: Topology) -> torch.device:
-    """Return this process's device, after checking that it exists, as torch's current device."""
+    """Return this process's device; check that it exists, and make it torch's current device."""
     if kind == "cpu":
         return torch.device("cpu")
     count = device_count(kind)
@@ -186,7 +186,7 @@ def _join(
     needs_group: bool,
     undo: ExitStack,
 ) -> bool:
-    """Adopt the process group, or create one if needed; return whether it was created here."""
+    """Adopt the process group, or create a group if needed; return whether a group was created."""
     if dist.is_initialized() or (topology.world_size == 1 and not needs_group):
         return False
     backend = group_backend(place.type)
@@ -232,7 +232,7 @@ def group_backend(kind: str) -> str:
 
 
 def _check_group(kind: str) -> None:
-    """Raise GroupMismatchError if the existing group has no backend for a kind of device; warn of an unusual one."""
+    """Raise GroupMismatchError if the group has no backend for a kind of device; warn of an unusual backend."""
     if dist.get_world_size() == 1 and kind not in _BACKENDS:
         return
     ours, usual, existing = group_backend(kind), _BACKENDS[kind], str(dist.get_backend_config())

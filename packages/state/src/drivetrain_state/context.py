@@ -27,7 +27,7 @@ class Context:
         mesh: The mesh of the parallel dimensions, if any were requested.
         progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
-        control: The store of `control_store`, once it is needed.
+        control: The store of `control_store`; None until the first use.
     """
 
     topology: Topology
@@ -47,8 +47,8 @@ class Context:
     def group(self) -> ProcessGroup | None:
         """The default process group; None if a single process has none.
 
-        Looked up, not stored: a group's threads end with the last reference to it, and threads that still run while
-        the interpreter shuts down would abort the process.
+        The property looks the group up, because a stored reference would keep the group's threads running, and
+        threads that run while the interpreter shuts down abort the process.
 
         Raises:
             ConnectError: If the group has been destroyed.

@@ -159,7 +159,7 @@ def _xla_runtime() -> Any:
 
 
 def nvidia_link(uuids: Sequence[str]) -> LinkType | None:
-    """Return the slowest link among devices with these UUIDs (`"GPU-..."`): NVLink only if each has an active one.
+    """Return the slowest link among devices with these UUIDs (`"GPU-..."`): NVLink only if all have an active NVLink.
 
     None for a single device, or if `nvidia-ml-py` or the driver's library is missing.
     """

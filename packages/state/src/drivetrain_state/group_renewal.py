@@ -1,8 +1,8 @@
-"""Give up a process group whose ranks are at different places in the program, and form another.
+"""Give up a process group whose ranks are at different places in the program, and form another group.
 
-A rank that leaves a step in the middle keeps the others in a collective. Gloo cannot end it: neither `abort` nor the
-end of the group closes the connections while something holds the group. So a second thread of every rank closes the
-connections to the others, and the collective fails.
+A rank that leaves a step in the middle keeps other ranks in a collective. Gloo cannot end the collective: neither
+`abort` nor the end of the group closes connections while a reference holds the group. So a second thread of every
+rank closes the connections to the other ranks, and the collective fails.
 """
 
 import os
@@ -26,7 +26,7 @@ Connection = tuple[str, str]  # the address of this end and of the other, as hos
 
 
 def between_ranks(own: Collection[Connection], others: Collection[Connection]) -> set[Connection]:
-    """Return the connections of a rank whose other end belongs to another rank."""
+    """Return a rank's connections to other ranks."""
     mirrored = {(there, here) for here, there in others}
     return {one for one in own if one in mirrored}
 
@@ -34,8 +34,8 @@ def between_ranks(own: Collection[Connection], others: Collection[Connection]) -
 class GroupRenewal:
     """The means to give up the process group of a context on all ranks, and to form it again.
 
-    Constructed on all ranks. The rendezvous store keeps its connections. A ConnectError refuses a group that cannot
-    be formed again from here: the program's, or one beneath a mesh.
+    Constructed on all ranks. The rendezvous store keeps its connections. ConnectError if the group cannot be formed
+    again: the program created it, or a mesh uses it.
     """
 
     def __init__(self, context: Context) -> None:
@@ -53,7 +53,7 @@ class GroupRenewal:
     def sever(self, rounds: StoreRounds, *, timeout_seconds: float) -> None:
         """Close this rank's connections to the others; a collective that waits on them fails. Called on all ranks.
 
-        Any thread may call it, with a connection to the store of its own.
+        Any thread may call this with its own connection to the store.
         """
         topology = self._context.topology
         # The established TCP connections by file number, as Linux lists its files.
@@ -96,7 +96,7 @@ class GroupRenewal:
         )
 
     def rounds(self) -> StoreRounds:
-        """Return a client of the store for one thread, with a connection of its own."""
+        """Return a client of the store for one thread, with a separate connection."""
         store = PrefixStore("drivetrain_renewal", self._store.clone())  # the same before and after a renewal
         return StoreRounds(store, rank=self._context.topology.rank)
 

@@ -28,7 +28,7 @@ class MeshPlan:
         return {name: position[name] for name in self.names}
 
     def data_shard(self, rank: int) -> tuple[int, int]:
-        """Return which part of the data `rank` reads, as (index, count).
+        """Return the part of the data that `rank` reads, as (index, count).
 
         Ranks that differ along the data or shard axis read different samples; ranks that differ only along the
         pipeline, context and tensor axes read the same samples.

@@ -17,7 +17,7 @@ def own_addresses(name: str) -> Iterator[tuple[socket.AddressFamily, str]]:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether an address reaches nobody but this machine; of host names, only localhost is known to."""
+    """Return whether an address reaches only this machine; of host names, only localhost counts."""
     try:
         return name == "localhost" or ipaddress.ip_address(name.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The identity of a process, by which another one on its host can tell at once whether it still runs."""
+"""The identity of a process, by which other processes on its host can tell whether it still runs."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ _PROC = Path("/proc")
 
 
 def process_identity(pid: int | None = None, *, proc: Path = _PROC) -> str:
-    """Return the identity of a process: the namespace that its id counts in, the id, and when it started.
+    """Return the identity of a process: the namespace of its id, the id, and its start time.
 
-    The start time tells it from a later process with the same id. It is 0 if the process has ended, or the system has
-    no /proc.
+    The start time tells the process from a later process with the same id. The time is 0 if the process has ended or
+    the system has no /proc.
     """
     pid = os.getpid() if pid is None else pid
     try:
@@ -24,14 +24,14 @@ def process_identity(pid: int | None = None, *, proc: Path = _PROC) -> str:
 
 
 def runs_beside(identity: str, *, proc: Path = _PROC) -> int | None:
-    """Return the id of the process of an identity if it is another one that runs on this host, else None."""
+    """Return the process id in an identity if another process on this host has the identity, else None."""
     pid = int(identity.split()[1])
     is_known = not identity.endswith(" 0") and pid != os.getpid()
     return pid if is_known and process_identity(pid, proc=proc) == identity else None
 
 
 def has_ended(identity: str, *, proc: Path = _PROC) -> bool:
-    """Return whether a process is known to have ended; False for one of another host."""
+    """Return whether a process is known to have ended; False for a process on another host."""
     namespace, pid, started = identity.split()
     own = process_identity(proc=proc)
     is_known = started != "0" and namespace == own.split()[0]

@@ -15,9 +15,8 @@ from drivetrain_state.store_server import host_store
 def control_store(context: Context, prefix: str) -> Store | None:
     """Return a separate connection to a store of the ranks, with a prefix; None for a single process.
 
-    A background thread uses it in place of collectives, which belong to the main thread, as those of two threads
-    could deadlock across ranks. Called on all ranks, with the same prefix. Drop the connection before the process
-    ends.
+    A background thread uses the store in place of collectives, since collectives of two threads could deadlock across
+    ranks. Called on all ranks, with the same prefix. Drop the connection before the process ends.
     """
     if context.topology.world_size == 1:
         return None
@@ -29,7 +28,7 @@ def control_store(context: Context, prefix: str) -> Store | None:
 
 
 def control_ports(context: Context) -> set[int]:
-    """Return the ports of the servers of the ranks' stores that this process is connected to."""
+    """Return the ports of the store servers that this process is connected to."""
     stores = map(underlying_store, (default_store(), *context.control))
     return {store.port for store in stores if isinstance(store, TCPStore)}
 
@@ -37,8 +36,8 @@ def control_ports(context: Context) -> set[int]:
 def _make_control_store(context: Context) -> Store:
     """Return a store that rank 0 hosts, so that ranks whose launcher is killed can still agree to save and end.
 
-    Where rank 0 runs on another host than the server of the rendezvous store, no address is known by which the other
-    ranks reach it: then that store serves, as for a group without TCPStore.
+    If rank 0 and the rendezvous store's server run on different hosts, the other ranks know no address of rank 0. The
+    rendezvous store is then used instead, as for a group without TCPStore.
     """
     shared = default_store()
     place, timeout = underlying_store(shared), timedelta(seconds=context.settings.timeout_seconds)

@@ -9,13 +9,13 @@ DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu",
 
 
 def _make_setting(default: Any, text: str, *, needs: str | None = None) -> Any:
-    """Return a field with its help, and with the setting without which it has no effect."""
+    """Return a field with its help text and with the setting that it `needs` to take effect."""
     return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSettings:
-    """The `state` section: the device, the timeouts for other ranks, and the checks and watchdog on them.
+    """The `state` section of the settings: the device, the timeouts for other ranks, checks and the watchdog.
 
     Example:
         >>> StateSettings(device="cpu", timeout_seconds=60).timeout_seconds

@@ -1,9 +1,9 @@
 """Rounds of answers among the ranks, through keys of the store that all of them reach.
 
-For threads beside the main one: collectives belong to the main thread, as those of two threads could deadlock across
-ranks. A round is one question to all ranks, numbered from 1: every rank answers, and one rank concludes. Values are
-JSON, each written by one rank and read by the others; a write may become visible to them a moment later. Only `wait`
-waits for a rank. Ranks exchange durations only, so that the clocks of their hosts need not agree.
+Background threads use rounds instead of collectives, since collectives of two threads could deadlock across ranks. A
+round is one question to all ranks, numbered from 1: every rank answers, and one rank concludes. Values are JSON. One
+rank writes a value, and the others may see it a moment later. Only `wait` waits for a rank. Ranks exchange only
+durations, so that the clocks of their hosts need not agree.
 """
 
 import json
@@ -24,8 +24,8 @@ _LONGEST_PAUSE_SECONDS = 0.2  # thousands of ranks may wait at one store
 class StoreRounds:
     """A rank's client for the rounds under one prefix of a store. Not thread-safe.
 
-    The store, as `control_store` gives it, is a connection that no other thread uses. Every method raises
-    ConnectionError, or a `torch.distributed.DistError`, if the store is gone.
+    The store is a connection from `control_store` that no other thread uses. If the store is gone, every method
+    raises ConnectionError or a `torch.distributed.DistError`.
     """
 
     def __init__(self, store: Store, *, rank: int) -> None:
@@ -44,7 +44,7 @@ class StoreRounds:
             self.count("rounds", add=1)
 
     def answer(self, number: int, value: object) -> None:
-        """Publish this rank's answer to a round, and delete the one to the second round before it."""
+        """Publish this rank's answer to a round, and delete its answer to round `number` - 2."""
         self.post(f"answer/{number}/{self.rank}", value)
         # Another rank may be reading the answer to the previous round: if that went after its `check`, its `get`
         # would wait for the store's timeout.
@@ -55,7 +55,7 @@ class StoreRounds:
         return self.read(f"answer/{number}/{rank}")
 
     def answers(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the answers of `ranks` to a round, as far as they have come."""
+        """Return the answers of `ranks` to a round that have arrived so far."""
         found = {rank: self.answer_of(number, rank) for rank in ranks}
         return {rank: value for rank, value in found.items() if value is not None}
 
@@ -86,7 +86,7 @@ class StoreRounds:
         self.delete(f"conclusion/{number}", *(f"answer/{number}/{rank}" for rank in ranks))
 
     def post(self, key: str, value: object) -> None:
-        """Publish a value, not None, under a key of its own."""
+        """Publish a value, not None, under a key."""
         self._store.set(key, json.dumps(value))
 
     def read(self, key: str) -> Any:
@@ -113,7 +113,7 @@ class StoreRounds:
 
 
 def wait(read: Callable[[], Value | None], *, while_: Callable[[], bool]) -> Value | None:
-    """Poll until `read` returns a value, as long as `while_` returns True; return None if there is no value then."""
+    """Poll until `read` returns a value or `while_` returns False; return the value, or None without a value."""
     pause_seconds = _FIRST_PAUSE_SECONDS
     while (value := read()) is None:
         if not while_():
@@ -124,7 +124,7 @@ def wait(read: Callable[[], Value | None], *, while_: Callable[[], bool]) -> Val
 
 
 class StoreProbe:
-    """An idle connection to the server of a TCPStore, which closes when the server ends; none for other stores."""
+    """An idle connection to a TCPStore's server, which closes when the server ends; none for other stores."""
 
     def __init__(self, store: Store) -> None:
         tcp = underlying_store(store)

@@ -1,4 +1,4 @@
-"""Host the store at which ranks or nodes meet, on its own address alone: torch's store listens on every interface."""
+"""Host the store at which ranks or nodes meet, on one address, since torch's store listens on every interface."""
 
 import logging
 import socket
@@ -17,11 +17,11 @@ _EVERY_INTERFACE = ("::", "0.0.0.0")
 def host_store(
     address: str, port: int, *, timeout: timedelta, is_one_node: bool, multi_tenant: bool = False
 ) -> TCPStore:
-    """Return a store whose server runs in this process and listens on `address` alone; port 0 is any free one.
+    """Return a store whose server runs in this process and listens on `address` alone; port 0 means any free port.
 
-    It listens on every interface only if other nodes reach this one by a name or address that this machine does not
-    know as its own: an address that a router translates, or a host name that stands for loopback here. A server that
-    this process may already have on the port is shared with `multi_tenant`.
+    The server listens on every interface only if other nodes reach this node by an address that this machine lacks:
+    an address that a router translates, or a host name that means loopback here. With `multi_tenant`, an existing
+    server of this process on the port is shared.
     """
     serve = partial(
         TCPStore, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=multi_tenant

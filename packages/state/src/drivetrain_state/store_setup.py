@@ -4,9 +4,9 @@ The store may outlive process groups: a launcher's agent hosts it for a whole ru
 of one process the same name, a second group would read the keys of the first, such as the addresses of its ranks.
 Therefore rank 0 opens a room, numbered from 1, and every rank enters it; the room's number prefixes the group's keys.
 
-Only rank 0 opens rooms: a rank that tries again, after a failure or a restart, finds the others' room. If rank 0
-hosts the store itself, the store ends with its last group: a rank that arrives for the next group before rank 0 has
-left the last one loses its connection, and connects to the next store.
+Only rank 0 opens rooms: a rank that tries again, after a failure or a restart, finds the other ranks' room. If rank 0
+hosts the store itself, the store ends with its last group. A rank that arrives early for the next group then loses
+its connection, and connects to the next store.
 """
 
 import os
@@ -32,7 +32,7 @@ _SHOWN_RANKS = 8
 def meet(launched: RankEnvironment, *, timeout_seconds: float) -> Store:
     """Wait for all ranks, and return the store for their new process group. Called on all ranks.
 
-    A ConnectError says whether the port is in use, rank 0 cannot be reached, or which ranks are missing.
+    ConnectError if the port is in use, rank 0 cannot be reached, or ranks are missing.
     """
     deadline = monotonic() + timeout_seconds
     while True:
@@ -108,7 +108,7 @@ def _meet_in_room(meeting: Store, launched: RankEnvironment, deadline: float) ->
 
 
 def _wait_for_room(meeting: Store, entered: int, deadline: float) -> int:
-    """Wait for a room whose group has not begun without this rank, and return its number, perhaps `entered`."""
+    """Wait for a room that this rank can still join, and return the room's number, which may be `entered`."""
 
     def find() -> int | None:
         probe.check()

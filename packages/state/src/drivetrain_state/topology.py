@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Topology:
     """The ranks of one process, from 0, and the counts of processes and nodes.
 
-    `rank` counts over all nodes, `local_rank` on this one, whose own rank is `node_rank`.
+    `rank` counts over all nodes, `local_rank` on this node; `node_rank` is this node's number.
     """
 
     rank: int = 0

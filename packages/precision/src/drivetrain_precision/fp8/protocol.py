@@ -92,7 +92,7 @@ class SupportsFp8Gather(Protocol):
         """Set the scale of a weight's gathers, and return the old scale.
 
         Args:
-            shard: This rank's part of the layer's weight; while gathered, the layer holds the full weight instead.
+            shard: The rank's part of the layer's weight; while gathered, the layer holds the full weight instead.
             scale: The scale; None if each gather computes a scale by an all-reduce.
         """
         ...

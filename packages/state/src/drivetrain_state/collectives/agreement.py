@@ -1,4 +1,4 @@
-"""The check of debug mode before a collective: all ranks compare the calls and shapes that they pass."""
+"""The check before a collective in debug mode: all ranks compare their calls and shapes."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from drivetrain_state.errors import CollectiveMismatchError
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """A collective with the arguments that ranks must agree on, and the path, dtype and shape of each leaf."""
+    """A collective's arguments that must be equal on all ranks, and the path, dtype and shape of each leaf."""
 
     call: str
     leaves: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # -1 for a size that may differ
@@ -37,9 +37,9 @@ def describe_call(call: str, data: Nested, *, free_dim: int | None = None) -> Co
 
 
 def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
-    """Compare, in debug mode only, what all ranks pass to a collective. Called on all ranks; one more collective.
+    """Compare the calls of a collective over all ranks, by another collective. Called on all ranks.
 
-    A CollectiveMismatchError shows the call of each rank.
+    Does nothing outside debug mode. CollectiveMismatchError if calls differ; the message shows each rank's call.
     """
     if not context.settings.debug or context.topology.world_size == 1:
         return

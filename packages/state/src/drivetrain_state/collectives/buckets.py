@@ -1,7 +1,7 @@
 """Pack many tensors into one flat buffer per dtype and device, so that one collective moves them all.
 
-A bucket is a list of runs. A run lists the positions of the tensors of one shape, which one torch call packs and
-another unpacks; this keeps many small tensors cheap.
+A bucket is a list of runs. A run lists the positions of the tensors of one shape. One torch call packs a run and
+another unpacks it, which keeps many small tensors cheap.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,5 +85,5 @@ def cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    """View a flat buffer as bytes, which gloo and NCCL both transfer, while each lacks some dtypes."""
+    """View a flat buffer as bytes, which both gloo and NCCL can transfer; each of them lacks some dtypes."""
     return buffer.view(torch.uint8)

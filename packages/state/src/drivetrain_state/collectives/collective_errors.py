@@ -23,8 +23,8 @@ def on_all_ranks(
 ) -> list[Value]:
     """Run an action on every rank and return the results of all, in rank order. Called on all ranks.
 
-    An error of this rank's action is raised here. The others raise an OtherRankFailedError with that error and what
-    the ranks were `doing`. Without `gather`, outcomes are gathered by the process group, in the main thread alone.
+    If the action fails, this rank raises the action's error. Other ranks raise an OtherRankFailedError with the error
+    and the text `doing`. Without `gather`, the process group gathers outcomes; then call this in the main thread.
     """
     result: Value | None = None
     failure: Exception | None = None

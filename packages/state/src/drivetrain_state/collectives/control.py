@@ -1,4 +1,4 @@
-"""Control of execution by rank: functions for some ranks only, one process first, inputs split among processes."""
+"""Control of execution by rank: run functions on some ranks, run one process first, split inputs among processes."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -72,7 +72,7 @@ def main_process_first(context: Context) -> AbstractContextManager[None]:
 
 
 def local_main_process_first(context: Context) -> AbstractContextManager[None]:
-    """Run the block on the first rank of each node first, then on the others. Must be called on all ranks."""
+    """Run the block on the first rank of each node, then on the other ranks. Must be called on all ranks."""
     return _let_first(context, context.topology.is_local_main)
 
 
@@ -91,7 +91,7 @@ def _let_first(context: Context, goes_first: bool) -> Generator[None]:
 def split_between_processes(
     context: Context, inputs: Nested, apply_padding: bool = False
 ) -> Generator[Nested]:
-    """Yield this rank's part of `inputs`, of which every rank holds the whole. No communication.
+    """Yield this rank's part of `inputs`, without communication. Every rank must hold all `inputs`.
 
     Parts are contiguous and in rank order. Their sizes differ by at most one, and the first ranks get the longer
     parts; with fewer items than processes the last ranks get none.
@@ -122,7 +122,7 @@ def split_for_process(inputs: Nested, index: int, count: int, *, apply_padding: 
 
 
 def part_positions(length: int, index: int, count: int, *, apply_padding: bool = False) -> Sequence[int]:
-    """Return the positions, of `length` items, that belong to part `index` of `count`; padding repeats the last."""
+    """Return which positions of `length` items belong to part `index` of `count`; padding repeats the last item."""
     size, longer = divmod(length, count)
     start = index * size + min(index, longer)
     mine = range(start, start + size + (index < longer))

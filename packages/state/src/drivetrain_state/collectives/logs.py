@@ -73,9 +73,9 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def get_logger(
     name: str, context: Context | None = None, *, log_level: str | int | None = None
 ) -> RankLogger:
-    """Return the rank-aware logger `name`. It may be created before the ranks connect, as at import.
+    """Return the rank-aware logger `name`. It may be created before the ranks connect, such as at import.
 
-    It has no handler, and no level unless `log_level` sets one, such as "INFO": both are up to the program. Without a
+    The logger has no handler, and no level unless `log_level` sets a level, such as "INFO". Without a
     context, each call reads the ranks from the process group, else from the launcher's environment, else assumes a
     single process.
 

@@ -19,7 +19,7 @@ Data = TypeVar("Data")
 
 
 def tensors_in(data: Nested) -> list[torch.Tensor]:
-    """Return the tensors of `data`, in walking order; a LeafError names the first leaf of another kind."""
+    """Return the tensors of `data`, in walking order; LeafError, with the path, if a leaf is no dense tensor."""
     found: list[torch.Tensor] = []
     if not _collect(data, found):
         path, leaf = next(

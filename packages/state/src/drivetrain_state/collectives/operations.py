@@ -2,8 +2,8 @@
 
 `gather`, `reduce` and `broadcast` require the same structure and shapes on all ranks and exchange no metadata;
 `gather(uneven=True)`, `gather_rows` and `pad_across_processes` first exchange the shapes. With
-`StateSettings(debug=True)` the ranks compare every call before it runs. In a single process the data is returned as
-it is. Gradients do not flow through these functions.
+`StateSettings(debug=True)` the ranks compare every call before it runs. In a single process the data is returned
+unchanged. Gradients do not flow through these functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def _gather_shapes(context: Context, tensors: Sequence[Tensor]) -> list[list[lis
 
 
 def _choose_metadata_device(context: Context) -> torch.device:
-    """Return the device to exchange shapes on: the CPU if the group serves it, to avoid waiting for the device."""
+    """Return the device to exchange shapes on: the CPU if the group supports it, to avoid waiting for the device."""
     backends = dist.get_backend_config(context.group)
     return torch.device("cpu") if "cpu:" in backends or backends == "gloo" else context.device
 
@@ -226,7 +226,7 @@ def pad_across_processes(
     """Pad tensors along `dim` with the value `pad_index` to the largest size on any rank.
 
     Must be called on all ranks, with the same structure. A negative `dim` counts from the last dimension; tensors
-    without it are returned as they are. The padding follows the data, or precedes it with `pad_first`.
+    without `dim` are returned unchanged. The padding follows the data, or precedes it with `pad_first`.
     """
     check_agreement(context, f"pad_across_processes(dim={dim})", data, free_dim=dim)
     tensors = tensors_in(data)
@@ -286,7 +286,7 @@ def barrier(context: Context) -> None:
 
 
 def check_rank(context: Context, rank: int, name: str = "src") -> None:
-    """Raise ValueError if there is no such rank."""
+    """Raise ValueError if `rank` does not exist."""
     if not 0 <= rank < context.topology.world_size:
         raise ValueError(
             f"{name}={rank} with world_size={context.topology.world_size}: name a rank that exists"

@@ -1,4 +1,4 @@
-"""Split the tensors of one rank among all ranks; structure and shapes are sent along."""
+"""Split the tensors of one rank among all ranks; the rank sends structure and shapes too."""
 
 from collections.abc import Iterator
 from typing import cast

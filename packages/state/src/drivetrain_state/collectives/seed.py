@@ -74,7 +74,7 @@ def reseed(seed: int, *, rank: int, step: int, torch_alone: bool = False) -> int
 
     Saved states belong to the ranks of the earlier run and fit no other world size. The new streams depend on `seed`,
     `rank` and `step` alone: a repeated resume repeats the numbers. `rank` may also be the index of another part of
-    the run that draws for itself. With `torch_alone`, Python's and NumPy's generators stay as they are.
+    the run that draws its own numbers. With `torch_alone`, Python's and NumPy's generators stay unchanged.
     """
     used = derive_seed(seed, rank=rank, step=step)
     (_seed_torch if torch_alone else _seed_all)(used)
@@ -123,7 +123,7 @@ def rng_state() -> dict[str, Any]:
 def load_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the generators to a state from `rng_state`.
 
-    A state without a generator here (NumPy is not imported, another accelerator) is skipped with a warning.
+    A state is skipped with a warning if this process lacks its generator (NumPy not imported, another accelerator).
     """
     if "python" in state:
         of_python = state["python"]
@@ -151,7 +151,7 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
 def synchronize_rng_states(
     context: Context, kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator")
 ) -> None:
-    """Copy the generator states of rank 0 to every rank, for those of `kinds` that it has. Called on all ranks."""
+    """Copy rank 0's existing generator states of the given `kinds` to every rank. Called on all ranks."""
     for kind in kinds:
         if kind not in get_args(RngKind):
             raise ValueError(f"kinds={kind!r}: known kinds are {', '.join(get_args(RngKind))}")
@@ -161,10 +161,10 @@ def synchronize_rng_states(
 
 @contextmanager
 def deterministic_algorithms() -> Generator[None]:
-    """Run the block with deterministic kernels only; operations that have none raise an error.
+    """Run the block with deterministic kernels only; operations without a deterministic kernel raise an error.
 
-    Enter it before the first matrix product on a CUDA device: it sets cuBLAS's environment variable, which cuBLAS
-    reads once.
+    Enter the block before the first matrix product on a CUDA device: the call sets cuBLAS's environment variable,
+    which cuBLAS reads once.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -181,5 +181,5 @@ def deterministic_algorithms() -> Generator[None]:
 
 
 def _numpy() -> Any:
-    """Return NumPy if the program has imported it, else None, as its generator is then unused."""
+    """Return NumPy if the program has imported it; else None, because its generator is then unused."""
     return sys.modules.get("numpy")

@@ -21,7 +21,7 @@ HANG_EXIT_CODE = 124  # the exit code of GNU `timeout`
 
 
 class IdleTimer:
-    """A poller of this process's records that measures the time since any of them made progress."""
+    """A poller of this process's records that measures the time since the last progress of any record."""
 
     def __init__(self, record: ProgressRecord, *, longest_gap_seconds: float) -> None:
         self.records: tuple[ProgressRecord, ...] = (record,)
@@ -37,7 +37,7 @@ class IdleTimer:
         return monotonic() - self._progressed_at
 
     def look(self) -> float:
-        """Check the records for progress; return the seconds for which this process, or its host, was stopped."""
+        """Check the records for progress; return for how many seconds this process or its host was stopped."""
         now = monotonic()
         gap, self._looked_at = now - self._looked_at, now
         stopped_seconds = gap if gap > self._longest_gap_seconds else 0.0
@@ -85,7 +85,7 @@ class HangMonitor(threading.Thread):
             thread.start()
 
     def adopt(self, record: ProgressRecord, store: Store) -> bool:
-        """Poll another record too; return False if it belongs to another store or this thread is stopping."""
+        """Poll another record too; return False if the record's store is another or this thread is stopping."""
         if store is not self._store or self.stopping.is_set():
             return False
         self.timer.records = (*self.timer.records, record)
@@ -117,7 +117,7 @@ class HangMonitor(threading.Thread):
                 self._report_if_alone(idle)
 
     def learn(self, verdict: Verdict | None) -> None:
-        """Store the ranks' verdict, or clear it with None once the run resumes."""
+        """Store the ranks' verdict; None clears it once the run resumes."""
         # A later verdict that is not blocked changes nothing: ranks that waited then may have failed since.
         if verdict is None or verdict.blocked or self._verdict is None:
             self._verdict = verdict

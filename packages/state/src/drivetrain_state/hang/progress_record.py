@@ -11,8 +11,8 @@ _KEPT_LABELS = 8  # about two steps
 class ProgressMark(StrEnum):
     """The begin or end of a part of a step. The value is the text that the watchdog shows.
 
-    Observers of a `ProgressRecord` recognize these members, and never a text of the same letters, which a program may
-    use for work of its own.
+    Observers of a `ProgressRecord` recognize these members, but not strings of the same text, which a program may use
+    as labels.
     """
 
     # Reports of hangs show marks with !r, as plain text.
@@ -58,8 +58,8 @@ class ProgressMark(StrEnum):
 class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
-    Observers may follow, such as a stopwatch; `note` informs them alone. A label is a `ProgressMark` where observers
-    recognize it, else any text.
+    Observers, such as a stopwatch, get every label; `note` informs only observers. A label that observers recognize
+    is a `ProgressMark`; other labels are any text.
 
     Attributes:
         count: The number of marks. The watchdog times its changes, so that a mark reads no clock.
@@ -96,28 +96,28 @@ class ProgressRecord:
             observe(label)
 
     def note(self, label: str) -> None:
-        """Tell the observers alone; the watchdog's record stays the same."""
+        """Send a label to the observers only; the watchdog's record is unchanged."""
         for observe in self.observers:
             observe(label)
 
     def note_forward(self, model: object) -> None:
-        """Tell the observers that a model's forward begins: all of them its label, then some of them the model."""
+        """Announce that a model's forward begins: its label to all observers, the model to forward observers."""
         self.note(ProgressMark.FORWARD)
         for observe in self.forward_observers:
             observe(model)
 
     def add_observer(self, observe: Callable[[str], None]) -> None:
-        """Let a function follow."""
+        """Add a function that gets every label."""
         self.observers = (*self.observers, observe)
 
     def remove_observer(self, observe: Callable[[str], None]) -> None:
-        """Let a function follow no longer, if it does."""
+        """Remove a function of `add_observer`; do nothing if it is absent."""
         self.observers = tuple(each for each in self.observers if each != observe)
 
     def add_forward_observer(self, observe: Callable[[object], None]) -> None:
-        """Let a function follow the models whose forwards begin."""
+        """Add a function that gets each model whose forward begins."""
         self.forward_observers = (*self.forward_observers, observe)
 
     def remove_forward_observer(self, observe: Callable[[object], None]) -> None:
-        """Let a function follow these models no longer, if it does."""
+        """Remove a function of `add_forward_observer`; do nothing if it is absent."""
         self.forward_observers = tuple(each for each in self.forward_observers if each != observe)

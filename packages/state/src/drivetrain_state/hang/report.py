@@ -1,4 +1,4 @@
-"""The diagnosis of a hang from the answers of all ranks: the suspects, the reasons, and a table. Pure functions."""
+"""The diagnosis of a hang from all ranks' answers: suspects, reasons, and a table. Pure functions."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The suspects, the likeliest first, and whether some rank is stuck waiting for another."""
+    """The suspects, the likeliest first, and whether some rank is stuck waiting for another rank."""
 
     suspects: tuple[Suspect, ...]  # empty if nothing distinguishes one rank
     blocked: bool  # if False, the run may just be slow, and is never ended
@@ -149,7 +149,7 @@ def compact_ranks(ranks: Sequence[int]) -> str:
 
 
 def _find_apart(waiting: Sequence[Answer]) -> list[Suspect]:
-    """Return the ranks that wait elsewhere than most do, or all ranks if no position has the most."""
+    """Return the ranks that wait elsewhere than the majority, or all ranks if no position has the most ranks."""
     # Ranks at one position may be in different collectives, which their last progress tells, or in the same one after
     # different ones.
     levels: tuple[tuple[Callable[[Answer], str], str, str], ...] = (

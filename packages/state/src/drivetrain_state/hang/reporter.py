@@ -70,7 +70,7 @@ class HangReporter(threading.Thread):
             self._follow(self._round)
 
     def _may_ask(self) -> bool:
-        """Return whether this rank has been idle long enough, and the last question is long enough ago, to ask."""
+        """Return whether this rank may ask: it is idle long enough, and the last question was long ago."""
         timer, settings = self._monitor.timer, self._monitor.settings
         if timer.num_changes != self._num_changes:
             self._num_changes, self._num_futile_rounds, self._quiet_until = timer.num_changes, 0, 0.0
@@ -126,7 +126,7 @@ class HangReporter(threading.Thread):
                 say(f"progress again, {waited:.0f} s after the ranks were asked: {text}")
 
     def _is_reporter(self, current: _Round) -> bool:
-        """Return whether every lower rank has departed, or is silent after 1.5 times the answer time."""
+        """Return whether every lower rank has departed or stayed silent for 1.5 times the answer time."""
         late = monotonic() - current.seen_at > 1.5 * self._monitor.answer_seconds
         for lower in range(self._rounds.rank):
             if self._rounds.answer_of(current.number, lower) is not None:

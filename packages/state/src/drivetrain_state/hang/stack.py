@@ -1,4 +1,4 @@
-"""The Python stack of a thread as plain values, and its summary: the user's line and the call that it waits in."""
+"""The Python stack of a thread as plain values, and its summary: the user's line and the call that waits."""
 
 import linecache
 import re
@@ -43,7 +43,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """The position of a rank: the user's innermost frame as `file:line function`, and the call that it executes."""
+    """The position of a rank: the user's innermost frame as `file:line function`, and its current call."""
 
     where: str
     call: str
@@ -67,7 +67,7 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 
 
 def find_place(frames: Sequence[Frame]) -> RankPosition:
-    """Return the user's innermost line and the call that it executes, from a stack with the outermost call first."""
+    """Return the user's innermost line and its current call, from a stack with the outermost call first."""
     if not frames:
         return RankPosition(where="(its thread has ended)", call="", waits_for="nothing")
     owners = [frame_owner(frame) for frame in frames]
@@ -106,7 +106,7 @@ def stack_text(frames: Sequence[Frame]) -> str:
 
 
 def _call(user: Frame, inside: Sequence[Frame]) -> tuple[str, WaitsFor]:
-    """Return the call of the user's line and the kind of its wait; `inside` are the frames that it called."""
+    """Return the call in the user's line and its kind of wait; `inside` has the frames below that line."""
     told = [frame for frame in inside if not frame.module.startswith(_PASSED_THROUGH)]
     innermost = told[-1] if told else user
     if innermost.function == "_engine_run_backward":

@@ -26,7 +26,7 @@ class Watchdog:
         self._record = record
 
     def stop(self) -> None:
-        """Release the record; with the last one, announce the departure in the store and end the threads.
+        """Release the record. For the last record, also announce the departure in the store and end the threads.
 
         Call it before destroying the process group, whose store this process may host. A second call does nothing.
         """
@@ -41,11 +41,11 @@ def start_watchdog(
     store: Store | None = None,
     report_directory: Path | None = None,
 ) -> Watchdog:
-    """Start to watch for hangs, without waiting for other ranks; the training loop marks `record`.
+    """Start the watchdog without waiting for other ranks; the training loop marks progress in `record`.
 
     Must be called on all ranks, once the process group exists, with equal timeouts. A second call in one process, for
-    the same store, adds its record to the running threads: progress on either counts, and the first call's settings
-    apply. By default, `store` is that of the default process group, and full stacks go to the working directory.
+    the same store, adds its record to the running threads: progress on any record counts, and the first call's
+    settings apply. By default, `store` is the default process group's, and full stacks go to the working directory.
     """
     shared = default_store() if store is None else store
     for thread in threading.enumerate():
