@@ -8,7 +8,7 @@ _UNITS = ("bytes", "KB", "MB", "GB", "TB")
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or that of an object's class."""
+    """Return the name of a class or function; for another object, the name of its class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 

@@ -52,7 +52,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several CPU processes, to test that it works on more than one."""
+    """Run a function on several CPU processes, to test that the function works with several ranks."""
     launch_on_cpu(_carry_interface(function), args, num_processes)
 
 

@@ -90,7 +90,7 @@ class ComposedRun:
             self.inner.gradient_accumulation_steps = self._told_num_steps = num_steps
 
     def _take_number_of_deepspeed(self) -> None:
-        """Set the state's number of micro-batches to that of DeepSpeed's configuration, which has priority."""
+        """Copy the number of micro-batches from DeepSpeed's configuration, which has priority, to the state."""
         plugin = self.state.deepspeed_plugin
         number = None if plugin is None else deepspeed_accumulation(plugin)
         if number is None or number == self.gradient_state.num_steps:

@@ -223,7 +223,7 @@ class TrainingMethods(PrepareMethods):
 
 
 def _graph_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of torch's `backward` among those given; refuse others."""
+    """Return the given arguments if torch's `backward` takes them; refuse other arguments."""
     if unknown := sorted(set(given) - {"retain_graph", "create_graph", "inputs"}):
         raise ValueError(
             f"backward({', '.join(unknown)}=): say the loss, of shape (), model= for one of several, and torch's "

@@ -119,7 +119,7 @@ def run(arguments: ComparisonArguments) -> int:
 
 
 def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | None:
-    """Run the script on one side, and return the losses of each rank; if it fails, print a message, return None."""
+    """Run the script on one side, and return each rank's losses. If it fails, print a message and return None."""
     num_processes, variables = arguments.num_processes, dict[str, str]()
     command = [sys.executable]
     if num_processes > 1:
@@ -183,7 +183,7 @@ def table_of(rows: Sequence[LossRow], tolerance: float) -> str:
 
 
 def main() -> None:
-    """Run the program that the command line names, record its losses, and end it after the last one."""
+    """Run the program that the command line names, record its losses, and end it after the last step."""
     side, file, steps, *program = sys.argv[1:]
     path = Path(f"{file}.{environ.read('RANK') or '0'}")
     path.touch()

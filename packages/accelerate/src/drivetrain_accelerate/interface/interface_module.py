@@ -31,7 +31,7 @@ class _Refusing(type):
 class InterfaceModule(ModuleType):
     """A module `accelerate` or `accelerate.NAME`; its names are defined elsewhere in this package.
 
-    The module also has every name of the other modules that means one object, as real modules import from each other.
+    The module also has unambiguous names of the other modules, since the real modules import from each other.
     """
 
     def __getattr__(self, name: str) -> object:

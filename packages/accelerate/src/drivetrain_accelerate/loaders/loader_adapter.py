@@ -156,7 +156,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def full_batch_size(self) -> int | None:
-        """The number of samples in a full batch on one rank, as the batch sampler or the loader says, or None."""
+        """The number of samples in a full batch on one rank, by the batch sampler or the loader; None if unknown."""
         own = getattr(getattr(self.users_loader, "batch_sampler", None), "batch_size", None)
         return sharded_of(self.sharded).batch_size or own
 

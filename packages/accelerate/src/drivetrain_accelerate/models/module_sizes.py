@@ -33,7 +33,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: torch.dtype) -> int | float:
-    """Return the bytes of an element of a dtype, also of one without a name in torch."""
+    """Return the bytes of one element of a dtype, also of a dtype that torch does not have."""
     given: Any = dtype
     if isinstance(given, CustomDtype):
         return _BYTES_OF_CUSTOM[given]

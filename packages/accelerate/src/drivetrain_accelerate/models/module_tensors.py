@@ -112,7 +112,7 @@ def set_module_tensor_to_device(
 
 
 def _wrap_like(old: Tensor, new: Tensor, statistics: Tensor | None) -> Tensor:
-    """Return the new tensor as the old one is: a parameter of the same class and attributes, or a buffer."""
+    """Return the new tensor in the old tensor's form: a parameter of the same class and attributes, or a buffer."""
     if not isinstance(old, nn.Parameter):
         return new
     kind, attributes = type(old), dict(vars(old))

@@ -221,7 +221,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Name DeepSpeed the classes of expert layers, to gather each whole; a ValueError if the model lacks one."""
+        """Tell DeepSpeed the classes of expert layers, which it gathers whole; a ValueError refuses missing ones."""
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = environ.read(f"{_ENV}MOE_LAYER_CLS_NAMES")
         if self.transformer_moe_cls_names is None:

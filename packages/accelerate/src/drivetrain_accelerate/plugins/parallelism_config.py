@@ -47,7 +47,7 @@ class ParallelismConfig:
     device_mesh = None
 
     def __post_init__(self) -> None:
-        """Fill the fields; raise a ValueError for values that are not allowed, alone or together."""
+        """Fill the fields; raise a ValueError for a wrong value, or for values that exclude each other."""
         fill_unsaid(self, _ENV, **{f"{name}_size": 1 for name in _DIMENSIONS})
         fill_unsaid(self, _ENV, cp_backend="torch", sp_backend="deepspeed")
         for name, allowed in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):

@@ -170,7 +170,7 @@ class AcceleratorState(PartialState):
 
 
 def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: bool) -> bool:
-    """Add plugins that the parallel dimensions, the settings or variables imply; rank 0 warns of ignored ones.
+    """Add plugins that parallel dimensions, settings or variables imply; rank 0 warns of ignored variables.
 
     Return whether drivetrain's settings decide how models are sharded. The plugin then only shows them to programs.
     """

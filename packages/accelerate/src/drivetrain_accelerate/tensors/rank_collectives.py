@@ -91,7 +91,7 @@ def _is_sent(leaf: Any) -> bool:
 
 @torch.no_grad()
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Fill nested tensors with those of one rank, in place, and return them. Called on all ranks.
+    """Copy one rank's nested tensors into the tensors of all ranks, in place, and return them. Called on all ranks.
 
     Structures, dtypes or shapes that differ between ranks raise a DistributedOperationException.
     """
@@ -234,7 +234,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _only_one(context: Context, tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
-    """Return the rank that has a tensor, its shape and its dtype; raise a ValueError if not exactly one rank has."""
+    """Return the rank that has a tensor, the shape and the dtype; raise a ValueError for no or several such ranks."""
     mine = None if tensor is None else (tensor.shape, tensor.dtype)
     by_rank = operations.gather_object(context, mine)
     having = [(rank, *said) for rank, said in enumerate(by_rank) if said is not None]

@@ -1,1 +1,1 @@
-"""Trackers in Accelerate's form: the base that programs subclass, and one for each platform."""
+"""Trackers in Accelerate's form: a base class for programs, and a tracker for each platform."""

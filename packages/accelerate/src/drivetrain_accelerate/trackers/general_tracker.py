@@ -1,4 +1,4 @@
-"""The base class of trackers in Accelerate's form, for programs, and that of the trackers of platforms."""
+"""The base classes of trackers in Accelerate's form: one for programs, one for the platforms' trackers."""
 
 import importlib
 from collections.abc import Callable
@@ -121,7 +121,7 @@ class LibraryTracker(GeneralTracker):
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return the number that a value is, or that a tensor or array of one element holds; None otherwise."""
+    """Return a value that is a number, or the number in a tensor or array of one element; else None."""
     shape = getattr(value, "shape", None)
     found = value.item() if hasattr(value, "item") and shape is not None and prod(shape) == 1 else value
     return found if isinstance(found, int | float) else None

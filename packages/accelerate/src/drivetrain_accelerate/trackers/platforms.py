@@ -28,7 +28,7 @@ class _RunTracker(LibraryTracker):
         self.run: Any = self.module.init(project=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add to the run's configuration; values may differ from those of a resumed run."""
+        """Add values to the run's configuration; in a resumed run, values may replace older ones."""
         self.module.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
