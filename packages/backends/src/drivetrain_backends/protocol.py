@@ -33,7 +33,7 @@ State = dict[str, Any]  # nested plain values and tensors, as stored in checkpoi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoValue:
-    """An applied value that the settings left to the backend, for the effective plan.
+    """A value that the backend chose because the settings left it open, for the effective plan.
 
     Attributes:
         value: The value that is applied.
@@ -65,7 +65,7 @@ class Prepared(Protocol):
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients local in the block; entered for every micro-batch that does not close the window."""
+        """Keep gradients local in the block. Entered for every micro-batch that does not close the window."""
         ...
 
     def step(self, optimizer: Optimizer) -> StepResult:
@@ -84,7 +84,7 @@ class Prepared(Protocol):
         norm_type: float = 2.0,
         value: float | None = None,
     ) -> Tensor | None:
-        """Clip by the global norm, of shape (), and return it, or clip by value; return None in an open window."""
+        """Clip by the global norm and return it, of shape (); or clip by value. Return None in an open window."""
         ...
 
     def unwrap(self) -> nn.Module:
@@ -109,7 +109,7 @@ class Prepared(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, its tensors full or sharded, at any number of ranks. Called on all ranks."""
+        """Load a result of `state_dict`, full or sharded, saved with any number of ranks. Called on all ranks."""
         ...
 
 
@@ -118,9 +118,9 @@ class SupportsReplicas(Protocol):
     """A backend with full weights on every rank: a checkpoint saves each weight from one rank."""
 
     def replicas(self) -> ReplicatedWeights | None:
-        """Return this rank's weights, to be compared across ranks; None where ranks hold none alike.
+        """Return this rank's weights for a comparison across ranks; None if ranks share no equal weights.
 
-        Called on all ranks, as a save begins.
+        Called on all ranks when a save begins.
         """
         ...
 
@@ -135,36 +135,36 @@ class SupportsLocalSteps(Protocol):
         The ranks' weights drift apart: the caller makes them equal again, at the latest before the block ends.
 
         Raises:
-            RuntimeError: A setting of the backend rules it out.
+            RuntimeError: A setting of the backend does not allow steps without averaging.
         """
         ...
 
 
 @runtime_checkable
 class SupportsWaitWatch(Protocol):
-    """A backend whose backwards end in a wait for the other ranks, and that knows when the wait begins."""
+    """A backend whose backwards end with a wait for the other ranks, and which knows when the wait begins."""
 
     def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
-        """Call a function in each backward that other ranks wait for, between its computing and its waiting.
+        """Call a function in each backward that ends with a wait for other ranks, just before the wait.
 
-        From that moment to the end of the backward, a rank waits for communication that its computing did not hide.
-        On an accelerator, the moment lies on the current stream: the function may record an event there. It must not
-        wait, and may run in a thread of autograd, while the caller of backward waits.
+        From the call to the end of the backward, a rank waits for communication that its computing did not hide. On
+        an accelerator, the moment is on the current stream: the function may record an event on that stream. It must
+        not wait. It may run in a thread of autograd, while the caller of backward waits.
 
         Args:
-            on_computed: The function; None for none.
+            on_computed: The function; None stops the calls.
         """
         ...
 
 
 @runtime_checkable
 class SupportsManualSteps(Protocol):
-    """A backend that leaves averaged gradients in `.grad`, on which a program may step by itself."""
+    """A backend that leaves averaged gradients in `.grad`, so that a program may step by itself."""
 
     def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
-        """Add the gradients of a loss, and average them over ranks but inside `Prepared.no_sync()`.
+        """Add the gradients of a loss, and average them over ranks except inside `Prepared.no_sync()`.
 
-        No window counts the loss: no optimizer is prepared, and the program's own steps. Called on all ranks.
+        No window counts the loss: no optimizer is prepared, and the program's optimizer steps. Called on all ranks.
 
         Raises:
             PairingError: The gradients are scaled, or the loss trains no prepared model.
@@ -212,10 +212,10 @@ class Backend(Protocol):
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, options: BackwardOptions = ONCE
     ) -> None:
-        """Add the gradients of a loss without being told which model it trains.
+        """Add the gradients of a loss whose model the caller does not name.
 
-        With one trained model, this is `Prepared.backward`. With several, the model is unknown if the backend owns
-        backward or the loss has a count.
+        With one trained model, this is `Prepared.backward`. With several models, the model is unknown if the backend
+        owns backward or the loss has a count.
 
         Raises:
             AccumulationError: The model is unknown, and the message asks for it; or no model is prepared; or the
@@ -247,11 +247,11 @@ class Backend(Protocol):
         ...
 
     def applied(self) -> Mapping[str, object]:
-        """Return the values in force, read back from live objects; `AutoValue` for those left open."""
+        """Return the values in force, read back from live objects; `AutoValue` for values that were left open."""
         ...
 
     def state_dict(self) -> State:
-        """Return the state of the run rather than of a model: the loss scale, the window's reference count."""
+        """Return the run's own state, without models: the loss scale and the window's reference count."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

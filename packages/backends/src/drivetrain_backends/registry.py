@@ -54,7 +54,7 @@ def register_backend(
     """Add a backend for one program or notebook, without packaging it.
 
     Args:
-        name: The value of `backend=` that selects it.
+        name: The value of `backend=` that selects the backend.
         backend: A class that implements `drivetrain_backends.Backend`.
         registry: The registry to extend; the installed backends by default.
 

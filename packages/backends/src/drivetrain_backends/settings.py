@@ -99,7 +99,7 @@ class DDPSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDPSettings:
-    """The settings by which FSDP2 (`fully_shard`) shards a model over ranks; the backend chooses those left out."""
+    """The settings by which FSDP2 (`fully_shard`) shards a model over ranks; the backend chooses unset values."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = _setting(
         None,
@@ -174,10 +174,10 @@ class FSDPSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """The settings by which DeepSpeed partitions and offloads; those left out come from `config` or from the run.
+    """The settings by which DeepSpeed partitions and offloads; unset values come from `config` or from the run.
 
     Attributes:
-        requires: The modules that the backend needs; `drivetrain config` says so where one is missing.
+        requires: The modules that the backend needs; `drivetrain config` names a missing module.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("deepspeed",)

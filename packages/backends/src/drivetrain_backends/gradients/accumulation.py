@@ -5,8 +5,8 @@ A loss has one of two meanings, and a window that mixes them is an error:
 - A *mean*: `backward(loss)`. The gradient of the window is the mean over its micro-batches and over all ranks. Each
   loss is divided by the window's nominal length; a window that closes early is corrected to its actual length.
 - A *sum*: `backward(loss_sum, count=n)`. The gradient of the window is that of the mean over all items. The total
-  count is unknown until the window closes, so each sum is divided by a reference count that all ranks share, and
-  the gradient is corrected once the total is known, before clipping. The division keeps fp16 gradients in range.
+  count is unknown until the window closes. Each sum is therefore divided by a reference count that all ranks share,
+  which keeps fp16 gradients in range. The gradient is corrected when the total is known, before clipping.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
@@ -30,20 +30,20 @@ class AccumulationWindow:
     Attributes:
         num_micro_batches: The nominal number of micro-batches in a window.
         next_num_micro_batches: The nominal number for the next window; set by `resize`.
-        fixed_because: The reason why the number is fixed, set by a backend that depends on it; None if it is not.
-        is_open_ended: Whether a window closes with a micro-batch that says so, whatever its length; set while the
-            window is closed, by programs that count their micro-batches themselves.
+        fixed_because: The reason why the number of micro-batches cannot change, set by a backend; None if it can.
+        is_open_ended: Whether a window of any length closes only with `begin(is_last=True)`. Programs that count
+            micro-batches themselves set this while the window is closed.
         keeps_divisor: Whether the losses of a window that closes early stay divided by its nominal length, as in
             Accelerate.
         nonfinite_gradients: The treatment of steps whose gradients hold an infinity or NaN: "ignore" does not check,
             "skip" skips the step, "raise" is an error.
         length: The number of micro-batches in the current window so far, including the current one.
         closing: Whether the current micro-batch is the window's last: gradients are reduced and optimizers step.
-        begun: The total number of micro-batches begun; it identifies the current one.
+        begun: The total number of micro-batches begun; it identifies the current micro-batch.
         number: The total number of windows begun.
         micro_batch_size: The samples of a micro-batch on one rank, if a loader has set it; for information only.
         num_failed: The total number of micro-batches that ended in an exception.
-        num_failed_before: The part of `num_failed` from earlier windows.
+        num_failed_before: The number of failed micro-batches in earlier windows.
     """
 
     num_micro_batches: int = 1
@@ -95,7 +95,7 @@ class AccumulationWindow:
     def resize(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches from the next window on. Called on all ranks with the same number.
 
-        Existing gradients keep their divisor.
+        Gradients that exist already keep the former divisor.
 
         Raises:
             TypeError, ValueError: The number is not an integer of at least 1.
@@ -118,13 +118,13 @@ class AccumulationWindow:
     def fail(self) -> None:
         """Record that the current micro-batch ended in an exception, which leaves unknown values in the gradients.
 
-        Steps are refused until `zero_grad` has dropped them. The window continues, because other ranks may not have
-        failed; in a mean, a dropped micro-batch counts as one without gradient.
+        Steps are refused until `zero_grad` has dropped the gradients. The window continues, because other ranks may
+        not have failed. In a mean, the dropped micro-batch counts as a micro-batch without gradient.
         """
         self.num_failed += 1
 
     def reset(self) -> None:
-        """Leave a window whose gradients are dropped; the next micro-batch begins another one."""
+        """Leave a window whose gradients are dropped; the next micro-batch begins a new window."""
         self.closing = True
         self.length = 1
         self.num_failed = self.num_failed_before = 0  # nobody is left whose gradients failed
@@ -133,8 +133,8 @@ class AccumulationWindow:
 class ReferenceCount:
     """The divisor of counted losses before backward: a number that all ranks share.
 
-    It is the total count of the last window; before the first one, the total of the first micro-batch times the
-    window's length. An estimate is enough to keep fp16 gradients in range, because the later correction is exact.
+    The divisor is the total count of the last window. In the first window, it is the total of the first micro-batch
+    times the window's length. An estimate is enough, because the later correction is exact.
     """
 
     def __init__(self, context: Context, window: AccumulationWindow) -> None:
@@ -145,13 +145,13 @@ class ReferenceCount:
         self._window = window
 
     def value(self, count: Tensor | float) -> Tensor:
-        """Return the reference. Called on all ranks: the first call sums their counts."""
+        """Return the divisor. Called on all ranks: the first call sums the counts of all ranks."""
         if self.number is None:
             self.number = _positive(total_count(self._context, count) * self._window.num_micro_batches)
         return self.number
 
     def renew(self) -> None:
-        """Replace the reference by the last total; called while no gradient divided by it is in use."""
+        """Replace the divisor by the last total. Called while no gradient that was divided by it is in use."""
         if self.last_total is not None:
             self.number, self.last_total = _positive(self.last_total), None
 

@@ -20,12 +20,12 @@ def average(
 ) -> None:
     """Average the gradients of full parameters over all ranks. Called on all ranks, with the same parameters.
 
-    A gradient that exists on some ranks only counts as zero on the others; one that exists on no rank stays None.
-    Sparse gradients are summed as dense ones. There is no synchronisation with the device unless a parameter has no
-    gradient on this rank.
+    If only some ranks have a parameter's gradient, it counts as zero on the others; without any, it stays None.
+    Sparse gradients are summed as dense gradients. The device is synchronised only if a parameter has no gradient on
+    this rank.
 
-    One all-reduce sends about `bucket_bytes`, several run at a time. The sums are in `dtype`; None for the gradients'
-    own, or fp32 if that is a half precision.
+    One all-reduce sends about `bucket_bytes`; several run at a time. The sums are in `dtype`. None sums in the dtype
+    of the gradients, or in fp32 if that is a half precision.
     """
     world_size = dist.get_world_size(group)
     sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
@@ -53,7 +53,7 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[li
 
 
 def _pack(parameters: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    """Return gradients in one flat tensor, after a flag per parameter that says if this rank has a gradient."""
+    """Return a flat tensor: for each parameter a flag, 1 if this rank has its gradient, then all gradients."""
     wide = torch.promote_types(parameters[0].dtype, torch.float32) if dtype is None else dtype
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -1,4 +1,4 @@
-"""A watch over gradients that other code changes on their way to a step: they are averaged, or refused."""
+"""A watch for other code that changes gradients before a step: the changed gradients are averaged, or refused."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from drivetrain_messages import list_some
 
 
 class EditWatch:
-    """A watch over the gradients of models for changes by other code; nothing to watch unless they stay in `.grad`.
+    """A watch over the gradients of models for changes by other code, if a model's gradients stay in `.grad`.
 
-    Gradients that are still to be corrected (unscaled or normalised) may only be cleared between two windows; others
-    may be edited, and replicas then average them.
+    Gradients that still need a correction (unscaling or normalisation) may only be cleared, and only between two
+    windows. Other gradients may be edited; replicas then average them.
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class EditWatch:
 
     @property
     def are_averaged(self) -> bool:
-        """True if ranks hold replicas, and all gradients are averaged."""
+        """True if ranks hold replicas, and all gradients are already averaged."""
         reducer = self._reducer
         return reducer is not None and reducer.averages and reducer.are_averaged(self._models)
 
     def record(self, *, to_correct: bool) -> None:
-        """Record the present gradients if later changes matter. Called after each pass over them."""
+        """Record the present gradients if later changes matter. Called after each pass over the gradients."""
         reducer = self._reducer
         if reducer is not None and (reducer.averages or to_correct):
             self._snapshot.take()
             reducer.have_moved(self._models)  # resets it: the snapshot includes the move
 
     def clear(self, *, keep: bool) -> None:
-        """Forget the gradients, which were cleared; with `keep`, record instead that there are none."""
+        """Forget the gradients after they were cleared. With `keep`, record that no gradients exist."""
         if keep:
             self._snapshot.take()
         else:
             self._snapshot.drop()
 
     def record_again(self) -> None:
-        """Record the present gradients if earlier ones are recorded, after some of them were cleared."""
+        """Update the record, if one exists, after some of the gradients were cleared."""
         if self._snapshot.is_taken:
             self._snapshot.take()
 
@@ -70,8 +70,8 @@ class EditWatch:
     def average(self, *, to_correct: bool, are_empty: bool) -> None:
         """Average gradients that come from no loss of these models, if ranks would otherwise drift apart.
 
-        Called on all ranks. With `are_empty`, all gradients of losses were cleared: any present ones are from other
-        code.
+        Called on all ranks. `are_empty` says that all gradients of losses were cleared: any gradient that is present
+        then comes from other code.
         """
         reducer = self._reducer
         if reducer is None or not reducer.averages:
@@ -82,14 +82,14 @@ class EditWatch:
             self._snapshot.take()
 
     def accept(self) -> None:
-        """Take the changed gradients as they are: they need no correction, and ranks average them."""
+        """Accept the changed gradients, which need no correction, and have ranks average them."""
         if self._reducer is not None:
             self._reducer.mark_edited(self._models)
 
     def check_before_loss(self, *, is_same_window: bool, is_counted: bool) -> bool:
-        """Refuse to add to changed gradients that are to be corrected, unless all were cleared between windows.
+        """Refuse a loss if changed gradients still need a correction, unless all were cleared between windows.
 
-        Return whether any gradient is left to add to.
+        Return whether any gradient is left, to which the loss will add.
         """
         edits = self._snapshot.edits()
         is_midway = self._window.num_micro_batches > 1 and is_same_window
@@ -100,12 +100,12 @@ class EditWatch:
         return bool(edits.left)
 
     def check_before_correction(self) -> None:
-        """Refuse changed gradients that are to be corrected; cleared ones are fine."""
+        """Refuse changed gradients that still need a correction; cleared gradients are allowed."""
         if edited := self._snapshot.edits().edited:
             raise self._error(edited)
 
     def check_unscaled(self) -> None:
-        """Refuse shards that were scaled without a trace; see `GradientSnapshot.were_scaled`. May synchronise."""
+        """Refuse shards scaled without a new version; see `GradientSnapshot.were_scaled`. May synchronise."""
         if self._snapshot.were_scaled():
             raise self._error([])
 

@@ -1,8 +1,8 @@
 """Checks that a loss is valid, and that an optimizer steps on its gradients.
 
-Gradients of a model that is not prepared, or has no prepared optimizer, are neither averaged nor divided, or are
-stepped on inside a window, without an error. The graphs of the first losses after each `prepare` are therefore
-traversed, at about a millisecond per thousand operations; later losses cost nothing.
+If a model or its optimizer is not prepared, its gradients are silently neither averaged nor divided, or are stepped
+on inside a window. The graphs of the first losses after each `prepare` are therefore traversed, at about a
+millisecond per thousand operations; later losses cost nothing.
 """
 
 import logging
@@ -26,7 +26,7 @@ LOSSES_FOLLOWED = 16  # several per step, because two models may train in turns
 
 
 class TrainedModels(Protocol):
-    """Models of one loss, with their prepared optimizers."""
+    """The models that one loss trains, with their prepared optimizers."""
 
     models: tuple[nn.Module, ...]
     optimizers: list[Optimizer]
@@ -52,7 +52,7 @@ class FirstLosses:
     ) -> None:
         """Refuse a loss whose gradients would not be used, before its backward.
 
-        `leaves` are those of each group of prepared models. Without `is_stepped`, the program steps by itself.
+        `leaves` holds each group of prepared models with its leaves. Without `is_stepped`, the program steps itself.
         """
         self.num_left -= 1
         owners = {id(leaf): group for group, own in leaves for leaf in own}
@@ -85,7 +85,7 @@ class FirstLosses:
 
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors that a backward of `loss` would add gradients to, each once."""
+    """Return the tensors to which a backward of `loss` would add gradients, without duplicates."""
     if loss.grad_fn is None:
         return [loss]
     found: list[Tensor] = []

@@ -10,7 +10,7 @@ from drivetrain_backends.compat import foreach_multiply, foreach_norm, foreach_u
 
 
 def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply tensors of any devices in place by one factor, of shape (), in one kernel a device and dtype."""
+    """Multiply tensors on any devices in place by one factor of shape (), with one kernel per device and dtype."""
     by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
@@ -25,12 +25,12 @@ def norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
 
 
 def unscale_on_host(gradients: Sequence[Tensor], inverse: Tensor) -> Tensor:
-    """Multiply gradients on the host in place, and return 1.0 if one is not finite, else 0.0; of shape ()."""
+    """Multiply gradients on the host in place; return, of shape (), 1.0 if a gradient is not finite, else 0.0."""
     found = torch.zeros(())
     foreach_unscale(list(gradients), found, inverse)
     return found
 
 
 def stored_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores: itself, or the nonzero rows of a sparse one, without a copy."""
+    """Return the stored values of a gradient without a copy: the nonzero rows if it is sparse, otherwise itself."""
     return values_of_sparse(gradient) if gradient.is_sparse else gradient

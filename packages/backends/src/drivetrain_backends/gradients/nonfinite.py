@@ -1,7 +1,7 @@
-"""Detection of gradients that hold an infinity or NaN: found in one pass, and reported alike on every rank.
+"""Detection of gradients that hold an infinity or NaN, in one pass and with the same report on every rank.
 
-The accumulation window says how a run treats them: "ignore" does not check, "skip" skips the step, "raise" ends the
-run with an error. The fp16 loss scaler checks by itself, and skips steps that a smaller scale makes finite.
+The accumulation window sets the treatment: "ignore" does not check, "skip" skips the step, "raise" ends the run with
+an error. The fp16 loss scaler has its own check, and skips steps that a smaller scale makes finite.
 """
 
 import math
@@ -39,8 +39,8 @@ def nonfinite_error(
 ) -> NonFiniteGradientError:
     """Return an error that names the first non-finite gradient and its ranks. Called on all ranks, unless `alone`.
 
-    `gradients` are full ones or shards, with the same names in the same order on all ranks. `step` counts from 1;
-    `layer` tells the first value that was not finite in the model's execution, as a clause, if it is known.
+    `gradients` are full gradients or shards, with equal names in equal order on all ranks. `step` counts from 1.
+    `layer` is a clause for the message: it names the first non-finite value in the model's execution, if known.
     """
     names = list(gradients)
     own = next(
@@ -67,7 +67,7 @@ def nonfinite_error(
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as a message names them."""
+    """Return the ranks as text for a message: "rank 0" or "ranks 0, 1"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
@@ -82,7 +82,7 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """Return the elements that this rank holds."""
+    """Return the elements of a gradient that this rank holds."""
     if hasattr(gradient, "to_local"):  # a DTensor; importing its class takes as long as importing torch
         gradient = cast("Any", gradient).to_local()
     return stored_values(gradient)

@@ -12,11 +12,11 @@ from drivetrain_precision import LossScaler
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackwardOptions:
-    """The arguments of torch's `backward` of a loss.
+    """The arguments that torch's `backward` takes.
 
     Attributes:
         retain_graph: Whether the graph is kept for another backward.
-        create_graph: Whether the gradients have a graph of their own, for derivatives of them; it keeps the graph.
+        create_graph: Whether the gradients get a graph for second derivatives; True also keeps the loss's graph.
         inputs: The leaves that get gradients; None for all.
     """
 
@@ -26,7 +26,7 @@ class BackwardOptions:
 
     @property
     def said(self) -> str:
-        """The arguments that are not the defaults, for messages; empty without any."""
+        """The text of the arguments that differ from the defaults, for messages; empty if none differ."""
         found = {"retain_graph=True": self.retain_graph, "create_graph=True": self.create_graph}
         listed = [name for name, is_said in found.items() if is_said]
         listed += [] if self.inputs is None else [f"inputs=({len(self.inputs)} tensors)"]
@@ -53,25 +53,25 @@ class GradientReducer(Protocol):
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
         """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
 
-        `models` are the users' modules that the caller says the loss trains. Options that cannot be honoured raise an
-        AccumulationError.
+        `models` are the user's modules that the loss trains, according to the caller. Options that cannot be honoured
+        raise an AccumulationError.
         """
         ...
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the leaves of a loss's graph for these models: their parameters or replacements of them."""
+        """Return the leaves of these models in a loss's graph: the parameters, or tensors that replace them."""
         ...
 
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Unscale the reduced gradients of a closed window, and multiply them by `factor`. Called on all ranks.
 
-        Return whether a gradient holds an infinity or NaN, as far as this is checked (fp16).
+        Return True if a gradient holds an infinity or NaN; only fp16 gradients are checked.
         """
         ...
 
 
 class ParameterGradients:
-    """The gradients that torch's autograd leaves in `.grad`, full on every rank, where other code may change them."""
+    """The full gradients that torch's autograd leaves in `.grad` on every rank; other code may change them there."""
 
     averages = False  # whether ranks hold replicas, so that gradients changed by other code must be averaged
 
@@ -102,12 +102,12 @@ class ParameterGradients:
         return False
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether gradients moved to other tensors since the last call, with the same values."""
+        """Return whether gradients moved to other tensors, with unchanged values, since the last call."""
         del models
         return False
 
     def mark_edited(self, models: Sequence[nn.Module]) -> None:
-        """Record that other code changed the gradients of models, which ranks then average in `finalize`."""
+        """Record that other code changed the gradients of models. Ranks then average these in `finalize`."""
         del models
 
     def are_averaged(self, models: Sequence[nn.Module]) -> bool:
@@ -116,10 +116,10 @@ class ParameterGradients:
         return True
 
     def average(self, models: Sequence[nn.Module]) -> None:
-        """Average the gradients of models over ranks, if `averages`. Called on all ranks."""
+        """Average the gradients of models over ranks, if this reducer `averages`. Called on all ranks."""
         del models
 
 
 def trainable_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of models that require a gradient, each once."""
+    """Return the parameters of models that require a gradient, without duplicates."""
     return list({p: None for model in models for p in model.parameters() if p.requires_grad})

@@ -1,11 +1,11 @@
-"""Detection of gradients that code unaware of windows and ranks changes between a backward and the step.
+"""Detection of gradients that other code changes between a backward and the step.
 
 `model.zero_grad()`, torch's `clip_grad_norm_` and a direct `loss.backward()` change `.grad` without notice. Changes
-are found by the identities and versions of the gradients, without reading values. A pass over 200 gradients takes
-about 45 us, and a plain DDP step makes two: one after backward, one at the step.
+are detected by the identities and versions of the gradients, without reading values. A pass over 200 gradients takes
+about 45 us. A plain DDP step makes two passes: one after backward, one at the step.
 
 An identity is a weak reference, because a freed gradient's `id` can be reused, as when DDP's reducer replaces a
-gradient by a view of its bucket; ranks would then disagree on what changed.
+gradient by a view of its bucket. With reused ids, ranks would disagree on the changed gradients.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ class GradientVersions(NamedTuple):
     versions: list[int | None]  # the number of in-place writes to each gradient
 
     def are(self, other: "GradientVersions") -> bool:
-        """Return whether the gradients are in the same state. `==` would compare values."""
+        """Return whether both states are the same. `==` would compare the values of tensors."""
         return self.versions == other.versions and all(map(is_, self.gradients, other.gradients))
 
 
 class GradientEdits(NamedTuple):
-    """The indices of parameters whose gradients were changed since the last `take`."""
+    """The indices of the parameters whose gradients changed since the last `take`, by kind of change."""
 
     edited: list[int]  # the parameters whose gradients are new or have other values
     cleared: list[int]  # the parameters whose gradients are gone or zero
@@ -58,7 +58,7 @@ class GradientSnapshot:
 
     @property
     def is_taken(self) -> bool:
-        """True if there is a snapshot to compare with."""
+        """True if a snapshot was taken and not dropped."""
         return self._versions is not None
 
     def take(self) -> None:
@@ -77,8 +77,8 @@ class GradientSnapshot:
     def were_scaled(self) -> bool:
         """Return whether gradient shards were scaled since `take` without a new version.
 
-        Torch's `clip_grad_norm_` does so (a `torch._foreach_` write to DTensors, torch 2.15). The comparison of a few
-        values synchronises with the device; False if the gradients are not DTensors.
+        Torch's `clip_grad_norm_` scales in this way (a `torch._foreach_` write to DTensors, torch 2.15). A comparison
+        of a few values synchronises with the device. Returns False if the gradients are not DTensors.
         """
         if self._sample is None:
             return False

@@ -1,7 +1,7 @@
 """The gradients of a backend's models, from a backward to a step.
 
 Models that share an optimizer or a parameter form a group: their losses have one normalisation and one check for
-overflows. Each row is a stage of a group's gradients, each column an event, each cell the stage after it:
+overflows. A row is a stage of a group's gradients, a column is an event, and a cell is the stage after the event:
 
 | stage | `add_loss` | `finish` | `use` | `clear`, by all optimizers |
 |---|---|---|---|---|
@@ -11,8 +11,8 @@ overflows. Each row is a stage of a group's gradients, each column an event, eac
 | used | open | used | used | empty |
 
 Gradients are *open* while losses add to them, *final* once they are unscaled and normalised (at the first clip or
-step of a closed window), *used* after a step, and *empty* after `zero_grad`. A step comes after `finish`. What the
-events refuse, and why, their docstrings say.
+step of a closed window), *used* after a step, and *empty* after `zero_grad`. A step comes after `finish`. The
+docstrings of the events say what they refuse, and why.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ Stage = Literal["empty", "open", "final", "used"]
 
 
 class WindowLosses(NamedTuple):
-    """The losses that gradients hold, as far as making them final depends on it."""
+    """The properties of the losses in open gradients that are needed to make the gradients final."""
 
     is_counted: bool = False  # whether the losses are sums with counts, rather than means
     num_items: Tensor | float = 0.0  # the sum of this rank's counts
@@ -84,7 +84,7 @@ class GradientGroup:
         self._edits = EditWatch(self.models, self._held, tracker.reducer, tracker.window)
 
     def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
-        """Record a loss that is about to be added: a mean, or a sum over `count` items; `is_bad` if not finite."""
+        """Record a loss before its backward: a mean, or a sum over `count` items; `is_bad` if it is not finite."""
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
         if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
@@ -113,7 +113,7 @@ class GradientGroup:
     def finish(self) -> None:
         """Make the closed window's gradients final: unscaled, and the gradient of the requested mean.
 
-        Called on all ranks. Gradients that are not open stay as they are, but for edits that ranks average.
+        Called on all ranks. Gradients that are not open do not change, except that ranks average edits of them.
         """
         self.check_ended()
         if self.stage != "open":
@@ -151,7 +151,7 @@ class GradientGroup:
             self.record()
 
     def check_ended(self) -> None:
-        """Refuse to go on while a backward runs, as a hook on a parameter would."""
+        """Refuse a step or clip while a backward runs, as by a hook on a parameter."""
         if self._tracker.in_backward:
             raise AccumulationError(
                 f"a step or clip of {self._names} while backward() runs, from a hook on a parameter: its gradients "
@@ -160,14 +160,14 @@ class GradientGroup:
             )
 
     def use(self) -> None:
-        """Record that an optimizer steps, or would but for an overflow; refuse gradients of other models' losses."""
+        """Record a step of an optimizer, even if skipped for an overflow; refuse gradients of no recorded loss."""
         if self.stage == "empty":
             self._check_known()
         self.stage = "used"
         self._tracker.has_stepped = True
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer's gradients were cleared; once all are, so are those of the losses."""
+        """Record that an optimizer's gradients were cleared; after all optimizers, the group is empty."""
         was_used = self.stage == "used"
         if not was_used and self.final.checked_for is not None:
             self.final = self.final._replace(checked_for=None)
@@ -183,13 +183,13 @@ class GradientGroup:
             self._num_failed = self._tracker.window.num_failed
 
     def record(self) -> None:
-        """Record the present gradients, to detect later changes by other code. Called after each pass over them."""
+        """Record the present gradients, to detect later changes by other code. Called after each pass over these."""
         self._edits.record(to_correct=self.stage == "open" and self._is_corrected)
 
     def check_finite(self, optimizer: Optimizer | None = None, *, are_finite: bool = False) -> None:
-        """Check final gradients for infinities and NaNs, once. Called on all ranks, if the window asks for it.
+        """Check final gradients once for infinities and NaNs, if the window asks for checks. Called on all ranks.
 
-        The second step of an `optimizer` uses other gradients than its first. `are_finite` if a norm has shown it.
+        A second step of the same `optimizer` needs a new check. `are_finite` says that a norm has shown the result.
         """
         if self._tracker.scaler is not None:
             return  # fp16's scaler checked while unscaling
@@ -223,7 +223,7 @@ class GradientGroup:
         return not (window.closing and (window.length == 1 or self._tracker.last_backward == window.begun))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, each once."""
+        """Return the trainable parameters, without duplicates."""
         return [parameter for parameter in self._held if parameter.requires_grad]
 
     def holds_any(self, parameters: Sequence[Tensor]) -> bool:
@@ -237,7 +237,7 @@ class GradientGroup:
         return self.losses.is_counted or tracker.scaler is not None or tracker.window.num_micro_batches > 1
 
     def _first_losses(self, *, is_counted: bool) -> WindowLosses:
-        """Return the losses before the first one of a window, and forget failed micro-batches of earlier windows."""
+        """Return the record of losses for a new window, and forget failed micro-batches of earlier windows."""
         window = self._tracker.window
         self._num_failed = max(self._num_failed, window.num_failed_before)
         if self.stage != "used" or not any(is_nonzero(p.grad) for p in self._held if p.grad is not None):
@@ -247,7 +247,7 @@ class GradientGroup:
         return WindowLosses(adds_to_used=True)
 
     def _accept_or_refuse_edits(self, is_counted: bool) -> bool:
-        """Accept or refuse what other code changed in open gradients; return whether they stay open."""
+        """Accept or refuse other code's changes to open gradients; return whether the gradients stay open."""
         if not self._edits.found(to_correct=self._is_corrected):
             return True
         if not self._is_corrected:
@@ -299,7 +299,7 @@ class GradientGroup:
 
 
 class GradientTracker:
-    """The state that the groups of one backend share."""
+    """The groups of one backend, and their shared state: the window, the loss scale and the reference count."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class GradientTracker:
 
     @property
     def groups(self) -> list[GradientGroup]:
-        """All live groups; the prepared models hold them."""
+        """All live groups; only the prepared models keep a group alive."""
         return [group for one in self._groups if (group := one()) is not None]
 
     @groups.setter
@@ -337,7 +337,7 @@ class GradientTracker:
 
     @property
     def was_counted_in_window(self) -> bool:
-        """True if a loss of any group was counted in the present window."""
+        """True if any group has had a loss with a count in the present window."""
         number = self.window.number
         return any(group.losses.is_counted and group.last_window == number for group in self.groups)
 
@@ -352,8 +352,8 @@ class GradientTracker:
         """Add the gradients of a loss of some groups.
 
         Raises:
-            AccumulationError: See `GradientGroup.add_loss`; or the loss reaches gradients that are final; or it is
-                counted while ranks may run out of batches.
+            AccumulationError: See `GradientGroup.add_loss`; or the loss reaches final gradients; or the loss has a
+                count while ranks may run out of batches.
             PairingError: The loss trains a model that is not prepared, or has no prepared optimizer.
             TypeError, ValueError: The loss or its count is invalid.
         """
@@ -423,7 +423,7 @@ class GradientTracker:
                 group.record()
 
     def _writes_to_watch(self) -> Writes | None:
-        """Return the writes to parameters from now on, in the first backwards and now and then; otherwise None."""
+        """Return a record of writes to parameters from now on; None for most backwards after the first ones."""
         self._until_look -= 1
         if self._until_look > 0 and not self.first_losses.num_left:
             return None
@@ -442,7 +442,7 @@ class GradientTracker:
             self.has_stepped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale, if there is one, and the reference count of counted losses."""
+        """Return the loss scale, if the run has a loss scale, and the reference count of counted losses."""
         self.move_scale()
         self.reference.renew()
         return {
@@ -464,7 +464,7 @@ class GradientTracker:
         self.reference.number = None if reference is None else reference.to(self.context.device)
 
     def finish_all_of(self, parameters: Sequence[Tensor]) -> list[GradientGroup]:
-        """Make the gradients of parameters final and return the groups that hold any of them. Called on all ranks."""
+        """Make the gradients of parameters final; return the groups that hold the parameters. Called on all ranks."""
         found = [group for group in self.groups if group.holds_any(parameters)]
         for group in found:
             group.finish()
@@ -485,9 +485,9 @@ def _check_unwritten(writes: Writes, groups: Sequence[GradientGroup]) -> None:
 def group_models(
     models: Sequence[nn.Module], trained_together: Sequence[Sequence[int]], tracker: GradientTracker
 ) -> list[GradientGroup]:
-    """Return the group of each model: together with those that share a parameter or an optimizer.
+    """Return the group of each model; models that share a parameter or an optimizer are in one group.
 
-    `trained_together` are the indices of the models that each optimizer trains. A group with the same models is kept.
+    `trained_together` holds, for each optimizer, the indices of its models. A group with the same models is kept.
     """
     label = list(range(len(models)))
     holders: dict[Any, int] = {}

@@ -1,7 +1,7 @@
 """Activation checkpointing of modules in place: activations are recomputed in backward.
 
-A module keeps its identity and parameter names: only its class is exchanged for a subclass with a checkpointed
-forward. Hooks around the forward, such as those that gather parameters, run outside the checkpoint.
+A module keeps its identity and parameter names: only its class is replaced by a subclass with a checkpointed forward.
+Hooks around the forward, such as hooks that gather parameters, run outside the checkpoint.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ class CheckpointedForward:
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
-    """Make modules recompute their activations in backward, in place, each on its own.
+    """Make modules recompute their activations in backward, in place, one module at a time.
 
-    The kind "full" saves only a module's inputs; "selective" also the outputs of matrix products and attention;
+    The kind "full" saves only a module's inputs. "selective" also saves the outputs of matrix products and attention.
     "none" changes nothing. A module that already checkpoints its activations is refused.
     """
     for module in modules:
@@ -48,7 +48,7 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
 
 
 def restore_activations(module: nn.Module) -> None:
-    """Undo `checkpoint_activations` in place; leave a module without checkpointing as it is."""
+    """Undo `checkpoint_activations` in place; do not change a module without checkpointing."""
     if isinstance(module, CheckpointedForward):
         module.__class__ = module.unchecked_class  # pyright: ignore[reportAttributeAccessIssue]
 

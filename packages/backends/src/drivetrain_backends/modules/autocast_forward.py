@@ -1,8 +1,8 @@
-"""The forward of a prepared model: under autocast, and with a readable error for a batch that does not fit it.
+"""The forward of a prepared model: under autocast, and with a readable error for a batch that does not fit.
 
-The model keeps its identity, attributes and parameters: only its class is exchanged for a subclass with its own
-`__call__`. A copy or pickle of a prepared model is the plain model again, because a copy with the wrapper would call
-the original's weights.
+The model keeps its identity, attributes and parameters: only its class is replaced by a subclass with another
+`__call__`. A copy or pickle of a prepared model is a plain model, because a copy with the wrapper would call the
+original's weights.
 """
 
 import inspect
@@ -46,9 +46,9 @@ def prepare_forward(
 ) -> None:
     """Make `model(...)` compute as `policy` says, in place; refuse a TorchScript module, whose class is fixed.
 
-    Observers of `progress` hear when a forward begins ("forward", and the model) and ends ("forward done"). A copy or
-    pickle gives the plain model, or fails with the message `uncopyable`. `explain` may return the error to raise in
-    place of a RuntimeError of the forward.
+    `progress` records when a forward begins ("forward", and the model) and ends ("forward done"). A copy or pickle
+    gives the plain model; if `uncopyable` is given, it fails with that message. `explain` may return the error to
+    raise in place of a RuntimeError of the forward.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
@@ -137,7 +137,7 @@ def _call_of(
 
 
 def _dtype_mismatch(model: nn.Module, args: Any, kwargs: Any, error: RuntimeError) -> str | None:
-    """Return how the batch's dtypes differ from the weights', if an error of the forward is about dtypes."""
+    """Return a message on the dtypes of batch and weights; None unless an error of the forward is about dtypes."""
     if re.search(r"dtype|scalar type|[Ii]nput type", str(error)) is None:
         return None
     held = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -154,19 +154,19 @@ def _dtype_mismatch(model: nn.Module, args: Any, kwargs: Any, error: RuntimeErro
 
 
 def restore_forward(model: nn.Module) -> nn.Module:
-    """Undo `prepare_forward` in place; leave an unprepared model as it is."""
+    """Undo `prepare_forward` in place; do not change an unprepared model."""
     if isinstance(model, PreparedForward):
         model.__class__ = model.original_class  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
 def _new(kind: type[nn.Module], *arguments: Any) -> nn.Module:
-    """Return an empty instance for copy and pickle to fill; pickle's own function insists on the instance's class."""
+    """Return an empty instance of `kind` that copy and pickle fill; pickle's function refuses a plain class."""
     return kind.__new__(kind, *arguments)
 
 
 def _mismatch(original: type[nn.Module], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:
-    """Return how the arguments differ from the forward's signature, or None if they fit."""
+    """Return a message on how the arguments differ from the forward's signature; None if the arguments fit."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)

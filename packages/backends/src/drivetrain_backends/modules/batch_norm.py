@@ -40,8 +40,8 @@ def synchronise_batch_norms(
 ) -> dict[nn.Module, type[nn.Module]]:
     """Turn the batch normalisation layers of models into SyncBatchNorm; return their former classes.
 
-    Only the class of a layer is exchanged: modules, parameters, buffers, names and hooks stay the same objects,
-    unlike under `SyncBatchNorm.convert_sync_batchnorm`.
+    Only the class of a layer changes: modules, parameters, buffers, names and hooks stay the same objects, unlike
+    under `SyncBatchNorm.convert_sync_batchnorm`.
     """
     layers = (module for model in models for _, module in batch_norms(model))
     found = {module: type(module) for module in layers if type(module) in _KINDS}
@@ -52,7 +52,7 @@ def synchronise_batch_norms(
 
 
 def restore_batch_norms(kinds: dict[nn.Module, type[nn.Module]]) -> None:
-    """Undo `synchronise_batch_norms`, given its result."""
+    """Undo `synchronise_batch_norms`; `kinds` are the former classes that it returned."""
     for module, kind in kinds.items():
         module.__class__ = kind
         del module.process_group

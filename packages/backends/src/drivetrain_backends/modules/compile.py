@@ -1,7 +1,7 @@
 """Models compiled by `torch.compile`, whole or module by module, under the names of the plain model.
 
 `torch.compile(module)` returns a wrapper that holds the module as `_orig_mod`, which becomes part of every name.
-Checkpoints leave it out, so that a compiled and a plain model load each other's. (`module.compile()` keeps names.)
+Checkpoints leave this part out, so that compiled and plain models share checkpoints. `module.compile()` keeps names.
 """
 
 from collections.abc import Mapping, Set
@@ -15,7 +15,7 @@ from drivetrain_backends.modules.packed_weights import packed_entries
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """Return the module inside a `torch.compile` wrapper; a module without one is returned as it is."""
+    """Return the module inside a `torch.compile` wrapper; return a module without a wrapper unchanged."""
     # Not by isinstance: importing the wrapper's type loads the whole compiler.
     return getattr(model, COMPILED_MODULE) if COMPILED_MODULE in modules_in(model) else model
 
@@ -26,7 +26,7 @@ def strip_wrapper_prefix(name: str) -> str:
 
 
 def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return a model's `state_dict` under plain names; with `keep_vars` the parameters themselves."""
+    """Return a model's `state_dict` under plain names; with `keep_vars`, values are the parameters themselves."""
     state = model.state_dict(keep_vars=keep_vars)
     if not any(COMPILED_MODULE in name for name in state):
         return state
@@ -34,10 +34,10 @@ def plain_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
 
 
 def load_plain_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load a `state_dict` of a compiled or plain model; unless `strict`, it may be partial.
+    """Load a `state_dict` of a compiled or plain model; unless `strict`, the state may be partial.
 
-    torch looks through all names at each module: 20,000 small tensors take minutes. Where nothing but a copy is to be
-    made, it is made here.
+    torch looks through all names at each module: 20,000 small tensors take minutes. Tensors that only need a copy are
+    therefore copied here.
     """
     held = model.state_dict(keep_vars=True)
     own = {strip_wrapper_prefix(name): name for name in held}
@@ -56,7 +56,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
 
 
 def _tensors_of(model: nn.Module) -> Set[Tensor]:
-    """Return the parameters and buffers that a load only copies to; none if a module loads its own way."""
+    """Return the parameters and buffers into which a load only copies; none if a module loads in its own way."""
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return frozenset()
     if any(map(loads_its_own_way, model.modules())):
@@ -67,7 +67,7 @@ def _tensors_of(model: nn.Module) -> Set[Tensor]:
 def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Compare the names and shapes of a `state_dict`, of a compiled or plain model, with those of a model.
 
-    Call it before a load: torch reports misfits only after loading the tensors that fit.
+    Call this before a load: torch reports misfits only after it has loaded the tensors that fit.
     """
     own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
     kind = type(unwrap_compiled(model)).__name__

@@ -1,4 +1,4 @@
-"""Models in the dtypes of the run's policy, and which of their modules stay in fp32."""
+"""Cast models to the dtypes of the run's policy, and choose the modules that stay in fp32."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ Islands = dict[nn.Module, frozenset[nn.Module]]
 
 
 def plan_islands(models: Iterable[nn.Module], policy: Policy, *, known: Iterable[nn.Module] = ()) -> Islands:
-    """Return the modules that stay in fp32, by model; nothing is changed. `known` were prepared earlier."""
+    """Return the modules that stay in fp32, by model, without any change. `known` are models prepared earlier."""
     models = list(models)
     inner = [unwrap_compiled(model) for model in models]
     found = find_islands(inner, policy.dtypes.keep_fp32, known=map(unwrap_compiled, known))
@@ -26,9 +26,9 @@ def plan_islands(models: Iterable[nn.Module], policy: Policy, *, known: Iterable
 def make_islands(
     model: nn.Module, islands: frozenset[nn.Module], device: torch.device, *, outside: torch.dtype | None
 ) -> None:
-    """Make some of a model's modules compute in fp32, and no others.
+    """Make only the given modules of a model compute in fp32.
 
-    The rest computes in `outside`, where autocast does not bring that about.
+    The other modules compute in `outside`; None if autocast sets their dtype.
     """
     for module in unwrap_compiled(model).modules():
         restore_island(module)
@@ -36,19 +36,19 @@ def make_islands(
 
 
 def hold_model(model: nn.Module, policy: Policy, device: torch.device, islands: frozenset[nn.Module]) -> None:
-    """Cast a model's parameters and buffers to what the policy says, and make its islands compute in fp32."""
+    """Cast a model's parameters and buffers to the dtypes of the policy; make the islands compute in fp32."""
     outside = policy.dtypes.param if policy.autocast_dtype is None else None
     make_islands(model, islands, device, outside=outside)
     hold(unwrap_compiled(model), policy.dtypes, islands)
 
 
 def updates_of(dtypes: DtypePolicy) -> Bf16Updates | None:
-    """Return what steps the run's optimizers; None if they step by themselves."""
+    """Return the object that steps optimizers and rounds bf16 updates; None if optimizers step by themselves."""
     return Bf16Updates(dtypes.update) if dtypes.update in ("stochastic", "kahan") else None
 
 
 def check_updates(optimizers: Sequence[Optimizer], dtypes: DtypePolicy) -> None:
-    """Refuse a rounding that was said and would apply to nothing, and two of the same updates."""
+    """Refuse a `weight_update` setting without an effect, and two roundings of the same updates."""
     for optimizer in optimizers:
         # torchao's, which sees weights in fp32 where another rounding steps it, and then rounds nothing.
         if updates_of(dtypes) is not None and getattr(optimizer, "bf16_stochastic_round", False):
@@ -70,7 +70,7 @@ def check_updates(optimizers: Sequence[Optimizer], dtypes: DtypePolicy) -> None:
 
 
 def reduced_in(dtypes: DtypePolicy) -> torch.dtype | None:
-    """Return the dtype in which replicas' gradients are summed; None for their own."""
+    """Return the dtype in which replicas' gradients are summed; None for the gradients' own dtype."""
     if dtypes.reduce is None and dtypes.param in HALF:
         return torch.float32
     return dtypes.reduce

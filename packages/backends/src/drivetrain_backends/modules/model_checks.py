@@ -1,4 +1,4 @@
-"""Checks of models before they are prepared. They import no backend, so that the umbrella can ask at no cost."""
+"""Checks of models before they are prepared. The module imports no backend, so that an import is cheap."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -40,7 +40,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def check_no_renormalising(model: nn.Module, because: str) -> None:
-    """Refuse embeddings whose forward writes into their weights."""
+    """Refuse embeddings with `max_norm`, whose forward writes into the weights."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(

@@ -11,14 +11,14 @@ from drivetrain_backends.errors import ReplacedParameterError
 class ModuleProxy(nn.Module):
     """A module that forwards attributes it does not have to the user's module, once it is built.
 
-    A subclass sets `module`, and calls `forward_attributes` after its own attributes are set. A copy or pickle is one
-    of the user's module, as for a model that is not wrapped.
+    A subclass sets `module`, and calls `forward_attributes` after its own attributes are set. To copy or pickle the
+    proxy gives a copy or pickle of the user's module.
     """
 
     module: nn.Module
 
     def forward_attributes(self) -> None:
-        """Forward attribute reads that fail here, and attribute writes, to the user's module from now on."""
+        """Forward attribute writes, and reads of attributes missing here, to the user's module from now on."""
         self.__dict__["_forwards"] = True
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class ModuleProxy(nn.Module):
             setattr(self.module, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the user's module, or one of the wrapper with `module.` before every name."""
+        """Load a state dict of the user's module, or of the wrapper, whose names all begin with `module.`."""
         own = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         if own.isdisjoint(state_dict):
             return super().load_state_dict(state_dict, *args, **kwargs)

@@ -13,7 +13,7 @@ _NOT_PACKED = "torchao.float8."  # plain values, in a class that says how they a
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a weight in a class of bitsandbytes or torchao, and frozen."""
+    """Return whether a parameter is frozen and its class is one of bitsandbytes or torchao."""
     is_of_bitsandbytes = type(parameter).__module__.startswith(_BITSANDBYTES) and not parameter.requires_grad
     return is_of_bitsandbytes or is_wrapper(parameter)
 
@@ -34,7 +34,7 @@ def is_wrapper(parameter: Tensor) -> bool:
 
 
 def parts_of(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors inside a wrapper, in a fixed order; another tensor is its only part."""
+    """Return the plain tensors inside a wrapper, in a fixed order; for any other tensor, return the tensor alone."""
     if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -42,14 +42,14 @@ def parts_of(tensor: Any) -> list[Tensor]:
 
 
 def packed_entries(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return which names of a model's state belong to packed weights and are no parameter or buffer.
+    """Return the names in a model's state that belong to packed weights but are no parameter or buffer.
 
-    They are the scales (`weight.absmax`, `SCB`), which bitsandbytes writes and cannot load back into a layer. FSDP
-    keeps the bytes of a packed weight alone, and has no such names.
+    They are the names of scales (`weight.absmax`, `SCB`): bitsandbytes writes scales, but cannot load them into a
+    layer. FSDP keeps only the bytes of a packed weight, and has no such names.
 
     Args:
-        model: The model, as torch.compile returned it or plain.
-        names: Plain names of its state.
+        model: The model, compiled by torch.compile or plain.
+        names: The plain names in the model's state.
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = {_plain(name) for name, _ in tensors}

@@ -1,4 +1,4 @@
-"""A record of the parameters that a model was prepared with, and of in-place writes: neither would be trained."""
+"""A record of a model's parameters at `prepare`, and of in-place writes, to detect changes that are not trained."""
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -19,8 +19,8 @@ STEPS_A_LOOK = 16
 class KnownParameters:
     """The parameters that a model had when it was prepared, to detect later changes.
 
-    A backend looks at some of its steps and before every save. The objects are compared, not their values, so that
-    sharding and loading are no changes; their dtypes and devices, where a backend depends on them.
+    A backend compares at some of its steps and before every save. It compares objects, not values, so that sharding
+    and loading are no changes. If a backend depends on dtypes and devices, it compares these too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class KnownParameters:
         self._take_up()
 
     def look_now_and_then(self) -> bool:
-        """Call `look` at the first step, then once in `STEPS_A_LOOK`; return whether it did. Called at every step."""
+        """Call `look` at the first step, then at every `STEPS_A_LOOK`th; return whether `look` was called."""
         self._until_look -= 1
         if self._until_look:
             return False
@@ -40,7 +40,7 @@ class KnownParameters:
         return True
 
     def look_at_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse a gradient of a parameter that was frozen at prepare and is held by no optimizer."""
+        """Refuse a gradient of a parameter that was frozen at `prepare` and that no optimizer holds."""
         if unfrozen := [p for p in self._frozen if p.requires_grad and p.grad is not None]:
             held = {
                 p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
@@ -98,7 +98,7 @@ class KnownParameters:
 
 
 class Writes:
-    """The writes to tensors since a moment, but those through `.data`; None for a tensor that does not exist yet."""
+    """The writes to tensors since a moment, except through `.data`; None stands for a tensor not created yet."""
 
     def __init__(self, tensors: Mapping[str, Tensor | None]) -> None:
         self._tensors = tensors

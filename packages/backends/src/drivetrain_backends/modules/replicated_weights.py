@@ -15,7 +15,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicatedWeights:
-    """Replicated weights, in the same order on all ranks, each with its name for errors."""
+    """The weights that ranks replicate, in the same order on all ranks, with their names for errors."""
 
     def __init__(self, named: Mapping[Tensor, str], device: torch.device) -> None:
         self.tensors = tuple(named)
@@ -24,7 +24,7 @@ class ReplicatedWeights:
         self._sums: Tensor | None = None
 
     def device_sums(self) -> Tensor:
-        """Return a checksum of each weight, int64 on the device; for as long as the weights are not dropped."""
+        """Return a checksum of each weight, int64 on the device. Must be called before `sums` drops the weights."""
         return torch.stack([checksum(weight).to(self._device) for weight in self.tensors])
 
     def sums(self) -> Tensor:
@@ -34,7 +34,7 @@ class ReplicatedWeights:
         return self._sums
 
     def explain(self, by_rank: Sequence[Sequence[int]]) -> str:
-        """Return which weights differ and why they may, from the sums of each rank."""
+        """Return the error message: the weights that differ by the sums of each rank, and possible causes."""
         others = torch.tensor(by_rank)
         others = others != others[0]
         drifted: list[int] = others.any(0).nonzero().flatten().tolist()
@@ -49,14 +49,14 @@ class ReplicatedWeights:
         )
 
     def refuse(self, told: str) -> NoReturn:
-        """Raise the error of replicas that differ, with a message that `explain` has returned."""
+        """Raise the error for replicas that differ, with the message that `explain` returned."""
         raise DriftedReplicasError(told)
 
 
 def replicas_of(context: Context, models: Sequence[nn.Module]) -> ReplicatedWeights | None:
-    """Return the weights that ranks hold alike; None if there is but one rank, or no weight.
+    """Return the weights that all ranks must hold alike; None for a single rank, or without weights.
 
-    Buffers are left out, because ranks may keep their own.
+    Buffers are left out, because they may differ between ranks.
     """
     if context.topology.world_size == 1:
         return None

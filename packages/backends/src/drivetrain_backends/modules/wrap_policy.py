@@ -1,4 +1,4 @@
-"""The choice of a model's blocks, the modules gathered or recomputed one at a time; the model is not changed."""
+"""Choose a model's blocks: the modules that are gathered or recomputed one at a time. The model is not changed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -31,9 +31,9 @@ def plan_blocks(
 ) -> BlockPlan:
     """Choose the blocks of a model: by class, by size, as the model itself declares, or the modules of its lists.
 
-    A block with a parameter shared outside it is no block: the parameter is gathered with the nearest block around
-    both modules, or with the root. Without `classes`, a block has at least `min_num_params` elements. A class
-    in neither the model nor `others` is an error that names the setting `asked`.
+    A module that shares a parameter with a module outside is no block: the parameter is gathered with the nearest
+    block around both modules, or with the root. Without `classes`, a block has at least `min_num_params` elements. A
+    class in neither the model nor `others` is an error; its message names the setting `asked`.
     """
     modules = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     declared = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
@@ -53,7 +53,7 @@ def plan_blocks(
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of the user's class, below the subclasses that replace it."""
+    """Return the name of a module's class as the user wrote it, without the subclasses that replace the class."""
     kind = type(module)
     while issubclass(kind, (FSDPModule, CheckpointedForward, PreparedForward)):
         kind = kind.__mro__[2]
@@ -114,7 +114,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _find_shared_outside(model: nn.Module, block: str) -> str | None:
-    """Return the name, outside a block, of a parameter that the block shares; None if it shares none."""
+    """Return the name of a parameter outside a block that the block shares; None if no parameter is shared."""
     module = model.get_submodule(block)
     inside, within = set(module.parameters()), set(module.modules())
     for name, other in model.named_modules():
@@ -127,7 +127,7 @@ def _find_shared_outside(model: nn.Module, block: str) -> str | None:
 
 
 def _inner_first(names: list[str]) -> list[str]:
-    """Return the names with each one after those nested in it, otherwise in the same order."""
+    """Return the names with nested modules before the modules around them, otherwise in the same order."""
     ordered: list[str] = []
     for name in names:
         around = next((i for i, n in enumerate(ordered) if name.startswith(f"{n}.")), len(ordered))

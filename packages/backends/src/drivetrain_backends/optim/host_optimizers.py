@@ -1,7 +1,7 @@
-"""Optimizers that keep states, or whole steps, in the host's memory: what is refused, and what a load must restore.
+"""Optimizers that keep states or steps in the host's memory: refuse torchao's, restore bitsandbytes' paged memory.
 
-bitsandbytes' paged optimizers lose their paged memory when they load a state, and get it back here. torchao's
-CPUOffloadOptimizer steps copies of the parameters, which no backend trains.
+bitsandbytes' paged optimizers lose their paged memory when they load a state; this module restores it. torchao's
+CPUOffloadOptimizer steps copies of the parameters, but no backend trains the copies.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ from drivetrain_backends.errors import OptimizerStateError
 def check_steps_parameters(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that step copies of the parameters in host memory, as torchao's CPUOffloadOptimizer does.
 
-    It copies each gradient inside backward: before it is averaged over ranks, unscaled, weighted and clipped, so that
-    ranks would drift apart and clipping would do nothing, without a word.
+    CPUOffloadOptimizer copies each gradient inside backward, before the gradient is averaged, unscaled, weighted and
+    clipped. Ranks would silently drift apart, and clipping would do nothing.
     """
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "param_d2h_map", None), Mapping):
@@ -31,9 +31,9 @@ def check_steps_parameters(optimizers: Iterable[Optimizer]) -> None:
 
 
 def page_states(optimizer: Any) -> None:
-    """Move the states of a paged optimizer back into paged memory, after it has loaded them.
+    """Move the states of a paged optimizer back into paged memory, after the optimizer has loaded them.
 
-    bitsandbytes (0.50) loads all states into the device's own memory: a resumed run would need what paging saves.
+    bitsandbytes (0.50) loads all states into the device's memory: a resumed run would lose the saving by paging.
     """
     if getattr(optimizer, "is_paged", False) is not True or not hasattr(optimizer, "get_state_buffer"):
         return

@@ -1,4 +1,4 @@
-"""An optimizer whose steps go through the backend; everything else goes to the user's optimizer."""
+"""A wrapper of the user's optimizer: steps go through the backend, all other calls to the user's optimizer."""
 
 from collections.abc import Callable
 from copy import copy
@@ -29,7 +29,7 @@ class StepResult:
 
 
 class Stepper(Protocol):
-    """The part of `Prepared` that an optimizer steps through."""
+    """The part of `Prepared` that an optimizer needs to step."""
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Step one of the model's optimizers."""
@@ -61,10 +61,10 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         optimizer: The user's optimizer, over the prepared parameters.
-        prepared: The model it trains.
+        prepared: The model that the optimizer trains.
 
-    A copy (`copy.copy`, `copy.deepcopy`) or pickle is one of the user's optimizer, independent of any window: a
-    snapshot, or an optimizer to prepare separately.
+    A copy (`copy.copy`, `copy.deepcopy`) or pickle is that of the user's optimizer, independent of any window. It can
+    serve as a snapshot, or be prepared separately.
 
     Attributes:
         optimizer: The user's optimizer.
@@ -123,7 +123,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def is_released(self) -> bool:
-        """True if the backend that prepared it is closed: its optimizer may be prepared again."""
+        """True if the backend that prepared this optimizer is closed: the optimizer may be prepared again."""
         return isinstance(self.prepared, _Released)
 
     @property
@@ -141,12 +141,12 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The user's parameter groups; learning rates are read and set here."""
+        """The parameter groups of the user's optimizer; learning rates are read and set in these groups."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state by parameter, as the user's optimizer keeps it."""
+        """The state of the user's optimizer, by parameter."""
         return self.optimizer.state
 
     @property
@@ -194,7 +194,7 @@ class PreparedOptimizer(Optimizer):
 
 
 def itself(value: Any) -> Any:
-    """Return the argument; a pickle of a wrapper holds the user's object and calls this function."""
+    """Return the argument. A pickle of a wrapper holds the user's object and a call of this function."""
     return value
 
 

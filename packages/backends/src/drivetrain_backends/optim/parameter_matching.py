@@ -1,4 +1,4 @@
-"""Match optimizers to models by the identity of parameters, before any of them is replaced."""
+"""Match optimizers to models by the identity of parameters, before any parameter is replaced."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from drivetrain_backends.modules.compile import strip_wrapper_prefix
 
 
 def owners(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[int]:
-    """Return the indices of the models that hold some of an optimizer's parameters; refuse a parameter of none."""
+    """Return the indices of the models with parameters of an optimizer; refuse a parameter that no model has."""
     held = [set(model.parameters()) for model in models]
     found: set[int] = set()
     for g, group in enumerate(optimizer.param_groups):

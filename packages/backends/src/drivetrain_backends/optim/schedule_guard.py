@@ -1,7 +1,7 @@
-"""Detection of schedulers left out of `prepare` that advance with every micro-batch, not every optimizer step.
+"""Detection of schedulers that were not prepared and advance with every micro-batch, not every optimizer step.
 
-There are two signs: a learning rate that changes inside an open window; and, for rates that stay constant for many
-steps, the progress of a torch scheduler, found once by a search through all objects of the process.
+There are two signs. A learning rate changes inside an open window; or, if rates stay constant for many steps, a torch
+scheduler advances. Such schedulers are found by one search through all objects of the process.
 """
 
 import gc
@@ -34,7 +34,7 @@ class ScheduleGuard:
         self._progress: list[object] = []
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Record the rates and schedules at the start of a window, if there is a schedule."""
+        """Record the rates and schedules at the start of a window, if the optimizer has a schedule."""
         self.has_begun = True
         self._rates = None
         # Most schedulers record their initial rate.
@@ -65,13 +65,13 @@ class ScheduleGuard:
         )
 
     def forget(self) -> None:
-        """Let the schedule move once, as when a state is loaded or a scheduler is built."""
+        """Forget the record, so that the schedule may move once, as when a state is loaded."""
         self._rates = None
 
     def _find(self) -> list[ref[LRScheduler]]:
-        """Return torch's schedulers of these optimizers, which keep no list of them; takes about 50 ms, once.
+        """Return torch's schedulers of these optimizers by a search, because optimizers keep no list of schedulers.
 
-        Objects hidden by `gc.freeze` are not found; changing rates still reveal their schedules.
+        The search takes about 50 ms, once. It misses objects hidden by `gc.freeze`; changing rates still reveal them.
         """
         own = [optimizer() for optimizer in self._optimizers]
         # Objects refer to their class. gc.get_objects() would hold tuples that other threads are making from

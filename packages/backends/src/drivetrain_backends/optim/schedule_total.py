@@ -1,4 +1,4 @@
-"""The number of steps that a scheduler is made for, where it states one."""
+"""The number of steps that a scheduler is made for, if the scheduler states a number."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -13,7 +13,7 @@ _STAGES = ("num_warmup_steps", "num_stable_steps", "num_decay_steps")
 
 
 def total_of(scheduler: Any) -> int | None:
-    """Return the number of steps that a scheduler is made for; None if it does not state them."""
+    """Return the number of steps that a scheduler is made for; None if the scheduler does not state a number."""
     if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
         return _add_milestones(scheduler, total_of(parts[-1]))
     if parts:
@@ -26,9 +26,9 @@ def total_of(scheduler: Any) -> int | None:
 
 
 def end_of(scheduler: Any) -> int | None:
-    """Return the step after which a scheduler's rates are no longer of its making; None if there is no such step.
+    """Return the step after which a schedule no longer defines the rates; None if no step ends the schedule.
 
-    A warm-up ends at the optimizer's own rate, on which training may go on.
+    A warm-up has no such end: training may go on at the optimizer's own rate.
     """
     if (parts := schedulers_in(scheduler)) and milestones_of(scheduler):
         return _add_milestones(scheduler, end_of(parts[-1]))
@@ -40,7 +40,7 @@ def end_of(scheduler: Any) -> int | None:
 
 
 def position_of(scheduler: Any) -> int:
-    """Return the number of steps that a scheduler has advanced; 0 if it does not tell."""
+    """Return the number of steps that a scheduler has advanced; 0 if the scheduler does not count them."""
     at = getattr(scheduler, "last_epoch", None)
     if isinstance(at, int):
         return at
@@ -51,7 +51,7 @@ def position_of(scheduler: Any) -> int:
 
 
 def with_length_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's saved state with the lengths of another state of it."""
+    """Return a scheduler's `saved` state, but with the schedule lengths of its `own` state."""
     merged = dict(saved)
     for key, value in own.items():
         if key in SCHEDULE_LENGTHS and key in saved:
@@ -73,7 +73,7 @@ def _is_warm_up(scheduler: Any) -> bool:
 
 
 def _total_of_function(function: Any) -> int | None:
-    """Return the length of a function of transformers, which is partial, or of Diffusers, which is a closure."""
+    """Return the length of a schedule function: a `partial` from transformers, or a closure from Diffusers."""
     known: Mapping[str, Any] = getattr(function, "keywords", None) or getattr(function, "__dict__", {})
     if isinstance(function, FunctionType) and function.__closure__:
         cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)

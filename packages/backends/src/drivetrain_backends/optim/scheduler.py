@@ -1,7 +1,7 @@
 """A scheduler that counts optimizer steps: it advances only when its optimizer has stepped.
 
-The number of ranks, open accumulation windows and steps skipped for an overflow do not count; the numbers in a
-schedule mean optimizer steps, or epochs if the scheduler is called once an epoch.
+The numbers in a schedule mean optimizer steps, or epochs if the scheduler is called once an epoch. The number of
+ranks, open accumulation windows and steps skipped for an overflow make no difference.
 """
 
 import logging
@@ -37,11 +37,11 @@ class Scheduler(Protocol):
 class PreparedScheduler:
     """The user's scheduler, advanced by the steps of a prepared optimizer.
 
-    A copy or pickle is one of the user's scheduler, with a copy of its optimizer; see `PreparedOptimizer`.
+    A copy or pickle is that of the user's scheduler, with a copy of its optimizer; see `PreparedOptimizer`.
 
     Args:
         scheduler: The user's scheduler.
-        optimizer: The prepared optimizer whose steps it counts.
+        optimizer: The prepared optimizer whose steps the scheduler counts.
         is_main: Whether this rank warns of a schedule that does not fit the training.
 
     Attributes:
@@ -60,8 +60,8 @@ class PreparedScheduler:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one if the optimizer moved the parameters since the last call; else do nothing.
 
-        Before training it advances at every call, as without `prepare` and with torch's warning, so that a schedule
-        can be moved forward to where a run resumes.
+        Before training, every call advances the scheduler, with torch's warning. A schedule can thus be moved forward
+        to the step at which a run resumes.
 
         Args:
             *args: Passed to the scheduler, such as the metric of ReduceLROnPlateau.
@@ -75,7 +75,7 @@ class PreparedScheduler:
                 self._tell_end()
 
     def _tell_end(self) -> None:
-        """Warn once of a schedule that was stepped past its end, unless the user has made it longer since."""
+        """Warn once if the schedule was stepped past its end, unless the user has made it longer meanwhile."""
         self._end = end_of(self.scheduler)
         if self._end is None or position_of(self.scheduler) <= self._end:
             return
@@ -96,7 +96,7 @@ class PreparedScheduler:
         return self._optimizer.num_steps - self._seen_steps
 
     def catch_up(self, lag: int) -> None:
-        """Count the optimizer's last `lag` steps as not yet seen, after both were loaded."""
+        """Treat the optimizer's last `lag` steps as not yet counted. Called after both states were loaded."""
         self._seen_steps = self._optimizer.num_steps - lag
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state, of a run that may have made the schedule for another length than this program."""
+        """Go on from a saved state. The saved run may have made the schedule for another length than this program."""
         own, total = self.scheduler.state_dict(), total_of(self.scheduler)
         self.scheduler.load_state_dict(dict(saved))
         was = total_of(self.scheduler)
@@ -143,7 +143,7 @@ class PreparedScheduler:
 def progress_of(
     optimizers: Sequence[PreparedOptimizer], schedulers: Sequence[PreparedScheduler]
 ) -> dict[str, list[Any]]:
-    """Return the progress of a model's optimizers and schedulers, as a part of its state."""
+    """Return the progress of a model's optimizers and schedulers, for the model's state."""
     return {
         "schedulers": [s.state_dict() for s in schedulers],
         "num_steps": [o.num_steps for o in optimizers],

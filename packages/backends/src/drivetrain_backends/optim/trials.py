@@ -1,9 +1,9 @@
-"""Trials of an optimizer on small tensors: whether it steps the parts of a layout as it steps full tensors.
+"""Trials of an optimizer on small tensors: does it step the parts of a layout in the same way as full tensors?
 
 Torch steps each rank's shard of a parameter, and ZeRO each rank's part of a group laid end to end. Norms, factored
-moments, blocks of quantised values and orthogonal updates then cover other elements than in a plain loop, and an
-optimizer's interface does not tell. A copy of the optimizer therefore steps small tensors in both layouts, at
-learning rates that move them visibly, because a warm-up may begin at 0.
+moments, blocks of quantised values and orthogonal updates then cover other elements than in a plain loop. An
+optimizer's interface does not tell whether it uses these. A copy of the optimizer therefore steps small tensors in
+both layouts, at learning rates that move them visibly, because a warm-up may begin at 0.
 """
 
 from collections import OrderedDict, defaultdict
@@ -45,7 +45,7 @@ class UnmovedError(Exception):
 
 
 class SmallTensor(NamedTuple):
-    """A tensor in place of parameters: its value, and its gradient for each step."""
+    """A small tensor that stands for parameters: its value, and its gradient for each step."""
 
     value: Tensor
     gradients: list[Tensor]
@@ -59,7 +59,7 @@ def step_copy(
     num_steps: int,
     step: Callable[[Any, list[list[nn.Parameter]]], None],
 ) -> Moments:
-    """Return the small tensors of each group, in a layout, after each step of a copy of an optimizer."""
+    """Step a copy of an optimizer on small tensors in a layout; return each group's tensors after each step."""
     parameters = [
         [nn.Parameter(one) for one in lay_out([small.value for small in group])] for group in groups
     ]
@@ -78,7 +78,7 @@ def step_copy(
 def check_alike(
     start: Sequence[Tensor], full: Sequence[Sequence[Tensor]], held: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> None:
-    """Compare both layouts after each step: for each full tensor a part of it, and what the other layout has there.
+    """Compare both layouts after each step; `held` pairs a part of each full tensor with the other layout's values.
 
     Raises:
         UnlikeError: A part differs by more than rounding.
@@ -105,9 +105,9 @@ def check_alike(
 
 
 def run_eagerly() -> AbstractContextManager[object]:
-    """Run a compiled step in eager mode in the block, because compiling it for each shape takes minutes.
+    """Run a compiled step in eager mode in the block, because to compile a step for each shape takes minutes.
 
-    Does nothing unless the compiler is imported: importing it takes seconds, and a compiled optimizer has done so.
+    Does nothing unless the compiler is already imported: the import takes seconds, and a compiled step implies it.
     """
     return torch.compiler.set_stance("force_eager") if is_compiler_imported() else nullcontext()
 
@@ -120,8 +120,8 @@ def _largest(values: Tensor) -> float:
 def _copy_over(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Any:
     """Return an optimizer of the same class and settings over small parameters, at learning rates that move visibly.
 
-    Copying it in torch's own way would drop attributes other than its groups and state. Hooks are left out, and so
-    are the wrappers of a scheduler, which are bound to the original.
+    A copy by torch would drop attributes other than groups and state. This copy leaves out hooks and the wrappers of
+    a scheduler, which are bound to the original.
     """
     copied = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): copied}
@@ -158,7 +158,7 @@ def _small_state(state: dict[str, Any], parameter: Tensor, small: Tensor) -> dic
 
 
 def _set_visible_rate(group: dict[str, Any]) -> None:
-    """Raise a learning rate, unless the optimizer computes its own: then it is no number or tensor."""
+    """Raise a group's learning rate, unless the optimizer computes rates: then `lr` is no number or tensor."""
     rate, initial = group.get("lr"), group.get("initial_lr")
     if isinstance(rate, bool) or not isinstance(rate, (Real, Tensor)):
         return

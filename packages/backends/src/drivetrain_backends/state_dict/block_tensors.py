@@ -9,8 +9,8 @@ Low-bit optimizers keep a state as a traceable tensor subclass (torch's `__tenso
  "shared": {name: tensor}}                the same for all blocks, such as a table of values
 ```
 
-A tensor quantised by blocks has a `block_size`, and a view and slices of whole blocks: by a slice of one block it is
-found how many elements of each part belong to a block. Others are stored whole, with all parts in "shared".
+A tensor quantised by blocks has a `block_size`, and allows a view and slices of whole blocks. A slice of one block
+tells how many elements of each part belong to a block. Other tensors are stored whole, with all parts in "shared".
 """
 
 import sys
@@ -41,7 +41,7 @@ class BlockPart:
         self._tensor, self._elements, self._start = tensor, elements, start
 
     def flat_range(self) -> tuple[int, Tensor]:
-        """Return the index of this rank's first element, and its elements, of shape (n,)."""
+        """Return the index of this rank's first element, and this rank's elements, of shape (n,)."""
         return self._start, self._elements
 
     def full_tensor(self) -> Tensor:
@@ -57,7 +57,7 @@ class BlockPart:
 
 
 def has_parts(value: object) -> bool:
-    """Return whether a value is a tensor made of several tensors; a DTensor is not, but its shard may be."""
+    """Return whether a value is a tensor made of several tensors; False for a DTensor, whatever its shard is."""
     return (
         isinstance(value, Tensor)
         and hasattr(value, "__tensor_flatten__")
@@ -67,9 +67,9 @@ def has_parts(value: object) -> bool:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a value of a state with tensors that are made of several in their plain form, inside containers too.
+    """Return a value of a state, converting tensors made of several tensors to the plain form, also in containers.
 
-    A sharded tensor whose shard is no range of whole blocks is returned as it is: other ranks' forms decide.
+    A sharded tensor is not converted if its shard is no range of whole blocks: the forms on other ranks decide.
     """
     if type(value) is Tensor:
         return value
@@ -120,7 +120,7 @@ def _store(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any
 
 
 def _layout(tensor: Any) -> tuple[int, Mapping[str, int]]:
-    """Return the number of elements in a block, 0 without known blocks, and those of each divided part in it."""
+    """Return the number of elements in a block, 0 if unknown, and of each divided part's elements in a block."""
     names, _ = tensor.__tensor_flatten__()
     block_size = getattr(tensor, "block_size", 0)
     whole = {name: getattr(tensor, name).numel() for name in names}
@@ -136,7 +136,7 @@ def _layout(tensor: Any) -> tuple[int, Mapping[str, int]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the range of elements that this rank holds, in row-major order; None if they are no range."""
+    """Return the range of elements that this rank holds, in row-major order; None if the elements form no range."""
     if not is_dtensor(tensor):
         return 0, tensor.numel()
     return box_of_dtensor(tensor).flat_range(tensor.shape)
@@ -148,7 +148,7 @@ def is_stored(value: object) -> bool:
 
 
 class Restored:
-    """Restores the states of an optimizer from their plain form, and counts those that came back in another form."""
+    """Restores an optimizer's states from the plain form, and counts the states that changed their form."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
@@ -157,7 +157,7 @@ class Restored:
         self.num_foreign = 0  # states of a class that the optimizer's own library does not have: likewise
 
     def restore(self, value: Any, parameter: Tensor | None) -> Any:
-        """Return a value of a state with all plain forms restored, sharded like the parameter if of its shape."""
+        """Return a value of a state with plain forms restored; a value of the parameter's shape is sharded alike."""
         if is_stored(value):
             return self._tensor(value, parameter)
         if type(value) is dict:
@@ -167,7 +167,7 @@ class Restored:
         return value
 
     def notes(self) -> list[str]:
-        """Return what a user should know of the states that came back in another form."""
+        """Return messages for the user about the states that changed their form."""
         notes: list[str] = []
         if self.num_cut:
             notes.append(
@@ -199,7 +199,7 @@ class Restored:
 
 
 def as_values(value: Any) -> Any:
-    """Return a value of a state with all plain forms as whole tensors in floating point."""
+    """Return a value of a state, converting all plain forms to whole tensors in floating point."""
     if is_stored(value):
         return _values(value, None)
     if isinstance(value, Mapping):
@@ -209,7 +209,7 @@ def as_values(value: Any) -> Any:
 
 @torch.no_grad()
 def values_of_shard(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """Return a sharded state whose local shard is in floating point, dequantised where it was made of several."""
+    """Return a sharded state with its local shard in floating point, dequantised if made of several tensors."""
     shard = local(tensor)
     value = shard.dequantize() if has_parts(shard) else shard
     return _shard_like(value.to(dtype), tensor)
@@ -225,7 +225,7 @@ def _shard_like(value: Tensor, like: Any) -> Tensor:
 
 @torch.no_grad()
 def _values(stored: Mapping[str, Any], like: Tensor | None) -> Tensor:
-    """Return the values of a stored tensor in floating point: those of a parameter's shard, or all of them."""
+    """Return the values of a stored tensor in floating point: all values, or those for the shard `like`."""
     shape = torch.Size(stored["shape"]) if like is None else local(like).shape
     span = (0, prod(stored["shape"])) if like is None else _span(like)
     block_size = stored["block_size"]
@@ -265,7 +265,7 @@ def _rebuilt(stored: Mapping[str, Any], shape: torch.Size, span: tuple[int, int]
 
 
 def _elements(leaf: Any, start: int, stop: int) -> Tensor:
-    """Return a copy of a range of a part's elements; those that were not read, of cut blocks, are zeros."""
+    """Return a copy of a range of a part's elements. Elements of cut blocks that were not read are zeros."""
     if not hasattr(leaf, "flat_range"):
         return leaf[start:stop].clone()
     first, held = leaf.flat_range()
@@ -277,7 +277,7 @@ def _elements(leaf: Any, start: int, stop: int) -> Tensor:
 
 
 def _class_named(name: str) -> Any:
-    """Return a tensor class of an imported module: a checkpoint must not be able to have modules imported."""
+    """Return a tensor class from an already imported module: a checkpoint must not cause imports."""
     module, _, path = name.partition(":")
     kind: Any = sys.modules.get(module)
     for each in path.split("."):

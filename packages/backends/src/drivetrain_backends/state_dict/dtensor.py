@@ -1,6 +1,6 @@
 """Conversions between a sharded tensor, its local shard and the full tensor.
 
-DTensor is not imported, since that takes as long as importing torch: a model that is not sharded comes here too.
+This module does not import DTensor, because models without shards need it too: the import takes as long as torch's.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from drivetrain_weights.tensor_box import is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard; a tensor that is not sharded is returned as it is."""
+    """Return this rank's shard; return a tensor that is not sharded unchanged."""
     return plain_values(tensor.to_local()) if is_dtensor(tensor) else tensor
 
 
 def plain_values(tensor: Any) -> Tensor:
-    """Return the tensor inside one whose class only says how its values are gathered, such as in fp8.
+    """Return the plain tensor inside a tensor whose class only sets how its values are gathered, such as in fp8.
 
-    A class with values of another shape or dtype inside, such as a quantised one, is returned as it is.
+    If the values inside have another shape or dtype, as in a quantised tensor, return the tensor unchanged.
     """
     if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
         return tensor
@@ -33,7 +33,7 @@ def plain_values(tensor: Any) -> Tensor:
 
 
 def plain_dtensor(tensor: Any) -> Any:
-    """Return a sharded tensor that shares its shard's values and has no class but a DTensor's."""
+    """Return a sharded tensor as a plain DTensor, which shares the values of the shard."""
     shard = tensor.to_local()
     plain = plain_values(shard)
     if plain is shard:
@@ -42,7 +42,7 @@ def plain_dtensor(tensor: Any) -> Any:
 
 
 def sharded_like(shard: Tensor, like: Any) -> Any:
-    """Return this rank's shard as a tensor that is sharded like another, on the device of the mesh."""
+    """Return this rank's shard as a tensor that is sharded like `like`, on the device of the mesh."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -86,9 +86,9 @@ def write(target: Tensor, value: Tensor, device: torch.device) -> None:
 
 @torch.no_grad()
 def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> None:
-    """Copy rank 0's value into a tensor, each rank taking its shard; other ranks pass None. Called on all ranks.
+    """Copy rank 0's value into a tensor; each rank copies its shard. Called on all ranks; only rank 0 passes a value.
 
-    Each rank other than 0 holds only this one tensor in full.
+    Ranks other than 0 hold only this tensor in full.
     """
     whole = torch.empty(target.shape, dtype=target.dtype, device=context.device)
     if value is not None:

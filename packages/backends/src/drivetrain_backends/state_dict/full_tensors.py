@@ -1,4 +1,4 @@
-"""Full tensors from sharded states; of a model one at a time, so that they cost one tensor beyond the shards."""
+"""Full tensors from sharded states. A model's tensors are gathered one at a time: memory holds one full tensor."""
 
 from collections.abc import Generator, Mapping
 from typing import Any, cast
@@ -33,8 +33,8 @@ def full_tensor(value: Any) -> Tensor:
 def full_state_dict(state: Any, *, keep: bool = True) -> Any:
     """Return a nested state with its sharded tensors replaced by full ones on the CPU. Called on all ranks.
 
-    Tensors are gathered one at a time. A tensor at two places, such as a tied weight, is gathered once and stays
-    shared.
+    Tensors are gathered one at a time. A tensor that occurs twice in the state, such as a tied weight, is gathered
+    once and stays shared.
 
     Args:
         state: Nested dicts, lists and tuples.
@@ -71,7 +71,7 @@ def iter_full_tensors(
         Each name with a copy of the full tensor on the CPU; the copy is None on ranks that do not get it.
 
     Raises:
-        TypeError: `prepared` is a module, such as an Accelerator returns.
+        TypeError: `prepared` is a module, such as `Accelerator.prepare` returns.
     """
     _check_prepared("iter_full_tensors", prepared)
     keep = everywhere or context.topology.is_main
@@ -84,7 +84,7 @@ def iter_full_tensors(
 
 
 def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False) -> dict[str, Tensor]:
-    """Return a model's state as a single process would have it, gathered one tensor at a time. Called on all ranks.
+    """Return the state of a model that a single process would have, one tensor at a time. Called on all ranks.
 
     Args:
         prepared: The prepared model, on all ranks.
@@ -92,8 +92,8 @@ def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False
         everywhere: Whether all ranks get the state.
 
     Returns:
-        Copies on the CPU by plain names, a tied weight as one tensor under all of its names; empty on ranks that do
-        not get it. Module state other than tensors (`get_extra_state`) is left out.
+        Copies on the CPU by plain names; empty on ranks that do not get the state. A tied weight is one tensor under
+        all of its names. Module state other than tensors (`get_extra_state`) is left out.
     """
     found: dict[str, Tensor] = {}
     tied = find_ties(prepared.unwrap(), rename=strip_wrapper_prefix)
@@ -106,7 +106,7 @@ def full_model(prepared: Prepared, context: Context, *, everywhere: bool = False
 def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | None, context: Context) -> None:
     """Load a model from full tensors that only rank 0 reads, one at a time. Called on all ranks.
 
-    A mapping that reads on demand, such as one over safetensors' `safe_open`, limits rank 0 to one tensor too.
+    If the mapping reads on demand, as over safetensors' `safe_open`, rank 0 too holds only one tensor at a time.
 
     Args:
         prepared: The prepared model, on all ranks.
@@ -138,7 +138,7 @@ def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | Non
 
 
 def _check_prepared(function: str, given: object) -> None:
-    """Refuse a module, which has a `state_dict` too, in place of a `Prepared`."""
+    """Refuse a module that is passed in place of a `Prepared`; both have a `state_dict`."""
     if isinstance(given, nn.Module):
         raise TypeError(
             f"{function}({type(given).__name__}): it takes what a backend's prepare() returns; a model of an "
@@ -148,7 +148,7 @@ def _check_prepared(function: str, given: object) -> None:
 
 
 def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
-    """Refuse to write into copies, which would change nothing."""
+    """Refuse a backend whose state consists of copies: a write into copies would change nothing."""
     live = prepared.unwrap().state_dict()
     for name, value in own.items():
         if local(value).data_ptr() != local(live[name]).data_ptr():
@@ -158,7 +158,7 @@ def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
 
 
 def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:
-    """Return how the names on rank 0 differ from the model's; empty if they do not."""
+    """Return a message on how rank 0's names differ from the model's names; empty if they are equal."""
     if tensors is None:
         return "load_full_state_dict(tensors=None) on rank 0: it is the rank that reads; give it the mapping"
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))

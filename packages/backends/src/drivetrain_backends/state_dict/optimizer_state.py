@@ -8,8 +8,8 @@
  "own": value}                                         the state_dict() itself, if its form is not torch's
 ```
 
-The last three exist only for optimizers that have them; "own" replaces the others. Tensors that are made of several,
-as low-bit optimizers have them, are in the plain form of `block_tensors`.
+The last three keys exist only for optimizers that need them. "own" replaces all other keys. Tensors made of several
+tensors, such as those of low-bit optimizers, are in the plain form of `block_tensors`.
 """
 
 import math
@@ -42,7 +42,7 @@ _OTHERS, _BESIDE, _OWN = "others", "beside", "own"
 
 
 def named_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Return an optimizer's own `state_dict` by parameter names, in the form of this module's docstring."""
+    """Return an optimizer's own `state_dict` by parameter names, in the form that the module's docstring shows."""
     state = name_state(optimizer.state_dict(), named_groups(optimizer, names))
     kept = {key: as_stored(value) for key, value in state.items() if key != "param_groups"}
     return {**state, **kept}
@@ -104,13 +104,13 @@ def load_named_state(
 
 
 def _as_range(optimizer: Optimizer, positions: list[int]) -> Sequence[int]:
-    """Return positions in a form in which torch's own load finds each at once, and not by a walk through a list."""
+    """Return positions in a form that torch's own load searches at once, and not by a walk through a list."""
     found = range(positions[0], positions[-1] + 1) if positions else range(0)
     return found if _loads_as_torch(optimizer) and list(found) == positions else positions
 
 
 def _convert_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved options, each number a tensor or not as the optimizer was built: some step with one kind only."""
+    """Return saved options; a number becomes a tensor or plain as in `live`, since some optimizers take only one."""
     options = dict(saved)
     for key, value in saved.items():
         mine = live.get(key)
@@ -122,7 +122,7 @@ def _convert_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict
 
 
 def check_named_state(optimizer: Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> None:
-    """Compare a named state with the optimizer that is to load it."""
+    """Refuse a named state that does not fit the optimizer that will load it."""
     mine = name_state(optimizer.state_dict(), named_groups(optimizer, names))
     kind = type(optimizer).__name__
     if (_OWN in mine) != (_OWN in saved):
@@ -158,7 +158,7 @@ def check_groups(
     *,
     only_parameters: bool = False,
 ) -> None:
-    """Compare the parameter groups of an optimizer with saved ones, which hold no options with `only_parameters`."""
+    """Refuse saved parameter groups that differ from an optimizer's; `only_parameters` ignores their options."""
     if len(saved) != len(own):
         raise ValueError(
             f"the optimizer has {len(own)} parameter groups, the checkpoint {len(saved)}; build it with the same "
@@ -179,10 +179,10 @@ def check_groups(
 
 
 def check_divisible(optimizer: Optimizer, *, where: str, scalars: bool) -> None:
-    """Refuse an optimizer that keeps state where `where` cannot divide it among ranks.
+    """Refuse an optimizer with state that the backend `where` cannot divide among ranks.
 
-    A sharding backend divides the state of each parameter. Of state kept elsewhere it could save at most one rank's
-    part. With `scalars`, plain values are allowed, which are the same on all ranks.
+    A sharding backend divides the state of each parameter. It could save only one rank's part of any other state.
+    With `scalars`, plain values are allowed, because they are the same on all ranks.
     """
     places = [
         [f"{g}.{i}" for i, _ in enumerate(group["params"])] for g, group in enumerate(optimizer.param_groups)
@@ -221,7 +221,7 @@ def refuse_undivided(saved: Mapping[str, Any], *, where: str) -> None:
 
 
 def _has_torch_shape(own: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
-    """Return whether a state is `state` by parameter and `param_groups`, like torch's own."""
+    """Return whether a state has torch's form: `param_groups`, and `state` by parameter."""
     groups, state = own.get("param_groups"), own.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping) or len(groups) != len(names):
         return False
@@ -245,7 +245,7 @@ def _names_by_key(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[
 
 
 def _loads_as_torch(optimizer: Optimizer) -> bool:
-    """Return whether only torch's own loading handles a state, which drops unknown entries."""
+    """Return whether an optimizer loads a state only by torch's own method, which drops unknown entries."""
     return type(optimizer).load_state_dict is Optimizer.load_state_dict and not changes_states(optimizer)
 
 
@@ -266,7 +266,7 @@ def _values_in(value: Any) -> Iterable[Any]:
 
 
 def _may_be_by_place(extra: Any) -> bool:
-    """Return whether part of a state may follow the order of the parameters; only scalars by key cannot."""
+    """Return whether part of a state may depend on the order of the parameters; False for scalars by key."""
     if not isinstance(extra, Mapping):
         return extra is not None
     kept = cast("Mapping[Any, Any]", extra)

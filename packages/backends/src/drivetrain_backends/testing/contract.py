@@ -48,12 +48,12 @@ class BackendContract:
 
     Attributes:
         backend: The class under test.
-        settings: The settings with which it is constructed.
-        dtype: The dtype of the model; float64 unless the backend does not support it.
+        settings: The settings with which the backend is constructed.
+        dtype: The dtype of the model; float64 unless the backend does not support float64.
         tolerance: The largest difference of losses, norms and weights from the plain loop; relative above 1.
-            Gradients are derived from the movements of weights, and may differ by this over the learning rate.
+            Gradients are derived from movements of weights, and may differ by tolerance / learning rate.
         modes: The precisions that the backend supports.
-        trains_models_together: Whether one optimizer may train two models; otherwise this must be refused.
+        trains_models_together: Whether one optimizer may train two models; if not, the backend must refuse this.
         mixed_tolerance: The tolerance for fp16 or bf16, against a plain loop in float32.
     """
 
@@ -168,7 +168,7 @@ class BackendContract:
         resumed.backend.close()
 
     def check_two_models(self, context: Context) -> None:
-        """Check two models under one optimizer, prepared in two calls: trained like one model, or refused."""
+        """Check two models under one optimizer, prepared in two calls: they train like one model, or are refused."""
         if self.trains_models_together:
             for counted in (False, True):
                 self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
@@ -204,7 +204,7 @@ class BackendContract:
         backend.close()
 
     def check_gan(self, context: Context) -> None:
-        """Check a generator and a discriminator that train in turns, the latter frozen meanwhile."""
+        """Check a generator and a discriminator that train in turns; the discriminator is frozen in between."""
         for case in (Case(windows=[1] * 4), Case(windows=[2, 2, 1], accumulation=2, clip=0.2)):
             self._check_gan(context, case)
 
@@ -245,7 +245,7 @@ class BackendContract:
         run.backend.close()
 
     def check_failed_micro_batch(self, context: Context) -> None:
-        """Check that gradients before an exception are in no step once cleared, and that `close` ends the window."""
+        """Check that gradients cleared after an exception are in no step, and that `close` ends the window."""
         case = Case(windows=[2] * 3, accumulation=2)
         expected = train_plainly(case, context.topology.world_size, self.dtype)
         run = self._start(context, case)

@@ -15,7 +15,7 @@ Window: TypeAlias = list[list[tuple[Tensor, Tensor]]]  # [micro-batch][rank] -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A way to train."""
+    """The options of a training run that a check compares with the plain loop."""
 
     # The number of micro-batches of each accumulation window; a shorter one closes early.
     windows: Sequence[int]
@@ -85,8 +85,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
     """Return the data of all ranks.
 
-    For counted losses, sizes differ by rank and micro-batch, and some are zero: that rank gets a batch of one, whose
-    loss has a count of 0.
+    For counted losses, batch sizes differ by rank and micro-batch, and some are zero. A rank of size zero gets a
+    batch of one item, whose loss has a count of 0.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -102,7 +102,7 @@ def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]
 
 
 def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, int | None]:
-    """Return the loss of a micro-batch: a mean, or a sum with its count, which leaves out NaN targets."""
+    """Return the loss of a micro-batch: a mean, or a sum with its count. NaN targets do not count."""
     if not case.counted:
         return (output - target).square().sum(-1).mean(), None
     real = target.isfinite()
@@ -138,7 +138,7 @@ def train_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[PlainS
 class UsedGradients:
     """The gradients that the optimizer of `make_optimizer` used, derived from the movements of the weights.
 
-    They are thus comparable wherever a backend keeps its gradients.
+    The gradients of all backends are thus comparable, wherever a backend keeps its gradients.
 
     Args:
         weights: The weights before the first step.

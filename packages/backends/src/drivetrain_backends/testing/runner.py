@@ -68,7 +68,7 @@ def whole_weights(prepared: Prepared) -> dict[str, Tensor]:
 
 
 def clip_and_step(prepared: Prepared, case: Case) -> None:
-    """End a micro-batch of a model with one optimizer, like a user's loop."""
+    """Clip, step and clear gradients like a user's loop, for a model with one optimizer."""
     if case.clip is not None:
         prepared.clip(norm=case.clip)
     prepared.optimizers[0].step()

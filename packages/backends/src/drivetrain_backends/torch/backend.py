@@ -36,10 +36,10 @@ from drivetrain_state import Context
 
 
 class TorchBackend:
-    """The common part of all backends; alone, one that leaves each model and its gradients as they are.
+    """The base class of all backends. Used alone, it neither wraps models nor changes gradients.
 
-    Without `settings`, those of the backend's section have their defaults; without a `reducer`, torch's autograd runs
-    backwards alone.
+    Without `settings`, the backend's section has its defaults. Without a `reducer`, torch's autograd alone runs
+    backwards.
     """
 
     settings_section: ClassVar[str | None] = None
@@ -75,7 +75,7 @@ class TorchBackend:
         return settings if settings is not None or cls.settings_type is None else cls.settings_type()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that the user calls, for a model that is on its device and under autocast."""
+        """Return the module that the user calls. The model is already on its device and under autocast."""
         return model
 
     def make_prepared(self, model: nn.Module) -> TorchPrepared:
@@ -83,19 +83,19 @@ class TorchBackend:
         return TorchPrepared(model, context=self.context, tracker=self._tracker)
 
     def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse models that cannot be placed, before any change; `trained_by` has their first optimizers."""
+        """Refuse models that cannot be placed, before any change; `trained_by` maps models to first optimizers."""
         del trained_by
         for model in models:
             check_values(model)
 
     def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Restore the `placed` models of a failed `prepare`; note in `error` what cannot be undone."""
+        """Restore the `placed` models after a failed `prepare`; note in `error` any change that cannot be undone."""
         del error
         for prepared in placed:
             prepared.release()
 
     def move_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Move state that an optimizer loaded earlier to where the parameters of its placed models are now."""
+        """Move an optimizer's earlier state to the devices on which the parameters of its models are now placed."""
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())
 
@@ -159,7 +159,7 @@ class TorchBackend:
     def pair(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> list[tuple[Optimizer, nn.Module]]:
-        """Return each optimizer with the first model that it trains, of the new models and the earlier ones."""
+        """Return each optimizer with the first model that it trains, among new and earlier models."""
         plain = [*(p.unwrap() for p in self._prepared), *models]
         return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
 
@@ -218,7 +218,7 @@ class TorchBackend:
         return AutoValue(value=None, reason="one process has no gradients to add up")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale, if there is one, and the reference count of counted losses."""
+        """Return the loss scale, if the run has a loss scale, and the reference count of counted losses."""
         return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ class TorchBackend:
         self._tracker.load_state_dict(state)
 
     def close(self) -> None:
-        """Restore every model to its own class and forget all models."""
+        """Restore every model's original class and forget all models."""
         for group in self._tracker.groups:
             group.skips.close()
         for prepared in self._prepared:
@@ -251,13 +251,13 @@ class TorchBackend:
         return self.make_prepared(wrapped)
 
     def _groups(self) -> list[GradientGroup]:
-        """Return the group of each prepared model: together with those that share an optimizer or a parameter."""
+        """Return the group of each prepared model; models that share an optimizer or a parameter are in one group."""
         models = [prepared.unwrap() for prepared in self._prepared]
         optimizers = [o.optimizer for prepared in self._prepared for o in prepared.optimizers]
         return group_models(models, [owners(optimizer, models) for optimizer in optimizers], self._tracker)
 
     def _regroup(self) -> None:
-        """Group the models anew, after models or optimizers were added."""
+        """Update the groups of models after models or optimizers were added."""
         groups = self._groups()
         for prepared, group in zip(self._prepared, groups, strict=True):
             prepared.group = group
@@ -287,10 +287,10 @@ def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[objec
 def read_dtypes(
     models: Sequence[nn.Module], policy: Policy, updates: Bf16Updates | None
 ) -> dict[str, object]:
-    """Return the fields of the `precision` section that say dtypes, as they are in the models.
+    """Return the models' values of the fields of the `precision` section that set dtypes.
 
-    All of these fields but `reduce_dtype`, which only the backend knows. Without models, the values are those that
-    will be applied.
+    The field `reduce_dtype` is missing, because only the backend knows its value. Without models, the values are
+    those that will be applied.
     """
     dtypes = policy.dtypes
     names = ("param_dtype", "output_dtype", "buffer_dtype", "keep_fp32", "weight_update")
@@ -326,6 +326,6 @@ def _join_names(names: set[str | None]) -> str | None:
 
 
 def _are_islands(model: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern matches modules of a model, all of which compute in fp32 in it."""
+    """Return whether a pattern matches modules of a model and all matching modules compute in fp32."""
     matched = matching_modules(unwrap_compiled(model), pattern).values()
     return bool(matched) and all(isinstance(module, Fp32Island) for module in matched)

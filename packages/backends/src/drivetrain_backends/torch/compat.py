@@ -1,7 +1,7 @@
 """The private and undocumented names of torch's DistributedDataParallel that this backend uses, in one place.
 
-torch has no public API for them. They are the same in torch 2.9 to 2.15 unless a function says otherwise;
-tests/backends/torch/test_compat.py holds each one to what is relied on, and docs/platforms.md lists them.
+torch has no public API for these names. They are the same in torch 2.9 to 2.15 unless a function says otherwise.
+tests/backends/torch/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
 """
 
 import re
@@ -28,7 +28,7 @@ _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 
 
 def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
-    """Return the arguments of DDP that are settings here, by the names of the settings, with buckets in MiB."""
+    """Return the arguments of DDP that the `ddp` section sets, by the names of the settings, with buckets in MiB."""
     return {
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
@@ -39,14 +39,14 @@ def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have torch call a function at the end of the backward that this thread is in.
+    """Have torch call a function at the end of the backward that this thread runs.
 
-    Such functions run in the order in which they were queued, once every gradient is computed. DDP's reducer queues
-    one, which waits for the other ranks, when its last bucket is full. Any thread of autograd may run them; the
-    current stream is then that of the caller of backward.
+    Queued functions run in their order, once every gradient is computed. When its last bucket is full, DDP's reducer
+    queues a function that waits for the other ranks. Any thread of autograd may run the functions; the current stream
+    is then that of the caller of backward.
 
     Raises:
-        RuntimeError: The thread is in no backward.
+        RuntimeError: The thread runs no backward.
     """
     Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
@@ -57,19 +57,19 @@ def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[...
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has rebuilt its buckets, once in its life, which moves gradients to other tensors."""
+    """Return whether DDP has rebuilt its buckets. DDP does so once, which moves gradients to other tensors."""
     return ddp._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
 def accumulators(parameters: Iterable[Tensor]) -> list[object]:
-    """Return the nodes of autograd that add up the gradients of parameters, at which DDP's reducer waits for them."""
+    """Return the autograd nodes that accumulate the gradients of parameters; DDP's reducer hooks into these nodes."""
     return [get_gradient_edge(parameter).node for parameter in parameters]
 
 
 def are_attached(parameters: Iterable[Tensor], nodes: Iterable[object]) -> bool:
-    """Return whether the trainable ones of some parameters have the nodes that they had.
+    """Return whether the trainable parameters still have the autograd nodes `nodes`.
 
-    Torch gives a parameter another node when its dtype or device changes, where the reducer is not.
+    When a parameter's dtype or device changes, torch gives it a new node, without the reducer's hook.
     """
     pairs = zip(parameters, nodes, strict=False)
     return all(get_gradient_edge(p).node is node for p, node in pairs if p.requires_grad)
@@ -81,13 +81,13 @@ def in_functional_transform() -> bool:
 
 
 def reduces(ddp: DistributedDataParallel) -> bool:
-    """Return whether forwards of the wrapper prepare the reducer for their backward; False inside `no_sync`."""
+    """Return whether a forward of the wrapper prepares the reducer for its backward; False inside `no_sync`."""
     return ddp.require_backward_grad_sync
 
 
 @contextmanager
 def leaving_out(module: nn.Module, names: Iterable[str]) -> Generator[None]:
-    """Let a replica that is made of a module in the block not send some of its parameters, by their names."""
+    """Exclude the named parameters of a module from communication by a replica that is made in the block."""
     given: Any = getattr(module, _LEFT_OUT, None)
     setattr(module, _LEFT_OUT, {*(given or ()), *names})
     try:
@@ -105,12 +105,12 @@ def disable_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def sync_buffers_next(ddp: DistributedDataParallel, is_wanted: bool) -> None:
-    """Set whether the next forward broadcasts buffers, which DDP otherwise does after a forward that reduces."""
+    """Set whether the next forward broadcasts buffers. Otherwise DDP does so after a forward that reduces."""
     ddp.require_forward_param_sync = is_wanted
 
 
 def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Return whether a backward has come from the wrapper's first forward, from which DDP learns a static graph."""
+    """Return whether DDP has learnt its static graph, from a backward of the wrapper's first forward."""
     return ddp._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
 
 
@@ -120,9 +120,9 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
 
 
 def unreduced_parameters(error: RuntimeError) -> list[int] | None:
-    """Return the numbers of the parameters that got no gradient, counted over the trained ones of the module.
+    """Return the indices, among the module's trained parameters, of the parameters that got no gradient.
 
-    None if the error is another one.
+    Return None if `error` has another cause.
     """
     found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
     return None if found is None else [int(index) for index in re.findall(r"\d+", found[1])]

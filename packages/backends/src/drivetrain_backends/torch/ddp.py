@@ -47,7 +47,7 @@ class DDPBackend(TorchBackend):
 
     Raises:
         RuntimeError: The context has no process group.
-        PrecisionError: The communication hook and the run's `reduce_dtype` say different dtypes.
+        PrecisionError: The communication hook and the run's `reduce_dtype` set different dtypes.
     """
 
     settings_section: ClassVar[str | None] = "ddp"
@@ -77,7 +77,7 @@ class DDPBackend(TorchBackend):
     ) -> tuple[TorchPrepared, ...]:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
-        A wrapper of this backend's that `close` released may come in place of the user's module: it is used again.
+        In place of the user's module, a wrapper that `close` of this backend released may be given and is used again.
 
         Raises:
             ValueError: A model is already prepared; two models share a trainable parameter; or `sync_batch_norm` is
@@ -105,7 +105,7 @@ class DDPBackend(TorchBackend):
         return prepared
 
     def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse models whose parameters have no shape yet, or whose forwards write into them."""
+        """Refuse models whose parameters have no shape yet, or whose forwards write into parameters."""
         super().check_models(models, trained_by)
         for model in models:
             check_not_lazy(model)
@@ -139,7 +139,7 @@ class DDPBackend(TorchBackend):
             self._gradients.forget(prepared.unwrap())
 
     def close(self) -> None:
-        """Restore every model and layer to its own class and forget all models."""
+        """Restore the original classes of all models and layers, and forget all models."""
         super().close()
         self._gradients.close()
         restore_batch_norms(self._batch_norms)
@@ -170,7 +170,7 @@ class DDPBackend(TorchBackend):
         return replica
 
     def _replicate(self, model: nn.Module, *, at_close: bool) -> Replica:
-        """Return the DDP wrapper of a model, as the settings say."""
+        """Return a new DDP wrapper of a model, configured by the settings."""
         settings, device = self.settings, self.context.device
         if self.context.group is None:
             raise RuntimeError(
@@ -193,7 +193,7 @@ class DDPBackend(TorchBackend):
         return replica
 
     def _take_back(self, replica: Replica) -> Replica:
-        """Use a wrapper again that `close` released; its reducer is as it was. Called on all ranks."""
+        """Use a wrapper again that `close` released; the reducer is unchanged. Called on all ranks."""
         self._gradients.open()
         if not replica.at_close:
             self._gradients.unreduced |= replica.left_out()
@@ -202,7 +202,7 @@ class DDPBackend(TorchBackend):
         return replica
 
     def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
-        """Add the gradients of a loss and average them, for steps of the program's own; see `SupportsManualSteps`."""
+        """Add the gradients of a loss and average them, if the program itself steps; see `SupportsManualSteps`."""
         tracker = self._tracker
         if self.scaler is not None:
             raise PairingError(
@@ -304,8 +304,8 @@ def _check_shared(models: Sequence[nn.Module]) -> None:
 class ReplicatedPrepared(TorchPrepared):
     """A replica with its optimizers, or a model that is not trained.
 
-    Weights are compared across ranks every `check_drift_every` steps of the group's first optimizer; for None at the
-    first step, and at saves.
+    Weights are compared across ranks every `check_drift_every` steps of the group's first optimizer. For None, they
+    are compared at the first step and at saves.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class ReplicatedPrepared(TorchPrepared):
         self._num_steps = 0
 
     def known_parameters(self) -> KnownParameters:
-        """Return the record that the replica keeps."""
+        """Return the record of the model's parameters; a replica keeps this record itself."""
         return self.model.known if isinstance(self.model, Replica) else super().known_parameters()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -362,7 +362,7 @@ class ReplicatedPrepared(TorchPrepared):
             replica.is_unreduced = False
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed, and compare weights in due time. Called on all ranks."""
+        """Step one optimizer if the window is closed; compare weights if a check is due. Called on all ranks."""
         if self._gradients.unreduced and self._window.closing:
             self._gradients.check_unreduced(optimizer)
         result = super().step(optimizer)

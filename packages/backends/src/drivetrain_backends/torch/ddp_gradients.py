@@ -1,4 +1,4 @@
-"""Gradients of replicas: averaged by DDP's reducer during backward; what it missed, when the window closes."""
+"""Gradients of replicas: DDP's reducer averages during backward; the rest is averaged when the window closes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -152,7 +152,7 @@ class ReplicatedGradients(ParameterGradients):
     def open(self) -> None:
         """Create the process group for averaging, once. Called on all ranks.
 
-        A separate group: in a shared one, an all-reduce of the reducer would silently match one that a rank left out.
+        In a shared group, an all-reduce of the reducer would silently match an all-reduce that a rank left out.
         """
         if self._group is None and self.averages:
             made = dist.new_group()

@@ -36,8 +36,8 @@ _COMPRESSED = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
 class Replica(ModuleProxy, DistributedDataParallel):
     """A DDP wrapper that accepts a model frozen later, and names the parameters that got no gradient.
 
-    DDP's reducer averages one backward after each forward of the wrapper: the first that reaches all parameters. The
-    gradients that another backward adds stay local.
+    After each forward of the wrapper, DDP's reducer averages the first backward that reaches all parameters. The
+    gradients of other backwards stay local.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
@@ -59,7 +59,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         self.forward_attributes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; bypass DDP where it would wait in vain for gradients: of a frozen model."""
+        """Run the model's forward; bypass DDP for a frozen model, whose gradients DDP would await in vain."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self.module(*inputs, **kwargs)
         try:
@@ -96,8 +96,8 @@ class Replica(ModuleProxy, DistributedDataParallel):
     def gradient_versions(self) -> GradientVersions:
         """Return the versions of the gradients, which change when a backward reaches the model.
 
-        An armed reducer requires a gradient for every parameter, so one parameter is enough, unless DDP itself finds
-        unused parameters.
+        A reducer that waits requires a gradient for every parameter. One parameter is then enough, unless DDP itself
+        finds unused parameters.
         """
         if self.is_armed and not (self.find_unused_parameters or self.static_graph):
             sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
@@ -122,8 +122,8 @@ class Replica(ModuleProxy, DistributedDataParallel):
     def _check_attached(self) -> None:
         """Refuse a backward that the reducer did not see, because parameters were converted or moved.
 
-        Torch then delivers a parameter's gradient past the reducer, also once it is converted back. The reducer
-        itself refuses a backward with only some of the parameters, unless its settings allow that.
+        Torch then delivers a parameter's gradient past the reducer, even after the parameter is converted back. The
+        reducer itself refuses a backward with only some of the parameters, unless its settings allow that.
         """
         self._num_backwards += 1
         may_be_partial = self.find_unused_parameters or self.static_graph
@@ -139,7 +139,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
             self.known.look_at_forms(_NOT_AVERAGED)
 
     def refuse_converted(self, error: BaseException | None = None) -> None:
-        """Refuse parameters that the reducer watches no longer; see `_check_attached`."""
+        """Refuse parameters that the reducer no longer watches; see `_check_attached`."""
         self.known.look_at_forms(_NOT_AVERAGED, error=error)
         if not compat.are_attached(self._reduced_parameters, self._attached):
             raise ReplacedParameterError(
@@ -148,7 +148,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
             ) from error
 
     def check_reduced(self) -> None:
-        """Refuse gradients of a backward that reached only some parameters, so that DDP waits for the others."""
+        """Refuse the gradients if the last backward reached only some parameters: DDP waits for the others."""
         try:
             compat.check_reduced(self)
         except RuntimeError as error:
@@ -206,7 +206,7 @@ def check_hook(settings: DDPSettings, dtypes: DtypePolicy) -> None:
 
 
 def register_hook(replica: DistributedDataParallel, settings: DDPSettings, dtype: torch.dtype | None) -> None:
-    """Register what sends a replica's gradients: the hook of the settings, or one that sums in `dtype`."""
+    """Register a replica's communication hook: the hook of the settings, or a hook that sums in `dtype`."""
     hook = settings.communication_hook
     if hook == "none":
         reduced = {p.dtype for p in replica.module.parameters() if p.requires_grad}
@@ -224,7 +224,7 @@ def register_hook(replica: DistributedDataParallel, settings: DDPSettings, dtype
 
 
 def applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
-    """Return how gradients are compressed, read back from DDP's hooks."""
+    """Return the settings of gradient compression, read back from DDP's hooks."""
     names = {hook: name for name, hook in _HOOKS.items()} | {reduce_in_dtype: "none"}
     found: dict[str, object] = {"communication_hook": "none"}
     for hook, state in compat.communication_hooks(replica):
@@ -236,7 +236,7 @@ def applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
 
 
 def hook_dtype(replica: DistributedDataParallel) -> torch.dtype | None:
-    """Return the dtype in which the reducer sums gradients, read back; None if they have several or PowerSGD's."""
+    """Return the dtype in which the reducer sums gradients, read back; None for several dtypes or PowerSGD."""
     for hook, state in compat.communication_hooks(replica):
         if isinstance(state, ReduceIn):
             return state.dtype

@@ -1,4 +1,4 @@
-"""A prepared model with its optimizers: the common part of all backends, for one that torch's own autograd trains."""
+"""A prepared model with its optimizers, trained by torch's autograd: the base class for all backends."""
 
 import logging
 import math
@@ -69,7 +69,7 @@ class TorchPrepared:
         self._tracker.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing, because there is nothing to keep local; see `Prepared.no_sync`."""
+        """Do nothing, because gradients are always local; see `Prepared.no_sync`."""
         return nullcontext()
 
     def step(self, optimizer: Optimizer) -> StepResult:
@@ -160,7 +160,7 @@ class TorchPrepared:
                 dist.broadcast(parameter.detach(), src=0)
 
     def release(self) -> nn.Module:
-        """Undo the preparation and return the user's module with its own class."""
+        """Undo the preparation and return the user's module, with its original class restored."""
         return restore_forward(self.unwrap())
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class TorchPrepared:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state of any backend; see `Prepared.load_state_dict`. Called on all ranks.
 
-        A checkpoint with other parameters or numbers of optimizers or schedulers is refused before any change.
+        A state with other parameters, or another number of optimizers or schedulers, is refused before any change.
         """
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
@@ -208,7 +208,7 @@ class TorchPrepared:
                 )
 
     def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """Return the parameters to clip: the model's own unless others are given."""
+        """Return the parameters to clip: the given parameters; for None, those of the model."""
         return list(weights_of(self.unwrap()) if parameters is None else parameters)
 
     def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -224,9 +224,9 @@ class TorchPrepared:
     def _are_finite(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
     ) -> bool:
-        """Check for infinities before clipping, which would spread a NaN to all gradients and hide an infinity.
+        """Return whether gradients are finite, before clipping spreads a NaN to all gradients or hides an infinity.
 
-        Groups clipped by one norm are skipped together, because the norm is meaningless once a part of it is not
+        Groups clipped by one norm are skipped together, because the norm is meaningless if any gradient in it is not
         finite.
         """
         if self._window.nonfinite_gradients != "ignore":
@@ -242,7 +242,7 @@ class TorchPrepared:
         return False
 
     def _tell_states(self, optimizer: Optimizer) -> None:
-        """Log in how many bits a low-bit optimizer keeps its states; a warning if that saves little memory."""
+        """Log the number of bits of a low-bit optimizer's states; warn if low bits save little memory."""
         self._untold.discard(optimizer)
         states = optimizer_states(optimizer)
         if self._context.topology.is_main:
@@ -250,7 +250,7 @@ class TorchPrepared:
             logger.log(logging.WARNING if saves_little else logging.INFO, "%s", states)
 
     def _refuse_nonfinite(self, groups: Sequence[GradientGroup]) -> None:
-        """End the run on non-finite gradients, if its settings say so and no smaller loss scale is left to try."""
+        """Raise on non-finite gradients, if the settings end the run and no smaller loss scale is left to try."""
         groups = [group for group in groups if group.final.overflowed]
         if self._window.nonfinite_gradients != "raise" or not groups:
             return
@@ -283,7 +283,7 @@ class TorchPrepared:
         return [value] if self._is_alone else gather_object(self._context, value)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the reduced gradient of a parameter, or this rank's part. Called on all ranks."""
+        """Return the reduced gradient of a parameter, or this rank's part of a sharded one. Called on all ranks."""
         return parameter.grad
 
     def _load_model(self, state: Mapping[str, Any]) -> None:
@@ -295,7 +295,7 @@ class TorchPrepared:
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's parameters, whatever a `parameters` of its own leaves out."""
+    """Return all parameters of a module, even if the module overrides `parameters` and leaves some out."""
     return [parameter for _, parameter in nn.Module.named_parameters(module)]
 
 
