@@ -96,22 +96,22 @@ def launched() -> RankEnvironment | None:
 
 
 def own_rank() -> None:
-    """Note in the environment that this process is the rank of its variables, so that a child is known as a child.
+    """Record in the environment that this process owns its rank's variables, to recognize its child processes.
 
-    A rank that is the only one notes nothing: its children wait for no others.
+    With a single rank, nothing is recorded, because its children wait for no other ranks.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os.environ[_OWNER] = f"{os.getpid()} {_launch()}"
 
 
 def inherited_from() -> int | None:
-    """Return the id of the process from which this one inherited its rank's variables; None if they are its own."""
+    """Return the id of the process from which this process inherited its rank's variables; None if it owns them."""
     owner, _, launch = os.environ.get(_OWNER, "").partition(" ")
     return int(owner) if owner not in ("", str(os.getpid())) and launch == _launch() else None
 
 
 def override_name(section: str, field: str) -> str:
-    """Return the variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
+    """Return the environment variable that sets a field: `DRIVETRAIN_<SECTION>__<FIELD>`."""
     return f"{PREFIX}{section}__{field}".upper()
 
 
@@ -157,7 +157,7 @@ def exported(**variables: str | None) -> Generator[None]:
 def put(**variables: str | None) -> None:
     """Set variables (or unset them, where None) for the rest of the process.
 
-    Other threads of the process see the change; `exported` ends with a block, and is better wherever it suffices.
+    Other threads of the process see the change. Prefer `exported`, which ends with a block, where possible.
     """
     for name, text in variables.items():
         if text is None:
@@ -167,7 +167,7 @@ def put(**variables: str | None) -> None:
 
 
 def replace(environment: Mapping[str, str]) -> None:
-    """Replace all variables, in a process that has just been forked to become another."""
+    """Replace all variables, in a process that was just forked to become another process."""
     put(**{name: environment.get(name) for name in {*os.environ, *environment}})
 
 

@@ -13,8 +13,8 @@ class Source:
 
     Attributes:
         kind: The layer of the value.
-        where: The flag, the variable, or the file with its line; for code and default, who chose the value in place
-            of the program or the field, such as a library between the program and drivetrain, or empty.
+        where: The flag, the variable, or the file with its line. For code and default: the library that chose the
+            value in place of the program or the field; empty without such a library.
     """
 
     kind: Kind
@@ -36,7 +36,7 @@ class Source:
 class Entry:
     """A value as given: text from a command line or variable, or a typed value from a file or code.
 
-    A secret is masked in messages and never handed on; another process reads it from the `file` that held it.
+    A secret is masked in messages and not passed on; other processes read the secret from its `file`.
     """
 
     value: Any

@@ -1,8 +1,8 @@
-"""A linter of training scripts: what hangs, or silently trains wrong, on several ranks.
+"""A linter of training scripts that finds code that hangs or silently trains wrong on several ranks.
 
 Scripts are parsed, never imported or run. `find_targets` finds files, notebooks and modules by their names;
-`check_targets` reads them and returns a `Report`. `reading` parses; `flow` finds the statements that only some ranks
-reach; each file of `rules` is one concern; each of `reporters` one output.
+`check_targets` reads the files and returns a `Report`. `reading` parses; `flow` finds the statements that only some
+ranks reach; each file of `rules` is one concern; `reporters` writes the outputs.
 """
 
 from typing import TYPE_CHECKING

@@ -36,7 +36,7 @@ class Report:
 
     @property
     def counts(self) -> dict[Severity, int]:
-        """The number of findings of each severity that occurs, the heaviest first."""
+        """The number of findings by severity, errors first; severities without findings are absent."""
         found = [finding.severity for finding in self.findings]
         return {severity: found.count(severity) for severity in Severity if severity in found}
 
@@ -106,5 +106,5 @@ def _make_finding(document: Document, rule: Rule[Any], hit: Hit) -> Finding:
 
 
 def _count_characters(text: str, offset: int) -> int:
-    """Return the number of characters in a number of UTF-8 bytes, in which syntax trees count."""
+    """Return the number of characters in the first `offset` UTF-8 bytes; syntax trees count in bytes."""
     return len(text.encode()[:offset].decode(errors="ignore"))

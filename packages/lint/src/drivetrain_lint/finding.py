@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """The weight of a finding: an error hangs or trains wrong, a warning may."""
+    """The severity of a finding: an error hangs or trains wrong, a warning may do so."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -14,7 +14,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A place that breaks a rule; its repair and severity are by default the rule's."""
+    """A place that breaks a rule; by default, it has the rule's repair and severity."""
 
     node: ast.AST
     what: str
@@ -28,14 +28,14 @@ class Finding:
 
     Attributes:
         path: The file, as named on the command line or found in a folder.
-        line: The line, from 1; in a notebook the line in its cell.
+        line: The line, from 1; in a notebook, the line in its cell.
         column: The column, from 1, in characters.
-        end_column: The column after the place; on another line, the end of the first line.
+        end_column: The column after the place; if the place ends on a later line, the end of the first line.
         code: The rule's stable code, such as "DT101".
         name: The rule's name in words, such as "collective-on-some-ranks".
         what: The fault, in a sentence.
         why: The consequence of the fault.
-        repair: The change that removes it.
+        repair: The change that removes the fault.
         cell: The code cell of a notebook, from 1; None in a script.
     """
 
@@ -54,6 +54,6 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The file, cell, line and column, as terminals and editors link them."""
+        """The file, cell, line and column, in the form that terminals and editors link."""
         cell = "" if self.cell is None else f"cell {self.cell}:"
         return f"{self.path}:{cell}{self.line}:{self.column}"

@@ -15,13 +15,13 @@ _COMMENT = re.compile(r"#\s*drivetrain:\s*(?P<whole>file-)?ignore(?:\[(?P<codes>
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suppressions:
-    """The codes or names that are suppressed by line and in the whole file; an empty set stands for all rules."""
+    """The suppressed codes or names, by line and for the whole file; an empty set stands for all rules."""
 
     by_line: Mapping[int, frozenset[str]]
     whole_file: frozenset[str] | None
 
     def cover(self, node: ast.AST, *, code: str, name: str) -> bool:
-        """Return whether a finding is suppressed, by a comment on a line of its first to its last."""
+        """Return whether a comment on a line of the node, or for the whole file, suppresses a finding."""
         if self.whole_file is not None and (not self.whole_file or {code, name} & self.whole_file):
             return True
         first = getattr(node, "lineno", 1)

@@ -1,4 +1,4 @@
-"""Words that messages of every package share: byte sizes, the nearest name, lists cut short, counts, tables."""
+"""Text that messages of all packages share: byte sizes, near names, shortened lists, counts, tables."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Lists that are cut short, and counts with their noun."""
+"""Shortened lists, and counts with their noun."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The known name that a misspelled one is nearest to."""
+"""The known name that is nearest to a misspelled name."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,8 +8,8 @@ def find_near(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str 
 
     Args:
         name: The name as given.
-        known: The names that there are.
-        likeness: The least likeness of two names, from 0 to 1 for equal ones; see `difflib.get_close_matches`.
+        known: The names that exist.
+        likeness: The minimum likeness of two names, 0 to 1 (equal); see `difflib.get_close_matches`.
     """
     from difflib import get_close_matches  # only an error needs it
 
@@ -23,9 +23,9 @@ def suggest(
 
     Args:
         name: The name as given.
-        known: The names that there are.
-        likeness: The least likeness of two names; see `find_near`.
-        show: A function from the nearest name to what is shown for it, such as its path.
+        known: The names that exist.
+        likeness: The minimum likeness of two names; see `find_near`.
+        show: A function that returns the text to show for the nearest name, such as its path.
 
     Example:
         >>> suggest("steps", ["step", "loss"])

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> str:
-    """Return rows as lines with columns as wide as needed and two blanks between them.
+    """Return rows as lines, with columns as wide as needed and two blanks between columns.
 
     Args:
         rows: The cells of each row, the same number in all; the first row may be a header.
-        right: The columns that are aligned at their right end, as numbers are.
-        indent: The text that each line begins with.
+        right: The columns to align at their right end, such as numbers.
+        indent: The text at the beginning of each line.
 
     Returns:
         One line per row, without blanks at the end, joined by line breaks; "" without a row.

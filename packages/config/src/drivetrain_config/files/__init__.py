@@ -1,1 +1,1 @@
-"""The files that hold settings: where they are found, and how they are read."""
+"""The files that hold settings: finding and reading them."""

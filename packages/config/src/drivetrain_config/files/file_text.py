@@ -1,4 +1,4 @@
-"""Read regular files, and JSON of bounded depth: a pipe would be waited for, and a device may have no end."""
+"""Read regular files, and JSON of bounded depth. Other files are refused, since a pipe or device may never end."""
 
 import errno
 import json
@@ -13,10 +13,10 @@ from drivetrain_config.values.kinds import MOST_LEVELS, check_depth
 
 
 def read_text(path: Path) -> str:
-    """Read a regular file of UTF-8. Links are followed; nothing is waited for.
+    """Read a regular file of UTF-8, following links, without waiting.
 
     Raises:
-        FileNotFoundError: The path names nothing.
+        FileNotFoundError: The path does not exist.
         OSError: The path names a pipe, a folder, a socket or a device, or cannot be read.
         UnicodeDecodeError: The file is not UTF-8.
     """
@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
 def parse_json(
     path: Path, text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict
 ) -> Any:
-    """Parse the JSON of a file; ConfigError if it is nested too deeply, another ValueError if it is no JSON."""
+    """Parse the JSON of a file; ConfigError if it is nested too deeply, ValueError if it is not JSON."""
     try:
         return check_depth(json.loads(text, object_pairs_hook=object_pairs_hook))
     except RecursionError:
@@ -39,7 +39,7 @@ def parse_json(
 
 
 def too_deep(path: Path) -> ConfigError:
-    """Return the error of a file that is nested too deeply."""
+    """Return the error for a file that is nested too deeply."""
     return ConfigError(f"{path}: is nested too deeply: it may have {MOST_LEVELS} levels at most")
 
 

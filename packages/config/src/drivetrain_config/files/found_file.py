@@ -1,7 +1,7 @@
-"""Find the settings file that a user saved, in stated places and in a stated order.
+"""Find the settings file that a user saved, in a fixed list of places.
 
-The `drivetrain` command looks there unless `--config` names a file; a plain script does not. One file is used, never
-several.
+The `drivetrain` command searches the places unless `--config` names a file; a plain script does not search. Only one
+file is used.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _TOP = (".git", "pyproject.toml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsPlace:
-    """A place that may hold a settings file, by its name without the ending; the title is for messages."""
+    """A place that may hold a settings file: the file's name without the ending, and a title for messages."""
 
     folder: Path
     stem: str
@@ -31,7 +31,7 @@ class SettingsPlace:
         return f"{self.folder / self.stem}.yaml"
 
     def file(self) -> Path | None:
-        """Return the file in this place; None if there is none. Several are a ConfigError."""
+        """Return the file in this place, or None; ConfigError if the place has several files."""
         there = [path for suffix in SUFFIXES if (path := self.folder / f"{self.stem}{suffix}").is_file()]
         if len(there) > 1:
             raise ConfigError(
@@ -43,7 +43,7 @@ class SettingsPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsFile:
-    """The settings file of a launch, and the place where it was found; None if the user named it."""
+    """The settings file of a launch, and the place where it was found; None if the user named the file."""
 
     path: Path
     place: SettingsPlace | None = None
@@ -54,10 +54,10 @@ class SettingsFile:
 
 
 def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[SettingsPlace, ...]:
-    """Return the places to look for a settings file, in their order.
+    """Return the places to look for a settings file, in the order of search.
 
-    They are the working folder, each folder above it up to the top of the project (the folder with `.git` or
-    `pyproject.toml`; none without one), and `$XDG_CONFIG_HOME/drivetrain`, by default `~/.config/drivetrain`.
+    First the working folder, then each folder above it up to the top of the project (the folder with `.git` or
+    `pyproject.toml`; without a project, none), then `$XDG_CONFIG_HOME/drivetrain`, by default `~/.config/drivetrain`.
     """
     here = Path() if folder == Path.cwd() else folder
     found = [SettingsPlace(folder=here, stem="drivetrain", title="the working folder")]
@@ -75,7 +75,7 @@ def settings_places(folder: Path, environment: Mapping[str, str]) -> tuple[Setti
 
 
 def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | None:
-    """Return the file in the first place that has one; None if no place has."""
+    """Return the first settings file in the order of places; None if no place has a file."""
     for place in settings_places(folder, environment):
         if (found := place.file()) is not None:
             return SettingsFile(path=found, place=place)
@@ -83,7 +83,7 @@ def find_file(folder: Path, environment: Mapping[str, str]) -> SettingsFile | No
 
 
 def choose_file(named: str | None, environment: Mapping[str, str]) -> SettingsFile | None:
-    """Return the file named by `--config`, None for `none`; without the flag, the result of `find_file`."""
+    """Return the file that `--config` names (None for "none"); without the flag, the result of `find_file`."""
     if named is None:
         return find_file(Path.cwd(), environment)
     return None if named == NO_FILE else SettingsFile(path=Path(named).expanduser())

@@ -20,8 +20,8 @@ class Contents:
 
     Attributes:
         data: The sections by name, not yet checked.
-        lines: The lines of sections and fields; empty where the parser does not report them.
-        notices: The notices of another program's options that drivetrain meets in another way, one line each.
+        lines: The line numbers of sections and fields; empty if the parser does not report them.
+        notices: The notices, one line each, of another program's options that drivetrain fulfils differently.
     """
 
     path: Path
@@ -44,8 +44,8 @@ _FORMATS = "drivetrain.file_formats"
 def read_file(path: Path) -> Contents:
     """Read a settings file, ending in .yaml, .yml, .toml or .json.
 
-    It holds sections, or is another program's file that an installed package translates (entry points of the group
-    `drivetrain.file_formats`). A ConfigError says where it cannot be read.
+    The file holds sections, or is another program's file that an installed package translates (entry points of the
+    group `drivetrain.file_formats`). ConfigError, with the line, if the file cannot be read.
     """
     data, lines = _parse(path)
     if data is None:

@@ -1,7 +1,7 @@
 """Read YAML settings with the line of each key; refuse repeated keys and values that YAML versions read differently.
 
-PyYAML reads version 1.1, in which `010` is eight and `1:30` is ninety. Newer readers, and most people, read neither
-that way.
+PyYAML reads version 1.1, in which `010` is eight and `1:30` is ninety. Newer readers and most people read both
+differently.
 """
 
 import re
@@ -21,7 +21,7 @@ _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE)
 
 
 def read_yaml(path: Path, text: str) -> tuple[Any, Lines]:
-    """Parse a document, and find the line of each key; a ConfigError names the line of a mistake."""
+    """Parse a document, and find the line of each key; ConfigError, with the line, for a mistake."""
     try:
         import yaml
     except ImportError as error:
@@ -74,8 +74,8 @@ def _refuse(path: Path, node: Any, meaning: str) -> None:
 def _read_lines(path: Path, root: Any, loader: Any) -> Lines:
     """Return the line of each key, and turn dates into text.
 
-    Refuse a repeated key, of which PyYAML silently keeps the last, and numbers, also as keys, that other versions of
-    YAML read differently.
+    ConfigError for a repeated key, since PyYAML silently keeps the last value, and for numbers, also as keys, that
+    other versions of YAML read differently.
     """
     lines: dict[tuple[str, ...], int] = {}
     seen: set[int] = set()  # an alias repeats a node, and may even refer to its own parent

@@ -1,7 +1,7 @@
 """Read the entry points of installed distributions straight from their folders.
 
-importlib.metadata does the same in general, but its import alone takes longer than `drivetrain --help` may. It serves
-as the fallback where packages are not installed as plain folders.
+importlib.metadata does the same, but its import alone takes longer than `drivetrain --help` may take. It is the
+fallback if packages are not installed as plain folders.
 """
 
 import os
@@ -34,7 +34,7 @@ class EntryPoint:
 
 
 def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of a group, sorted by name; two of one name are a ConfigError."""
+    """Return the entry points of a group, sorted by name; ConfigError if two have the same name."""
     return _entry_points(group, tuple(sys.path))
 
 
@@ -71,7 +71,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def _read_texts(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each distribution's name and entry_points.txt; the first of a name on the path hides the others."""
+    """Yield each distribution's name and entry_points.txt; of equal names, only the first on the path."""
     seen: set[str] = set()
     for folder in dict.fromkeys(path):
         try:

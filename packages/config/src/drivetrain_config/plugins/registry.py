@@ -42,7 +42,7 @@ def sections(*, only: Collection[str] | None = None) -> dict[str, type[Any]]:
 def commands() -> dict[str, EntryPoint]:
     """Return the installed subcommands, not yet imported.
 
-    `load()` returns a function of one frozen dataclass, whose fields are the command's arguments. It returns the exit
-    code, and the first line of its docstring describes the command.
+    `load()` returns a function of one frozen dataclass, whose fields are the command's arguments. The function
+    returns the exit code, and the first line of its docstring describes the command.
     """
     return {point.name: point for point in entry_points(COMMANDS_GROUP)}

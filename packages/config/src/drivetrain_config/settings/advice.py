@@ -1,16 +1,16 @@
-"""The advice of a field to a wizard: when to ask for it, with which recommended answer, and why.
+"""The advice of a field to a wizard: when to ask for the field, the recommended answer, and the reason.
 
-A field carries a function in its metadata, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`,
-which a launch does not import. The function takes a mapping of known values, and returns an `Advice`, or None for
-no question. It needs no import from drivetrain.
+A field's metadata holds a function, `{"ask": function}`, or its place, `{"ask": "package.module:function"}`, which a
+launch does not import. The function takes a mapping of known values, and returns an `Advice`, or None for no
+question. It needs no import from drivetrain.
 
-Known are:
+The known values are:
 
 - The facts of the machine: `machine.` with `accelerator`, `accelerator_count`, `accelerator_name`,
   `accelerator_memory_bytes`, `can_bf16`, `can_fp16`, `num_cpus`, `memory_bytes`, `host` or `folder`.
 - The decisions of a cluster: `cluster.name` and `cluster.num_nodes`.
 - The installed plug-ins: `installed.backends` and `installed.trackers`, each a mapping of names to summaries.
-- The number of processes that the answers amount to: `plan.num_processes`.
+- The number of processes that follows from the answers: `plan.num_processes`.
 - The value of every setting so far, such as `run.backend`.
 """
 
@@ -25,7 +25,7 @@ class Advice(TypedDict, total=False):
     """The recommended answer to a question.
 
     Attributes:
-        value: The recommended value, as the field holds it.
+        value: The recommended value, of the field's type.
         why: The reason, in a short clause.
         text: The question; the field's help by default.
         choices: The answers to choose from with a few words on each; the field's closed list by default.
@@ -44,7 +44,7 @@ Ask = Callable[[Known], Advice | Mapping[str, Any] | None]
 
 
 def advice_of(ask: Ask | str | None, known: Known) -> Advice | Mapping[str, Any] | None:
-    """Return the advice of a field's function; None without a function, or for no question."""
+    """Return the advice of a field's function; None without a function or a question."""
     if ask is None:
         return None
     if isinstance(ask, str):

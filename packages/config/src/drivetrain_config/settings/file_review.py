@@ -1,4 +1,4 @@
-"""Find every problem of a settings file, where reading it for a launch stops at the first."""
+"""Find every problem of a settings file, while a launch stops at the first problem."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
@@ -17,10 +17,10 @@ from drivetrain_config.source import Entry, Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReview:
-    """The result of a review of a settings file: problems, each with its line, and notices.
+    """The result of a review of a settings file: problems with their lines, and notices.
 
-    Notices name another program's options that drivetrain meets in another way, and plug-ins that the script must
-    provide, as no package in this environment does.
+    Notices name another program's options that drivetrain fulfils differently, and plug-ins that the script must
+    provide because no package in this environment does.
     """
 
     path: Path
@@ -30,7 +30,7 @@ class FileReview:
 
 
 def review_file(path: Path, *, sections: Mapping[str, type[Any]] | None = None) -> FileReview:
-    """Check every section and field of a file, each section as a whole too; `sections` adds to the installed."""
+    """Check every field of a file, and every section as a whole; `sections` adds to the installed sections."""
     try:
         contents = read_file(path)
     except ConfigError as error:

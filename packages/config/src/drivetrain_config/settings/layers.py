@@ -52,10 +52,10 @@ class Layers:
         """Read and check every layer, as the launcher does.
 
         Args:
-            file: A YAML, TOML or JSON file of sections, or another program's that a package translates: its path, or
+            file: A YAML, TOML or JSON file of sections, or another program's file that a package translates: its path or
                 the result of `choose_file`.
             command_line: The values of flags, by section and field; None means not given.
-            written: The flags as the user wrote them, by section and field, where they are not the fields' own.
+            written: The flags as the user wrote them, by section and field, if they differ from the fields' own.
             sections: Section dataclasses in addition to those that installed packages register.
 
         Raises:
@@ -111,7 +111,7 @@ class Layers:
 
 
 def _rank(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
-    """Group entries by field, highest layer first; of several in one layer, keep the first."""
+    """Group entries by field, highest layer first; keep the first entry of each layer."""
     by_field: dict[tuple[str, str], dict[Kind, Entry]] = {}
     for section, field, entry in given:
         by_field.setdefault((section, field), {}).setdefault(entry.source.kind, entry)
@@ -119,7 +119,7 @@ def _rank(given: Iterable[_Found]) -> dict[tuple[str, str], tuple[Entry, ...]]:
 
 
 def _check(given: Iterable[_Found], vocabulary: Vocabulary) -> list[_Found]:
-    """Check every value against its field, so that a mistake is reported once, before any worker starts."""
+    """Check every value against its field. The launcher then reports a mistake once, before any worker starts."""
     checked: list[_Found] = []
     known: dict[str, dict[str, FieldSpec]] = {}
     for section, field, entry in given:
@@ -193,8 +193,8 @@ def _is_first() -> bool:
 def check_mapping(contents: Contents, section: str, values: object, vocabulary: Vocabulary) -> None:
     """Check that a top-level key names a section and holds a mapping.
 
-    An empty section is checked too, as its name may be misspelled; a single value is most likely a field outside its
-    section.
+    An empty section is checked too, because its name may be misspelled. A single value is most likely a field outside
+    its section.
     """
     where = contents.where(section)
     if values is None or isinstance(values, Mapping):

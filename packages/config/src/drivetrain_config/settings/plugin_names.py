@@ -1,7 +1,7 @@
-"""Names of installed plug-ins as values of settings: which names there are, and which value is a mistake.
+"""Names of installed plug-ins as values of settings: the list of names, and the check of a value.
 
-A script may register its own plug-ins. A name that no installed package provides is right if the script contains it;
-where the script is not at hand, it is wrong if it resembles an installed name.
+A script may register its own plug-ins. A name that no installed package provides is right if the script contains the
+name. If the script is not available, the name is wrong if it resembles an installed name.
 """
 
 import re
@@ -17,15 +17,15 @@ _RESEMBLANCE = 0.65  # difflib's ratio from which a name counts as misspelt
 
 
 def plugin_names(group: str, other_words: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the values of a field that names plug-ins: its other words, then the names of installed plug-ins."""
+    """Return the values of a field that names plug-ins: `other_words`, then the names of installed plug-ins."""
     return (*other_words, *(point.name for point in entry_points(group)))
 
 
 def check_plugins(spec: FieldSpec, value: object, source: Source, *, script: str | None = None) -> list[str]:
     """Check the names in a field's value, and return a note for each unknown name that may be right.
 
-    A ConfigError refuses an unknown name that the script does not contain; without a script, a name that resembles an
-    installed one.
+    ConfigError for an unknown name that the script does not contain or, without a script, that resembles an installed
+    name.
     """
     if spec.plugins is None:
         return []

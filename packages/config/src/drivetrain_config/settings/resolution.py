@@ -1,6 +1,6 @@
 """Resolve a section from all layers, field by field: code > command line > environment > file > default.
 
-A value in code that equals the field's default may be unintended, as when argparse passes on its own default. It
+A value in code that equals the field's default may be unintended: argparse may pass on its own default. The value
 therefore overrides no other layer: it ranks below the file and above the default.
 """
 
@@ -52,7 +52,7 @@ class Resolved(Generic[Section]):
     Attributes:
         value: The section's dataclass instance.
         sources: The source of each field, by name.
-        disagreements: Fields on which code differs from the command line, or gave way to another layer.
+        disagreements: Fields with different values in code and on the command line, or in code and a layer that won.
     """
 
     value: Section
@@ -72,10 +72,10 @@ def resolve(
     Args:
         section_type: The frozen dataclass of the section.
         section: The section's name: the key in a file, and the middle of `DRIVETRAIN_<SECTION>__<FIELD>`.
-        code: The values given in code; None means not given, and a value equal to the default gives way to any other.
-            A value that another than the program chose is an `Entry` with its source; one whose source is not code
-            gives way to the layers.
-        layers: The other layers; those of this process by default.
+        code: The values given in code; None means not given. Any layer overrides a value that equals the default. A
+            value that a library chose, not the program, is an `Entry` with its source; if the source is not code,
+            any layer overrides the value.
+        layers: The other layers; by default this process's.
 
     Raises:
         ConfigError: A field is unknown or missing, or a value has the wrong type or is out of range.
@@ -107,7 +107,7 @@ def resolve(
 
 
 def _find_disagreements(field: str, ranked: list[tuple[Any, Entry]]) -> list[SettingConflict]:
-    """Return how code and another layer differ, unless they agree or code overrides environment or file."""
+    """Return the conflicts of code with other layers, except where code overrides environment or file."""
     (taken, first), (other, last) = ranked[0], ranked[-1]
     if first.source.kind == "code":
         found = [(value, entry) for value, entry in ranked[1:] if entry.source.kind == "command line"]

@@ -41,11 +41,11 @@ class FieldSpec:
     Attributes:
         default: The field's default; MISSING if it has none.
         help: The description in one sentence, with units.
-        secret: Whether the value is masked in messages and never handed on.
-        ask: The function that decides whether a wizard asks for the field, or its place; None if there is none.
+        secret: Whether the value is masked in messages and never passed to other processes.
+        ask: The function that decides whether a wizard asks for the field, or the function's place; may be None.
         plugins: The entry point group whose names are the values of the field; None if the values name no plug-ins.
-        other_words: The values beside those names, such as "auto"; `module:Class` stands for every such pair.
-        is_json_file: Whether a path among the values names a JSON file, which a launch looks at before ranks do.
+        other_words: The values besides plug-in names, such as "auto"; `module:Class` stands for every such pair.
+        is_json_file: Whether a path among the values names a JSON file, which a launch checks before ranks start.
     """
 
     section: str
@@ -68,7 +68,7 @@ class FieldSpec:
 
     @property
     def words(self) -> tuple[str, ...] | None:
-        """The allowed values as text, where the type is a closed list; else None."""
+        """The allowed values as text if the type is a closed list; else None."""
         known = choices(self.kind)
         if known is None:
             return None
@@ -83,7 +83,7 @@ class Flag:
     Attributes:
         name: The flag itself, such as "--num-processes".
         is_switch: Whether the field is a bool: the flag takes no value and has a negative form, `--no-...`.
-        choices: The allowed values, where the type is a closed list; else None.
+        choices: The allowed values if the type is a closed list; else None.
         help: The description in one sentence; "%" is doubled, as argparse requires.
     """
 
@@ -101,9 +101,9 @@ class Prompt:
 
     Attributes:
         default: The value for an empty answer.
-        choices: The allowed answers, where the type is a closed list; else None.
+        choices: The allowed answers if the type is a closed list; else None.
         secret: Whether the answer must not be echoed.
-        ask: The function that decides whether to ask, and what to recommend, or its place; None if there is none.
+        ask: The function that decides whether to ask and what to recommend, or the function's place; may be None.
     """
 
     section: str
@@ -143,7 +143,7 @@ def flag_name(section: str, field: str, *, negated: bool = False) -> str:
 
 
 def flags(section_type: type[Any], section: str) -> tuple[Flag, ...]:
-    """Return a section's flags; secret fields have none, since all users of a machine can see its command lines.
+    """Return a section's flags; secret fields have no flag, since all users of a machine see its command lines.
 
     Example:
         >>> @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Settings that were given, in any layer, and have no effect on this run.
+"""Settings that were given in any layer and have no effect on this run.
 
-The metadata of a field says what the field needs, `{"needs": CONDITION}`. A condition is of these words, joined by
-" or ", which binds more tightly, and " and ":
+The metadata of a field says what the field needs, `{"needs": CONDITION}`. A condition consists of these words, joined
+by " or ", which binds more tightly, and " and ":
 
-- `NAME`, `NAME=VALUE` or `NAME!=VALUE`: another setting of the section, by its text; without a value it must be set.
-- `run.NAME`, with a value or without: a setting of the run that is in force; `run.log_with` stands for any tracker.
-- One of `EVENTS`: something that the run did, which is known at its end.
+- `NAME`, `NAME=VALUE` or `NAME!=VALUE`: another setting of the section, by its text; `NAME` alone must be set.
+- `run.NAME`, with or without a value: a setting in force of the run; `run.log_with` stands for any tracker.
+- One of `EVENTS`: an event of the run, known at the run's end.
 """
 
 import re
@@ -27,7 +27,7 @@ _SETTING = re.compile(r"([\w.]+)(?:(!?)=(.+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """Settings of a section without effect, for one reason; `said` shows their values and sources."""
+    """Settings of a section that have no effect for the same reason; `said` shows their values and sources."""
 
     section: str
     said: Mapping[str, str]
@@ -50,14 +50,14 @@ def find_unread(
     backend: str,
     run: Mapping[str, object],
 ) -> list[Unread]:
-    """Return the given settings without effect, as far as the begin of a run can tell.
+    """Return the given settings without effect that are known at the beginning of a run.
 
     Args:
         resolved: The sections that the run reads, by name.
         others: All other sections with a given setting.
-        backends: The names of all backends, which their sections have too.
+        backends: The names of all backends, which are also the names of their sections.
         backend: The name of the class of the backend that trains.
-        run: The settings of the run that are in force, by "run.NAME".
+        run: The settings of the run in force, by "run.NAME".
     """
     found: list[Unread] = []
     for section, other in others.items():
@@ -69,7 +69,7 @@ def find_unread(
 
 
 def find_unused(resolved: Mapping[str, Resolved[Any]], events: Collection[str]) -> list[Unread]:
-    """Return the given settings that had no effect, since the run had none of the `events` that they need."""
+    """Return the given settings without effect, because `events` has no event that they need."""
     return [one for one in _find_unmet(resolved, dict.fromkeys(events, True), at_end=True) if one.said]
 
 
@@ -109,9 +109,9 @@ def _holds(word: str, section: Any, facts: Mapping[str, object]) -> bool:
 
 
 def _show_given(section: Resolved[Any], names: Collection[str] | None) -> dict[str, str]:
-    """Return the values and sources of the given fields, among `names` if there are any.
+    """Return the values and sources of the given fields; `names` limits the fields unless it is None.
 
-    A default in code counts as not given: a section that is passed as its dataclass holds all fields.
+    A default in code counts as not given, because a section passed as its dataclass holds all fields.
     """
     found: dict[str, str] = {}
     for each in fields(section.value):

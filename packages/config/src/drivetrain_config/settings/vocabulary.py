@@ -14,7 +14,7 @@ from drivetrain_messages import suggest
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The known sections: those given in code, and below them those that installed packages register."""
+    """The known sections: sections given in code, then sections that installed packages register."""
 
     own: Mapping[str, type[Any]]
 
@@ -23,7 +23,7 @@ class Vocabulary:
         return sorted({*self.own, *section_names()})
 
     def section(self, name: str, source: Source) -> type[Any]:
-        """Return the dataclass of a section; a ConfigError suggests the nearest name and lists all."""
+        """Return the dataclass of a section; ConfigError, with the nearest name and all names, if it is unknown."""
         if name in self.own:
             return self.own[name]
         if found := sections(only={name}):
@@ -51,7 +51,7 @@ def check_field(section: str, field: str, known: Iterable[str], source: Source) 
 
 
 def converted(section: str, field: str, kind: Any, entry: Entry) -> Any:
-    """Convert a value to its field's type; a ConfigError names field, value, what is allowed, and the source."""
+    """Convert a value to its field's type; ConfigError, with the allowed values and the source, if impossible."""
     try:
         return convert(entry.value, kind, text=entry.source.kind in ("command line", "environment"))
     except ConversionError as error:

@@ -39,7 +39,7 @@ def convert(value: Any, kind: Any, *, text: bool = False) -> Any:
     """Convert a value to a plain type, Path, Literal, Enum, tuple, list, dict, dataclass, None, or a union of these.
 
     With `text`, strings are parsed as on a command line: "3" is a number, "true" a bool, "a,b" a list, "none" is
-    None. A ConversionError names the allowed values.
+    None. ConversionError, with the allowed values, if the value does not fit.
     """
     if kind is Any:
         return value
@@ -198,7 +198,7 @@ def _convert_inside(label: str, value: Any, kind: Any, text: bool) -> Any:
 
 
 def _mapping(value: Any, text: bool) -> tuple[Mapping[Any, Any] | None, bool]:
-    """Return a mapping, or None if the value is not one, and whether its values are text."""
+    """Return a value as a mapping (None if it is no mapping), and whether the mapping's values are text."""
     if not (text and isinstance(value, str)):
         return (value if isinstance(value, Mapping) else None), False
     if isinstance(found := _json(value), Mapping):

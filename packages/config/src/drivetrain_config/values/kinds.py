@@ -23,7 +23,7 @@ MOST_LEVELS = 100
 
 
 def check_depth(value: Value) -> Value:
-    """Return a value; a RecursionError refuses lists and mappings of more than `MOST_LEVELS`, cycles excepted."""
+    """Return a value; RecursionError if lists and mappings have more than `MOST_LEVELS` levels, except in cycles."""
     seen: set[int] = set()
     level: list[object] = [value]
     for _ in range(MOST_LEVELS + 1):
@@ -50,7 +50,7 @@ def is_union(kind: Any) -> bool:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, without None; of any other type, the type itself."""
+    """Return the types in a union, without None; for other types, the type itself."""
     if not is_union(kind):
         return (kind,)
     return tuple(member for member in get_args(kind) if member is not NoneType)
@@ -133,7 +133,7 @@ def describe(kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON's own types, from which `convert` restores an equal value."""
+    """Convert a value to JSON's types; `convert` restores an equal value from them."""
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -10,9 +10,9 @@ from drivetrain_lint.reading.script import Function, Script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A name as written, such as `self.loader`, that a statement or item binds; the value of a loop's target is None.
+    """A binding of a name as written, such as `self.loader`; the value is None for the target of a loop.
 
-    `position` is the place in a tuple on the left, from 0; None if the value is bound as a whole.
+    `position` is the name's place in a tuple of targets, from 0; None if the name gets the whole value.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Bindings:
         return self.by_scope.get(scope, {}).get(name, ())
 
     def values(self, node: ast.AST, *, with_members: bool = False) -> list[ast.expr]:
-        """Return the values that a name is bound to; with members, also tuples of which it takes one element."""
+        """Return the values that a name is bound to; `with_members` adds tuples from which it takes an element."""
         return [
             each.value
             for each in self.of(node)

@@ -1,4 +1,4 @@
-"""The branches of a test of the rank, and the pairs of tests that keep ranks together."""
+"""The branches of tests of the rank, and pairs of tests that keep ranks together."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ def branches_agree(
 ) -> bool:
     """Return whether both sides of a test run the same collectives, up to the end of the function or loop body.
 
-    A branch that always returns, or in a loop continues, is compared with the other branch and the rest. Any other
-    departure makes them differ: the walk asks whether it skips a collective.
+    A branch that always returns (in a loop: continues) is compared with the other branch plus the rest. With any
+    other departure, the branches differ; the walk then decides whether the departure skips a collective.
     """
     then, other = list(statement.body), list(statement.orelse)
     first, second = always_leaves(then), always_leaves(other)
@@ -29,9 +29,9 @@ def branches_agree(
 
 
 def _may_lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], signatures: Signatures) -> bool:
-    """Return whether two branches run the same operations, how often the source does not tell.
+    """Return whether two branches run the same operations, perhaps a different number of times.
 
-    One rank may lead by calls, and the others follow in a loop, or in a function that is handed on.
+    One rank may lead by calls, and the others follow in a loop or in a function that is passed on.
     """
     free = (ast.For, ast.While, ast.AsyncFor, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     if not any(isinstance(node, free) for statement in [*then, *other] for node in ast.walk(statement)):
@@ -50,7 +50,7 @@ def _may_lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], si
 
 
 def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: RankTests) -> set[ast.stmt]:
-    """Return the tests of one block that pair up: rank 0's collectives, and then the same on the other ranks.
+    """Return the tests of a block that form pairs: collectives on rank 0, then the same on the other ranks.
 
     `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
     """
@@ -74,7 +74,7 @@ def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: Ra
 
 
 def _flatten(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Iterate over statements and those in their `with` and `try`, which always run one after the other."""
+    """Iterate over statements, including those in `with` and `try` blocks, which always run in sequence."""
     for statement in statements:
         yield statement
         if isinstance(statement, ast.With | ast.AsyncWith):

@@ -52,7 +52,7 @@ class Collective:
     Attributes:
         shown: The function as the script writes it, such as "accelerator.gather".
         key: The operation; calls with the same key on different ranks meet.
-        trains: Whether the call changes the weights rather than waits, as an optimizer's step.
+        trains: Whether the call changes weights instead of waiting, such as an optimizer's step.
     """
 
     node: ast.Call
@@ -63,7 +63,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveNames:
-    """The judge of which calls of a script are collectives.
+    """The test of which calls in a script are collectives.
 
     With `wraps_models`, the script wraps models so that a plain `backward` communicates.
     """
@@ -76,7 +76,7 @@ class CollectiveNames:
         return any(self.of(call) is not None for call in self.script.calls(node))
 
     def of(self, call: ast.Call) -> Collective | None:
-        """Return the collective that a call is, or None; calls in a subgroup of the ranks are left out."""
+        """Return the collective of a call; None for other calls and for calls in a subgroup of the ranks."""
         function = call.func
         name = self.script.name_of(function)
         module, _, last = name.rpartition(".")
@@ -104,19 +104,19 @@ class CollectiveNames:
 
 
 def read_collectives(script: Script) -> CollectiveNames:
-    """Return the judge of the collectives of a script."""
+    """Return the test of the collectives in a script."""
     names = [script.name_of(call.func) for call in script.calls()]
     wraps = any(name.rpartition(".")[2] in _WRAPPERS or name.endswith(".DDP") for name in names)
     return CollectiveNames(script=script, wraps_models=wraps)
 
 
 def names_optimizer(name: str) -> bool:
-    """Return whether the last part of a dotted name is an optimizer's."""
+    """Return whether the last part of a dotted name is a name for an optimizer."""
     return "optim" in name.lower() or name.lower() == "opt"
 
 
 def _is_in_subgroup(call: ast.Call) -> bool:
-    """Return whether a call names the group of its ranks, of which the others are no members."""
+    """Return whether a call names a process group, to which other ranks need not belong."""
     for keyword in call.keywords:
         if keyword.arg in ("group", "process_group", "pg") and not _is_none(keyword.value):
             return "WORLD" not in ast.unparse(keyword.value)

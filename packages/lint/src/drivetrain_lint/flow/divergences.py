@@ -1,4 +1,4 @@
-"""The values of the flow model: why ranks part, and which call some of them then miss."""
+"""The values of the flow model: the causes that part ranks, and the calls that some ranks then miss."""
 
 import ast
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from drivetrain_lint.flow.collectives import Collective
 
 
 class Parting(StrEnum):
-    """The kinds of reasons for which ranks part."""
+    """The kinds of causes that part ranks."""
 
     CONDITION = "condition"  # a test of the rank
     DECORATOR = "decorator"  # a function that runs on one rank
@@ -20,9 +20,9 @@ class Parting(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The statement or expression that parts ranks, and how it is written.
+    """The statement or expression that parts ranks, and its source text.
 
-    `departure` is the statement by which some ranks leave; None while they only take another branch.
+    `departure` is the statement by which some ranks leave the block; None if they only take another branch.
     """
 
     kind: Parting
@@ -38,7 +38,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A collective that a call in the function at hand runs, itself or through functions, the outer first."""
+    """A collective that a call in the current function runs, directly or `through` functions, the outer first."""
 
     collective: Collective
     call: ast.Call
@@ -46,11 +46,11 @@ class Reached:
 
     @property
     def line(self) -> int:
-        """The line of the call in the function at hand."""
+        """The line of the call in the current function."""
         return self.call.lineno
 
     def described(self) -> str:
-        """Return the collective with the way to it, for a message."""
+        """Return the collective and the functions that lead to it, for a message."""
         name = f"`{self.collective.shown}`"
         if not self.through:
             return name
@@ -59,7 +59,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Collectives that some ranks miss for one cause, in source order."""
+    """The collectives that some ranks miss for the same cause, in source order."""
 
     cause: Cause
     reached: tuple[Reached, ...]

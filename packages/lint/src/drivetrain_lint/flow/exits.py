@@ -16,9 +16,9 @@ _SHARED = word_set(
 
 
 def is_departure(node: ast.AST) -> bool:
-    """Return whether a statement leaves the block and the other ranks go on.
+    """Return whether a statement leaves the block while the other ranks continue.
 
-    An error, or an exit with a code other than 0, is none: it fails the rank, and the launcher ends the others.
+    An error or an exit with a code other than 0 does not count: the rank fails, and the launcher ends the others.
     """
     if isinstance(node, ast.Return | ast.Break | ast.Continue):
         return True
@@ -29,7 +29,7 @@ def is_departure(node: ast.AST) -> bool:
 
 
 def always_leaves(statements: Sequence[ast.stmt]) -> ast.stmt | None:
-    """Return the statement by which a block always leaves; None if it may run to its end."""
+    """Return the statement by which a block is always left; None if the block may run to its end."""
     for statement in statements:
         if is_departure(statement) or _fails(statement):
             return statement
@@ -48,7 +48,7 @@ def may_leave(statements: Iterable[ast.stmt]) -> bool:
 
 
 def may_swallow(handler: ast.ExceptHandler) -> bool:
-    """Return whether one rank may catch an exception in this handler and go on, while the others raise none."""
+    """Return whether a rank may catch an exception in this handler and continue while other ranks raise none."""
     kinds = handler.type
     listed = [] if kinds is None else kinds.elts if isinstance(kinds, ast.Tuple) else [kinds]
     if listed and all(last_name(each) in _SHARED for each in listed):

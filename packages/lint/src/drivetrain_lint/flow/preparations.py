@@ -16,7 +16,7 @@ _HARMLESS = word_set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """A call of `prepare`: the names of its objects, empty for those without one, and those that take the results."""
+    """A call of `prepare`: the names of its arguments (empty for other expressions) and of its results."""
 
     node: ast.Call
     scope: Scope
@@ -27,7 +27,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedNames:
-    """The names around `prepare` in a script; what is handed on may be prepared elsewhere."""
+    """The names around `prepare` in a script; objects passed to other functions may be prepared there."""
 
     arguments: frozenset[str]
     results: frozenset[str]

@@ -27,7 +27,7 @@ ONE_RANK = word_set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A script and its flow, which the rules read; divergences are the collectives that some ranks miss."""
+    """A script and its flow, for the rules; divergences are the collectives that some ranks miss."""
 
     script: Script
     bindings: Bindings

@@ -1,4 +1,4 @@
-"""The expressions whose value differs between ranks: tests of the rank or of its own data, and uneven loops."""
+"""Expressions with different values on different ranks: tests of the rank or of its own data, and uneven loops."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -54,9 +54,9 @@ class RankSubset(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTests:
-    """The judge of expressions of one script, in which the results of collectives are the same on all ranks.
+    """The test of a script's expressions for rank dependence; results of collectives are equal on all ranks.
 
-    Tests are cached, as the walk comes to a function's tests at each of its calls.
+    Results are cached, because the walk reaches a function's tests at each call of the function.
     """
 
     bindings: Bindings
@@ -100,7 +100,7 @@ class RankTests:
                 return RankSubset.SOME if self.is_number(test, depth) else None
 
     def is_number(self, node: ast.expr, depth: int = _DEPTH) -> bool:
-        """Return whether an expression is a rank, or computed from one."""
+        """Return whether an expression is a rank or is computed from a rank."""
         if depth == 0:
             return False
         match node:
@@ -127,7 +127,7 @@ class RankTests:
                 return False
 
     def is_share(self, node: ast.expr, depth: int = _DEPTH) -> bool:
-        """Return whether a sequence is a rank's share of one, whose length may differ between ranks."""
+        """Return whether a sequence is a rank's share of data, with a length that may differ between ranks."""
         if depth == 0:
             return False
         match node:
@@ -153,7 +153,7 @@ class RankTests:
                 return False
 
     def is_data_test(self, test: ast.expr) -> bool:
-        """Return whether a test asks if a value of this rank alone is finite."""
+        """Return whether a test asks if a value of only this rank is finite."""
         return self._asks_finite(test, _DATA_DEPTH) and not self._is_shared(test, _DATA_DEPTH)
 
     def _asks_finite(self, test: ast.expr, depth: int) -> bool:
@@ -168,7 +168,7 @@ class RankTests:
         return any(self._asks_finite(value, depth - 1) for value in values)
 
     def _is_shared(self, node: ast.AST, depth: int) -> bool:
-        """Return whether all ranks have one value: a collective's result, or perhaps written by a collective."""
+        """Return whether all ranks have the same value: a collective gave the value, or may have written it."""
         if depth == 0:
             return False
         for each in ast.walk(node):
@@ -188,7 +188,7 @@ class RankTests:
         return False
 
     def _spreads(self, call: ast.Call) -> bool:
-        """Return whether a call gives all ranks one value."""
+        """Return whether a call returns the same value on all ranks."""
         found = self.collectives.of(call)
         return found is not None and found.key not in ("backward", "prepare") and not found.trains
 
@@ -267,7 +267,7 @@ class RankTests:
 
 
 def _last(node: ast.expr) -> str:
-    """Return the name of an attribute of any object, or a name."""
+    """Return the name in a name expression or attribute expression."""
     return node.attr if isinstance(node, ast.Attribute) else written(node)
 
 
@@ -286,5 +286,5 @@ def _is_variable(node: ast.AST) -> bool:
 
 
 def rank_words() -> frozenset[str]:
-    """Return the names that hold a rank or a test of one wherever they stand."""
+    """Return the names that always hold a rank or a test of the rank."""
     return _FLAGS | _NUMBERS

@@ -30,12 +30,12 @@ class Signatures:
         return tuple(operation for each in statements for operation in self._read_node(each, within))
 
     def reached(self, nodes: Iterable[ast.AST]) -> list[Reached]:
-        """Return the collectives that nodes run, themselves or through functions of the file, in order."""
+        """Return the collectives that nodes run, directly or through functions of the file, in order."""
         calls = self._evaluated_calls(nodes, under_tests=True)
         return [each for call in calls for each in self.of_call(call)]
 
     def of_call(self, call: ast.Call, within: tuple[Function, ...] = ()) -> list[Reached]:
-        """Return the collectives that a call runs: itself, or those in the called function of this file."""
+        """Return the collectives that a call runs: the call itself, or those in the function that it calls."""
         collective = self.names.of(call)
         if collective is not None:
             return [Reached(collective=collective, call=call)]

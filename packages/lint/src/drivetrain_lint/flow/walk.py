@@ -1,4 +1,4 @@
-"""The walk through a function that finds the collectives which some of its ranks miss."""
+"""The walk through a function that finds the collectives that some ranks miss."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,8 @@ _JOINS = frozenset({"join", "Join", "join_uneven_inputs"})
 class Walk:
     """A walk through one function or module body, in the order of the source.
 
-    It fills `found` with the collectives reached after the ranks parted, by cause, and `paired` with the `if`
-    statements on the rank that belong together in pairs.
+    The walk fills `found` with the collectives reached after the ranks parted, by cause, and `paired` with the `if`
+    statements on the rank that form pairs.
     """
 
     signatures: Signatures
@@ -147,7 +147,7 @@ class Walk:
         return [each for case in cases for each in self.block(case.body, cause, rest)]
 
     def _walk_expressions(self, nodes: Iterable[ast.AST], cause: Cause | None) -> None:
-        """Look at the calls of expressions, and at the parts that only some ranks evaluate."""
+        """Visit the calls in expressions, and the parts that only some ranks evaluate."""
         if cause is not None:
             self._record(self.signatures.reached(nodes), cause)
             return

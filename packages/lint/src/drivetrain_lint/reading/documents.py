@@ -1,4 +1,4 @@
-"""The text of a script or notebook, parsed, with the way back to its lines."""
+"""The text of a script or notebook, parsed, with a map back to the original lines."""
 
 import ast
 import io
@@ -23,7 +23,7 @@ CellLines = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A file that cannot be checked, and its fault with the place."""
+    """A file that cannot be checked, with the reason and the place."""
 
     path: str
     what: str
@@ -44,12 +44,12 @@ class Document:
     cells: CellLines = ()
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """Return the cell, if any, and the line that the user sees, for a line of the text."""
+        """Return the notebook cell (or None) and the line that the user sees for a line of the text."""
         return self.cells[line - 1] if 1 <= line <= len(self.cells) else (None, line)
 
 
 def read_document(path: Path, *, shown: str) -> Document | Unreadable:
-    """Read and parse a script or a notebook, whose path the user knows as `shown`."""
+    """Read and parse a script or a notebook; messages show its path as `shown`."""
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -45,5 +45,5 @@ def resolved(node: ast.AST, imports: Mapping[str, str]) -> str:
 
 
 def word_set(words: str) -> frozenset[str]:
-    """Return the names in a text, for lists of names that are long."""
+    """Return the set of names in a text, for long lists of names."""
     return frozenset(words.split())

@@ -1,4 +1,4 @@
-"""A script as the rules read it: imports resolved, scopes, functions, and the objects that are Accelerators."""
+"""A script for the rules: resolved imports, scopes, functions, and the names of Accelerators."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,11 +22,11 @@ class Script:
     """A parsed script.
 
     Attributes:
-        scopes: The innermost function or module of each node that has one.
+        scopes: The innermost function, or the module, that contains each node.
         nodes: All nodes, in the order of the source.
         functions: The functions of the file by name, methods under `Class.name`; the last definition counts.
         accelerators: The names, such as `self.accelerator`, that hold an Accelerator, drivetrain's or Accelerate's.
-        is_distributed: Whether the script works with several processes at all, as far as its imports tell.
+        is_distributed: Whether the script's imports show that it works with several processes.
     """
 
     document: Document
@@ -73,7 +73,7 @@ class Script:
             yield each
 
     def callee(self, call: ast.Call) -> Function | None:
-        """Return the function of this file that a call runs, if the name tells."""
+        """Return the function of this file that a call runs; None if the name does not tell."""
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         name = written(call.func)

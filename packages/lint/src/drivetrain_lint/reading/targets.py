@@ -23,12 +23,12 @@ class Target:
 
 
 def find_targets(names: tuple[str, ...], *, base: Path) -> list[Target]:
-    """Return the files that names stand for, each once, in order.
+    """Return the files for the given names, each file once, in order.
 
     Args:
-        names: Files, folders, or modules by their dotted names. Of a folder, all scripts and notebooks in it; hidden
-            folders, virtual environments and builds in it are left out.
-        base: The folder that relative names start from, where modules are looked for too.
+        names: Files, folders, or dotted names of modules. A folder stands for all scripts and notebooks in it, except
+            in hidden folders, virtual environments and builds.
+        base: The folder for relative names, in which modules are searched too.
 
     Raises:
         LintArgumentError: A name is neither a file, nor a folder, nor a module; or a file is no script.
@@ -60,7 +60,7 @@ def _find_scripts(folder: Path) -> list[Path]:
 
 
 def _find_module_files(name: str, base: Path) -> list[Path]:
-    """Return the files of a module, or of all modules of a package, without importing a parent of it."""
+    """Return the files of a module, or of all modules of a package, without importing a parent package."""
     folders, spec = [*sys.path, str(base)], None
     for part in name.split(".") if all(map(str.isidentifier, name.split("."))) else ():
         spec = PathFinder.find_spec(part, folders)

@@ -1,4 +1,4 @@
-"""Devices that are written down: DT401."""
+"""Devices that are hard-coded: DT401."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ _NAMED = "the script runs on no other kind of device, and not on the CPU"
 
 
 def _visit_training_scripts(visitor: Visitor) -> Sequence[VisitedCall]:
-    """Visit the calls of a script that trains on several ranks itself, rather than serve scripts that do."""
+    """Visit the calls of scripts that themselves train on several ranks, not of modules for such scripts."""
     program = visitor.program
     trains = any(program.script.method_calls("prepare", "backward")) or (
         program.collectives.wraps_models and any(call.method == "backward" for call in visitor.calls)
@@ -60,7 +60,7 @@ def check_device(call: VisitedCall) -> Iterator[Hit]:
 
 
 def _find_place(call: VisitedCall) -> ast.AST | None:
-    """Return the part of a call that writes a device down."""
+    """Return the part of a call that hard-codes a device."""
     first = call.node.args[0] if call.node.args else None
     if call.method == "cuda" and not call.name.startswith("torch.") and not call.node.keywords:
         if first is None:

@@ -15,7 +15,7 @@ _DEPARTURES = {"Return": "return", "Break": "break", "Continue": "continue"}
 def _visit_partings(
     *kinds: Parting, departures: bool = True, branches: bool = True
 ) -> Callable[[Visitor], Iterator[Divergence]]:
-    """Return a visit of the divergences of some kinds, by departures of ranks or by branches that they take."""
+    """Return a visit of the divergences of some kinds, caused by departures of ranks or by branches."""
 
     def visit(visitor: Visitor) -> Iterator[Divergence]:
         for divergence in visitor.program.divergences:

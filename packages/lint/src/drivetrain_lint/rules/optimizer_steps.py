@@ -1,4 +1,4 @@
-"""Backward and optimizer steps that miss what the Accelerator does: DT301 to DT304."""
+"""Backward and optimizer steps that bypass the Accelerator: DT301 to DT304."""
 
 import ast
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def check_backward(call: VisitedCall) -> Iterator[Hit]:
 
 
 def _is_of_prepared(call: VisitedCall, value: ast.expr, depth: int) -> bool:
-    """Return whether a loss is computed from something that `prepare` returned before, as far as names tell."""
+    """Return whether names show that a loss is computed from an earlier result of `prepare`."""
     program = call.program
     scope = program.script.scope_of(call.node)
     results = {

@@ -1,4 +1,4 @@
-"""Objects used as they were before `prepare`: DT201 to DT204."""
+"""Objects that are used unprepared in spite of `prepare`: DT201 to DT204."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _WRAPPER_TESTS = ("module", "isinstance", "Parallel", "ddp", "distributed", "mul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """A use of an object in a training loop: the expression that uses it, and how."""
+    """A use of an object in a training loop: the expression and the kind of use."""
 
     name: str
     node: ast.expr
@@ -93,7 +93,7 @@ def _find_uses(scope: VisitedScope) -> Iterator[_Use]:
 
 
 def _find_renaming(preparations: list[Preparation], use: _Use) -> Preparation | None:
-    """Return the preparation before a use that took its object and gave the result another name."""
+    """Return the earlier preparation that took the used object and gave the result another name."""
     for each in reversed([each for each in preparations if each.node.lineno < use.node.lineno]):
         if use.name in each.results:
             return None
@@ -103,7 +103,7 @@ def _find_renaming(preparations: list[Preparation], use: _Use) -> Preparation | 
 
 
 def _is_own(scope: VisitedScope, use: _Use, bound: Sequence[Binding]) -> bool:
-    """Return whether the script itself made the object and handed it to nothing that may prepare it."""
+    """Return whether the script itself made the object and passed it to no code that may prepare it."""
     program = scope.program
     if (
         not bound

@@ -12,10 +12,10 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Part]):
-    """A fault that the linter finds: `visits` returns parts of a script, and `check` finds the fault in one of them.
+    """A fault that the linter finds: `visits` returns parts of a script, and `check` finds the fault in a part.
 
-    `summary`, `why` and `repair` are sentences about the fault, its consequence and its removal, without a script's
-    names; the summary is by default the docstring of `check`. `partial(Rule, ...)` decorates a check.
+    `summary`, `why` and `repair` are sentences about the fault, its consequence and its removal, without names of a
+    script. By default, the summary is the docstring of `check`. `partial(Rule, ...)` decorates a check.
     """
 
     check: Callable[[Part], Iterable[Hit]]

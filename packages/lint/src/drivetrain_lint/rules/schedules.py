@@ -71,7 +71,7 @@ def check_steps(scope: VisitedScope) -> Iterator[Hit]:
 def _find_repeated(
     statements: Sequence[ast.stmt], steps: Mapping[ast.Call, VisitedCall]
 ) -> Iterator[tuple[ast.Call, ast.Call]]:
-    """Iterate over two steps of one schedule among statements that run one after the other, in a loop."""
+    """Iterate over pairs of steps of the same schedule among statements that run in sequence in a loop."""
     first: dict[str, ast.Call] = {}
     for statement in statements:
         if isinstance(statement, ast.For | ast.While | ast.If | ast.Try):

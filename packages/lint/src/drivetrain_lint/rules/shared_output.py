@@ -1,4 +1,4 @@
-"""The work that all ranks do and one should, writing one file or asking; and an order that never changes."""
+"""Work that all ranks do and only one should, such as writing a file or asking; and an order that never changes."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ _DEPTH = 3
 
 
 def _visit_calls_on_all_ranks(name: str) -> Callable[[Visitor], Iterator[VisitedCall]]:
-    """Return a visit of the calls of a function that all ranks make, as far as it is known."""
+    """Return a visit of the calls of a function that, as far as known, all ranks make."""
 
     def visit(visitor: Visitor) -> Iterator[VisitedCall]:
         for scope in visitor.scopes:
@@ -137,7 +137,7 @@ def _differs(program: Program, path: ast.expr, depth: int) -> bool:
 
 
 def _is_path(program: Program, path: ast.expr, depth: int) -> bool:
-    """Return whether an expression is a path that the script itself spells out, rather than a buffer."""
+    """Return whether an expression is a path that the script itself spells out, and not a buffer."""
     match path:
         case ast.JoinedStr():
             return True

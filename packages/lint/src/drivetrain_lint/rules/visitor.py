@@ -1,4 +1,4 @@
-"""The visitor of scripts, which hands calls and scopes with their surroundings to the rules."""
+"""The visitor of scripts, which passes calls and scopes with their surroundings to the rules."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ class VisitedCall:
 
     Attributes:
         name: The dotted name of the function, with imports resolved; empty for other expressions.
-        owner: The object whose method is called; the function itself if none is.
-        method: The method; empty if the function is none.
+        owner: The object whose method is called; for other calls, the function itself.
+        method: The method; empty for other calls.
     """
 
     program: Program
@@ -75,7 +75,7 @@ class VisitedCall:
         return found
 
     def is_chosen_against(self, method: str) -> bool:
-        """Return whether another branch around this call does the same through the Accelerator."""
+        """Return whether another branch around this call calls `method` of the Accelerator instead."""
         script = self.program.script
         return any(
             any(script.method_calls(method, within=each)) or "accelerator" in ast.unparse(each.test).lower()
@@ -86,7 +86,7 @@ class VisitedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitedScope:
-    """The module or a function of a script, with the nodes and calls of it that are in no inner function."""
+    """The module or a function of a script, with its nodes and calls outside inner functions."""
 
     program: Program
     node: ast.Module | Function
@@ -94,7 +94,7 @@ class VisitedScope:
     calls: tuple[VisitedCall, ...]
 
     def sequences(self) -> Iterator[list[ast.stmt]]:
-        """Iterate over the blocks of this scope, each as the statements that run one after the other."""
+        """Iterate over the blocks of this scope, each as a sequence of statements that run in order."""
         for node in (self.node, *self.nodes):
             if node is not self.node and isinstance(node, Function | ast.ClassDef):
                 continue
@@ -106,7 +106,7 @@ class VisitedScope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visitor:
-    """The one walk through a script, of which each rule visits some parts."""
+    """The single walk through a script; each rule visits some parts of it."""
 
     program: Program
     calls: tuple[VisitedCall, ...]
@@ -125,7 +125,7 @@ def visit(program: Program) -> Visitor:
 
 
 def is_optimizer(program: Program, node: ast.expr) -> bool:
-    """Return whether an expression holds an optimizer, by its name or by the call that made it."""
+    """Return whether an expression is an optimizer, by its name or by the call that made the object."""
     last = last_name(node)
     if "sched" in last.lower():
         return False
