@@ -95,7 +95,7 @@ class CheckpointSettings:
             raise ValueError(f"keep_best={self.keep_best!r}: must be 0 or more checkpoints")
         if self.keep_best and self.best_metric is None:
             raise ValueError(
-                f"keep_best={self.keep_best!r} without best_metric: name the metric that tells the best"
+                f"keep_best={self.keep_best!r} without best_metric: name the metric that rates checkpoints"
             )
         if self.keep_last is None and (self.keep_best or self.keep_every):
             rule = "keep_best" if self.keep_best else "keep_every"

@@ -160,7 +160,7 @@ def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
 def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:
     """Return a message on how rank 0's names differ from the model's names; empty if they are equal."""
     if tensors is None:
-        return "load_full_state_dict(tensors=None) on rank 0: it is the rank that reads; give it the mapping"
+        return "load_full_state_dict(tensors=None) on rank 0: rank 0 reads the tensors; give it the mapping"
     missing, unexpected = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     if missing or unexpected:
         return (

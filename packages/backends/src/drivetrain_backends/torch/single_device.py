@@ -23,7 +23,7 @@ class SingleBackend(TorchBackend):
     ) -> None:
         if (count := context.topology.world_size) > 1:
             raise ValueError(
-                f"backend='single' with {count} processes: each would train a model of its own, and no gradient is "
+                f"backend='single' with {count} processes: each would train a separate model, and no gradient is "
                 "averaged; say ddp, fsdp or deepspeed, or --num-processes 1"
             )
         super().__init__(context, policy, window=window, settings=settings)

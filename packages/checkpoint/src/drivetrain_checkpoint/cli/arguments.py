@@ -52,7 +52,7 @@ def place_of(text: str) -> Place:
     place = locate(text, options)
     if not storage_of(place).is_folder(place):
         raise NoCheckpointError(
-            f"{place} is no folder: name a folder of checkpoints, or one of them, such as runs/step-100"
+            f"{place} is no folder: name a folder of checkpoints, or a checkpoint, such as runs/step-100"
         )
     return place
 

@@ -18,13 +18,13 @@ class MergeArguments:
 
     checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
     output: str = field(
-        metadata={"positional": True, "help": "Folder of the export; one that is there is replaced."}
+        metadata={"positional": True, "help": "Folder of the export; an export in the folder is replaced."}
     )
     model: str | None = field(
-        default=None, metadata={"help": "Which model of the checkpoint; by default the only one."}
+        default=None, metadata={"help": "Name of the model in the checkpoint; by default the only model."}
     )
     max_shard_size: str = field(
-        default="5GB", metadata={"help": "What the tensors of one file may take: bytes, 5GB, 512MiB."}
+        default="5GB", metadata={"help": "Largest size of the tensors in one file: bytes, 5GB, 512MiB."}
     )
 
     def __post_init__(self) -> None:

@@ -21,18 +21,18 @@ class PruneArguments:
     directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
     keep_last: int = field(metadata={"help": "Number of valid checkpoints to keep, those saved last."})
     keep_every: int | None = field(
-        default=None, metadata={"help": "Keep those of every so many steps too, such as 10000."}
+        default=None, metadata={"help": "Interval in steps of checkpoints to keep too, such as 10000."}
     )
     keep_best: int = field(
-        default=0, metadata={"help": "Number of checkpoints to keep besides, the best ones by best_metric."}
+        default=0, metadata={"help": "Number of best checkpoints by best_metric to keep too."}
     )
     best_metric: str | None = field(
-        default=None, metadata={"help": "Which of the metrics given with a save tells the best."}
+        default=None, metadata={"help": "Name of a save's metric that rates checkpoints."}
     )
     best_mode: Literal["min", "max"] = field(
         default="min", metadata={"help": "Whether the smallest or the largest value is the best."}
     )
-    dry_run: bool = field(default=False, metadata={"help": "Say what would be deleted, and delete nothing."})
+    dry_run: bool = field(default=False, metadata={"help": "List the folders to delete, and delete nothing."})
 
     def __post_init__(self) -> None:
         """Check the rules in the same way as the `checkpoint` section."""

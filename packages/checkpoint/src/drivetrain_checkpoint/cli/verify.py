@@ -19,7 +19,7 @@ class VerifyArguments:
     """The arguments of `drivetrain checkpoint verify`."""
 
     folder: str = field(
-        metadata={"positional": True, "help": "Folder of a checkpoint, or of several, or its URL."}
+        metadata={"positional": True, "help": "Folder of a checkpoint or of several checkpoints, or its URL."}
     )
 
 

@@ -115,7 +115,7 @@ def _explain_none(folder: Place) -> str | None:
         return f"{folder} is no checkpoint, but {folder / 'checkpoints'} holds some: load from there"
     if any(name.endswith(".safetensors") for name in storage_of(folder).sizes_in(folder)):
         return f"{folder} is no checkpoint; it holds a model alone, which load_model() loads"
-    return f"{folder} is no checkpoint: name the folder of one, such as .../step-100, or one that holds some"
+    return f"{folder} is no checkpoint: name a checkpoint, such as .../step-100, or a folder of checkpoints"
 
 
 def holds_checkpoints(context: Context, folder: Place) -> bool:

@@ -102,7 +102,7 @@ class SaveCoordinator:
             raise StateError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 0.3}}')
         if metrics and best is not None and best not in metrics:
             raise ValueError(
-                f"metrics={dict(metrics)!r} lacks best_metric={best!r}, which is to tell the best"
+                f"metrics={dict(metrics)!r} lacks best_metric={best!r}, the metric that rates checkpoints"
             )
         for name, value in metrics.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):

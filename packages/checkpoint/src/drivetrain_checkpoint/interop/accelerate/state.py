@@ -75,7 +75,7 @@ def read_accelerate_state(folder: Path | str, *, rank: int = 0, local_rank: int 
     folder = Path(folder)
     if not folder.is_dir():
         raise CorruptCheckpointError(
-            f"{folder} is no folder: give the one that Accelerate's save_state wrote"
+            f"{folder} is no folder: give the folder that Accelerate's save_state wrote"
         )
     files = list_accelerate_state(folder)
     left_out = [f"{path.name}: not known" for path in files.others]
