@@ -74,9 +74,7 @@ class ParallelDims:
         for name in AXES:
             size = getattr(self, name)
             if size is not None and size != -1 and size < 1:
-                raise ValueError(
-                    f"{name}={size!r}: a size of 1 or more is allowed, or -1 for what the others leave"
-                )
+                raise ValueError(f"{name}={size!r}: a size of 1 or more is allowed, or -1 to infer the size")
         rest = [name for name in AXES if getattr(self, name) == -1]
         if len(rest) > 1:
             raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")

@@ -52,8 +52,8 @@ class Layers:
         """Read and check every layer, as the launcher does.
 
         Args:
-            file: A YAML, TOML or JSON file of sections, or another program's file that a package translates: its path or
-                the result of `choose_file`.
+            file: A YAML, TOML or JSON file of sections or another program's file that a package translates: its path
+                or the result of `choose_file`.
             command_line: The values of flags, by section and field; None means not given.
             written: The flags as the user wrote them, by section and field, if they differ from the fields' own.
             sections: Section dataclasses in addition to those that installed packages register.

@@ -40,7 +40,7 @@ def choose_rules(*, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> t
             meant = suggest(word, [name for rule in ALL_RULES for name in (rule.code, rule.name)])
             raise LintArgumentError(
                 f"{word}: no such rule{meant}; the rules are {', '.join(rule.code for rule in ALL_RULES)}; DT1 "
-                "stands for all that begin so"
+                "stands for all codes with this beginning"
             )
     return tuple(
         rule for rule in ALL_RULES if _is_named(rule, select or ["all"]) and not _is_named(rule, ignore)

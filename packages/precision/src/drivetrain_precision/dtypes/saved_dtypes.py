@@ -29,6 +29,6 @@ def find_conversions(
         if torch.promote_types(there, here) is not here and asked is None:
             raise ValueError(
                 f"{name} was saved in {str(there)[6:]}, and this run holds it in {str(here)[6:]}: loading would "
-                f"round it. Say precision.{setting} if that is meant, or build the model in {str(there)[6:]}"
+                f"round it. Say precision.{setting} to allow this, or build the model in {str(there)[6:]}"
             )
     return changed

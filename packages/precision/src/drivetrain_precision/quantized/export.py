@@ -171,7 +171,7 @@ def _check(model: nn.Module) -> None:
     layers = dict(fake_quantized(model))
     if not layers:
         raise PrecisionError(
-            f"no layer of {type(model).__name__} was prepared by prepare_qat, so nothing says how to quantise it"
+            f"no layer of {type(model).__name__} was prepared by prepare_qat, so the scheme to quantise it is unknown"
         )
     if "" in layers:
         raise PrecisionError("the model is a single linear layer: put it into an nn.Sequential")
