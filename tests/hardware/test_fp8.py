@@ -92,7 +92,7 @@ def learned(
         teacher, model = nn.Linear(128, 128).to(place), Student()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         losses: list[Tensor] = []
-        for _ in range(min(200, 50 * here().scale)):
+        for _ in range(min(200, 20 * here().scale)):  # some CPUs take 50 ms to emulate a product
             rows = torch.randn(64, 128).to(place)
             with torch.no_grad():
                 wanted = teacher(rows) + 0.3 * torch.randn(64, 128).to(place)

@@ -98,7 +98,9 @@ def test_an_index_that_is_none_is_named(tmp_path: Path, index: bytes) -> None:
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors"])
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: str) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CorruptCheckpointError, match=f"names the file '{file}': must be a file in the same folder"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"names the file '{file}': must be a file in the same folder"
+    ):
         open_export(tmp_path)
 
 
