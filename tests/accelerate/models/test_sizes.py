@@ -130,7 +130,7 @@ def test_tensors_that_cannot_be_one_are_refused() -> None:
     before = model["b"].weight
     for other, said in (
         ("c.weight", r"the model has no parameter c\.weight"),
-        ("b.weight", r"a\.weight \(2, 2\), b\.weight \(3, 2\): tensors of one shape"),
+        ("b.weight", r"a\.weight \(2, 2\), b\.weight \(3, 2\): only tensors of the same shape"),
     ):
         with pytest.raises(TiedParametersError, match=said):
             module_tensors.retie_parameters(model, [["a.weight", other]])

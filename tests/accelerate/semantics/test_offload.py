@@ -76,5 +76,7 @@ def test_retied_shapes() -> None:
         )
         is_one = model["a"].weight is model["b"].weight
         assert (
-            (found is None and is_one) if side is THEIRS else ("tensors of one shape" in found and not is_one)
+            (found is None and is_one)
+            if side is THEIRS
+            else ("tensors of the same shape" in found and not is_one)
         )
