@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,29 +165,17 @@ def test_a_program_that_goes_on_after_its_stop_is_ended_by_a_signal(run_ranks_sc
     assert (ended.returncode, ended.stdout.split()) == (RESUME_EXIT_CODE, ["True"]), ended
 
 
-@pytest.mark.parametrize(
-    ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
-)
-@pytest.mark.slow
-def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
-    tmp_path: Path, python: str, to_launcher: bool, number: signal.Signals
-) -> None:
-    script, project = tmp_path / "train.py", tmp_path / "project"
+@contextmanager
+def two_launched_ranks(
+    python: str, folder: Path, *flags: str
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Launch the training on two ranks; give the launcher and the ranks' process ids once both have trained."""
+    script = folder / "train.py"
     # In one piece: both ranks write to one pipe.
     script.write_text(TRAIN.replace('print("trains", flush=True)', 'os.write(1, b"%d\\n" % os.getpid())'))
-    launch = [
-        python,
-        "-m",
-        "drivetrain_launcher",
-        "launch",
-        "--no-prefix",
-        "--num-processes",
-        "2",
-        "--max-restarts",
-        "2",
-    ]
+    launch = [python, "-m", "drivetrain_launcher", "launch", "--no-prefix", "--num-processes", "2", *flags]
     with subprocess.Popen(
-        [*launch, str(script), str(project)],
+        [*launch, str(script), str(folder / "project")],
         env=environment_alone(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -193,36 +183,34 @@ def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
     ) as launcher:
         try:
             assert launcher.stdout is not None
-            pids = [int(launcher.stdout.readline()) for _ in range(2)]
-            os.kill(launcher.pid if to_launcher else pids[1], number)
-            out, err = launcher.communicate(timeout=60)
+            yield launcher, [int(launcher.stdout.readline()) for _ in range(2)]
         finally:
             launcher.kill()
+
+
+@pytest.mark.parametrize(
+    ("to_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGUSR1)]
+)
+@pytest.mark.slow
+def test_the_launcher_ends_with_the_same_code_and_starts_nothing_again(
+    tmp_path: Path, python: str, to_launcher: bool, number: signal.Signals
+) -> None:
+    with two_launched_ranks(python, tmp_path, "--max-restarts", "2") as (launcher, pids):
+        os.kill(launcher.pid if to_launcher else pids[1], number)
+        out, err = launcher.communicate(timeout=60)
     assert launcher.returncode == RESUME_EXIT_CODE, err
     assert "all ranks have saved; run the same command again to continue (exit code 75)" in err
     assert out == ""
-    assert len(steps_of(project)) == 1
+    assert len(steps_of(tmp_path / "project")) == 1
 
 
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, python: str) -> None:
-    script, project = tmp_path / "train.py", tmp_path / "project"
-    script.write_text(TRAIN.replace('print("trains", flush=True)', 'os.write(1, b"%d\\n" % os.getpid())'))
-    launch = [python, "-m", "drivetrain_launcher", "launch", "--no-prefix", "--num-processes", "2"]
-    with subprocess.Popen(
-        [*launch, str(script), str(project)],
-        env=environment_alone(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        assert launcher.stdout is not None
-        for _ in range(2):
-            launcher.stdout.readline()
+    with two_launched_ranks(python, tmp_path) as (launcher, _):
         launcher.kill()
         _, err = launcher.communicate(timeout=60)  # both pipes end with the last rank
     assert "SIGTERM: saved at step" in err
-    assert len(steps_of(project)) == 1
+    assert len(steps_of(tmp_path / "project")) == 1
 
 
 def test_launcher_and_checkpoint_mean_the_same_code() -> None:

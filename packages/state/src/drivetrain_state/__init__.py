@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
     from drivetrain_state.mesh import build_mesh as build_mesh
-    from drivetrain_state.ranks_store import control_store as control_store
+    from drivetrain_state.rank0_store import control_store as control_store
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
     from drivetrain_state.topology import Topology as Topology
@@ -72,7 +72,7 @@ _NAMES = {
     "synchronize_rng_states",
     "connection": "connect group_backend",
     "context": "Context",
-    "ranks_store": "control_store",
+    "rank0_store": "control_store",
     "detect": "best_device_kind capabilities describe_environment detect_devices device_count DeviceCapability "
     "DeviceGroup",
     "errors": "CollectiveMismatchError ConnectError DeviceError GroupMismatchError LeafError OtherRankFailedError",

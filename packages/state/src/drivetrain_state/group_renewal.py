@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore
 from drivetrain_state.compat import default_store
 from drivetrain_state.context import Context
 from drivetrain_state.errors import ConnectError
-from drivetrain_state.ranks_store import control_ports
+from drivetrain_state.rank0_store import control_ports
 from drivetrain_state.store_rounds import StoreRounds, wait
 
 Connection = tuple[str, str]  # the address of this end and of the other, as host:port

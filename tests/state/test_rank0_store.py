@@ -38,7 +38,7 @@ import os, sys
 import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore
 from drivetrain_state import connect, control_store
-from drivetrain_state.ranks_store import control_ports
+from drivetrain_state.rank0_store import control_ports
 from drivetrain_state.store_rounds import underlying_store
 
 rank = int(os.environ["RANK"])
