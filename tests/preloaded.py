@@ -51,6 +51,7 @@ _READ_LATE = (
     "DRIVETRAIN_", "TEST_", "PYTEST_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "LINES",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING", "_MLFLOW_",  # set by accelerate and mlflow as they are imported
 )  # fmt: skip
 FRESH = b"fresh..."  # the answer to an order for which only a fresh interpreter will do
 _SHIM = Path(__file__).with_name("preloaded_shim.py")

@@ -4,11 +4,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from preloaded import PreloadedPython
 from processes import SKIPPED, Completed, RankPool, rank_environment, run_script
+
+_PRELOADED = pytest.StashKey[tuple[str, ...]]()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -41,19 +44,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Start the programs that stand for `python` once for all lanes, as soon as it is known that there are lanes."""
+    config.stash[_PRELOADED] = start_pythons(config)
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Tell a lane which programs stand for `python`."""
+    node.workerinput["pythons"] = node.config.stash[_PRELOADED]
+
+
+def start_pythons(config: pytest.Config) -> tuple[str, ...]:
+    """Start the programs that stand for `python`; they end with the run of tests that `config` describes."""
+    if sys.platform != "linux":  # they hand open files on as /proc lists them, and wait by pidfd
+        return (sys.executable,)
+    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {})) for _ in range(2)]
+    for each in preloaded:
+        config.add_cleanup(each.close)
+    return tuple(each.executable for each in preloaded)
+
+
 @pytest.fixture(scope="session")
-def pythons() -> Iterator[tuple[str, ...]]:
+def pythons(pytestconfig: pytest.Config) -> tuple[str, ...]:
     """Programs that stand for `python` and have imported torch before they start; see preloaded.py.
 
     Two, since what one forks has one hash seed: ranks that walk a set in the order of its hashes must not agree here.
     """
-    if sys.platform != "linux":  # they hand open files on as /proc lists them, and wait by pidfd
-        yield (sys.executable,)
-        return
-    preloaded = [PreloadedPython(rank_environment(0, 1, 0, {})) for _ in range(2)]
-    yield tuple(each.executable for each in preloaded)
-    for each in preloaded:
-        each.close()
+    shared = getattr(pytestconfig, "workerinput", {}).get("pythons")
+    return tuple(shared) if shared else start_pythons(pytestconfig)
 
 
 @pytest.fixture(scope="session")

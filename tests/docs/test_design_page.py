@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "design.md").read_text()
 SOURCES = [file for folder in ("packages", "tools") for file in sorted((ROOT / folder).rglob("*.py"))]
+PROJECTS = [*ROOT.glob("*.toml"), *ROOT.glob("packages/*/src/**/*.toml")]
 LATER = {"tensor_parallel.py", "context_parallel.py", "pipeline.py", "xla.py"}  # in brackets on the page
 FILES = sorted(
     path
@@ -26,10 +27,10 @@ def full_path(path: str) -> str:
     return f"drivetrain_{package}/{rest}" if (ROOT / "packages" / package).is_dir() and rest else path
 
 
+@cache
 def files_of(path: str) -> list[Path]:
-    ends = {f"/{path}", f"/{full_path(path)}"}
-    known = [*SOURCES, *ROOT.glob("*.toml"), *ROOT.glob("packages/**/*.toml")]
-    return [file for file in known if any(file.as_posix().endswith(end) for end in ends)]
+    ends = (f"/{path}", f"/{full_path(path)}")
+    return [file for file in (*SOURCES, *PROJECTS) if file.as_posix().endswith(ends)]
 
 
 @cache

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,15 @@ def collected(folder: Path, words: str, *arguments: str) -> subprocess.Completed
         f"[pytest]\npythonpath = {TESTS}\nmarkers =\n  slow:\n  cuda:\n  default_cases:\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "default_cases", "--collect-only", "-q", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(

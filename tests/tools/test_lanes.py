@@ -71,7 +71,11 @@ def run_slow(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TOOLS)))},
+        env={
+            **environment,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TOOLS))),
+        },
         capture_output=True,
         text=True,
         check=False,
