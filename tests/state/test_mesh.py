@@ -1,12 +1,13 @@
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_state import MeshPlan, ParallelDims, StateSettings, connect
+from drivetrain_state import MeshPlan, ParallelDims, StateSettings, broadcast, connect, gather_object, reduce
+from drivetrain_state.mesh import AXES, VIEWS, View
 
-AXES = ("pipeline", "data", "shard", "context", "tensor")
 sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4))
 
 
@@ -36,6 +37,11 @@ def test_what_is_not_said_is_what_is_left(
         ({"tensor": 0}, "^tensor=0: "),
         ({"tensor": -2}, "^tensor=-2: "),
         ({"data": -1, "shard": -1}, "data=-1 and shard=-1: only one"),
+        ({"expert": -1}, "^expert=-1: "),
+        (
+            {"shard": 4, "expert": 3},
+            "shard=4 x context=1 x tensor=1: .*these 4 processes; expert may be 1, 2, 4$",
+        ),
     ],
 )
 def test_sizes_that_fit_no_world_are_refused(said: dict[str, int], message: str) -> None:
@@ -55,7 +61,33 @@ def test_plans_cover_the_world_and_number_the_data_shards(said: dict[str, int], 
     assert {of for _, of in shards} == {count}
     for index in range(count):
         assert sum(shard == index for shard, _ in shards) == world_size // count
-    assert list(plan.data_readers()) == [shards.index((index, count)) for index in range(count)]
+    assert list(plan.members(0, "reads")) == [shards.index((index, count)) for index in range(count)]
+
+
+@given(sizes)
+def test_the_ranks_of_a_view_differ_along_its_axes_alone(said: dict[str, int]) -> None:
+    plan = ParallelDims(**said).plan(prod(said.values()))
+    places = [plan.coordinate(rank) for rank in range(prod(plan.sizes))]
+    for view, axes in {**VIEWS, **{name: (name,) for name in AXES}}.items():
+        for rank, place in enumerate(places):
+            others = {name: at for name, at in place.items() if name not in axes}
+            expected = [r for r, p in enumerate(places) if others.items() <= p.items()]
+            assert list(plan.members(rank, view)) == expected
+
+
+def test_experts_divide_the_ranks_of_a_replica_anew() -> None:
+    plan = ParallelDims(data=2, shard=2, tensor=2, expert=2).plan(8)
+    assert [list(plan.members(rank, "expert")) for rank in (0, 1, 6)] == [[0, 1], [0, 1], [6, 7]]
+    assert [list(plan.members(rank, "expert_shard")) for rank in (0, 1, 6)] == [[0, 2], [1, 3], [4, 6]]
+    wide = ParallelDims(shard=2, tensor=2, expert=4).plan(4)
+    assert list(wide.members(3, "expert")) == [0, 1, 2, 3]
+    assert list(wide.members(3, "expert_shard")) == [3]
+
+
+def test_a_view_of_ten_thousand_ranks_is_arithmetic() -> None:
+    plan = ParallelDims(pipeline=8, data=16, shard=20, tensor=4).plan(10_240)
+    assert list(plan.members(10_239, "tensor")) == [10_236, 10_237, 10_238, 10_239]
+    assert len(plan.members(10_239, "reads")) == 320
 
 
 def _mesh_of_rank() -> tuple[object, ...]:
@@ -75,3 +107,33 @@ def test_the_device_mesh_is_the_planned_one(run_ranks) -> None:
         (("data", "tensor"), [2, 3]),
         (("data", "tensor"), [2, 3]),
     ]
+
+
+def _sums_of_views() -> dict[View, object]:
+    settings = StateSettings(device="cpu", watchdog=False, debug=True)
+    with connect(settings, parallelism=ParallelDims(data=2, tensor=2)) as context:
+        rank = context.topology.rank
+        # Other ranks ask first for another view: only the ranks of one view create its group together.
+        views: list[View] = ["counts", "replica", "data", "tensor", "world", "pipeline"]
+        for view in views if rank % 3 else reversed(views):
+            assert context.ranks(view).size == len(context.ranks(view).ranks)
+        found: dict[View, object] = {}
+        for view in views:
+            total = reduce(context, torch.tensor(1 + rank), over=view)
+            assert gather_object(context, rank, over=view) == list(context.ranks(view).ranks)
+            found[view] = total.item()
+        sent = broadcast(context, torch.tensor(rank), src=1, over="reads")
+        assert sent.item() == context.ranks("reads").ranks[1]
+        with pytest.raises(ValueError, match="src=2 with reads=2"):
+            broadcast(context, torch.tensor(rank), src=2, over="reads")
+        return found
+
+
+def test_collectives_run_over_the_ranks_of_a_view(run_ranks) -> None:
+    by_rank = run_ranks(_sums_of_views, num_processes=4)
+    assert [found["counts"] for found in by_rank] == [4, 6, 4, 6]
+    assert [found["data"] for found in by_rank] == [4, 6, 4, 6]
+    assert [found["replica"] for found in by_rank] == [3, 3, 7, 7]
+    assert [found["tensor"] for found in by_rank] == [3, 3, 7, 7]
+    assert [found["world"] for found in by_rank] == [10] * 4
+    assert [found["pipeline"] for found in by_rank] == [1, 2, 3, 4]

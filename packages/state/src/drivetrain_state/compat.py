@@ -4,7 +4,11 @@ torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/
 to what is relied on, and docs/platforms.md lists them.
 """
 
+from torch._C._distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 # Returns the store in which the ranks of the default process group met.
 default_store = _get_default_store
+
+# Returns the process group of a name; RuntimeError if it has ended.
+group_by_name = _resolve_process_group

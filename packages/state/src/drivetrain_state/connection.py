@@ -102,6 +102,7 @@ def connect(
             topology=topology,
             device=place,
             mesh=build_mesh(plan, place.type) if plan is not None else None,
+            plan=plan,
             settings=settings,
             progress=progress,
             owns_group=owns_group,

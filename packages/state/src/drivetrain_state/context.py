@@ -1,8 +1,9 @@
 """The context of a process: its ranks, device, group and store, as a frozen value that is passed explicitly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
+from drivetrain_state.mesh import MeshPlan, View
+from drivetrain_state.rank_group import RankGroup, end_group, make_group
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
 
@@ -25,6 +28,7 @@ class Context:
     Attributes:
         device: The device that this process computes on.
         mesh: The mesh of the parallel dimensions, if any were requested.
+        plan: The plan of that mesh; without a mesh, all ranks are data parallel.
         progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
         control: The store of `control_store`; None until the first use.
@@ -33,14 +37,13 @@ class Context:
     topology: Topology
     device: torch.device
     mesh: DeviceMesh | None = None
+    plan: MeshPlan | None = None
     settings: StateSettings = field(default_factory=StateSettings)
     progress: ProgressRecord = field(default_factory=ProgressRecord)
     owns_group: bool = False
     control: list[Store] = field(default_factory=list[Store], repr=False)
     _has_group: bool = False
-    _control: list[Store] = field(
-        default_factory=list[Store], repr=False
-    )  # the control store, once it is needed
+    _ranks: dict[View, RankGroup] = field(default_factory=dict[View, RankGroup], repr=False)
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -61,6 +64,32 @@ class Context:
                 "close that one last"
             )
         return dist.group.WORLD
+
+    def ranks(self, view: View) -> RankGroup:
+        """Return the ranks of a view of the mesh that this process belongs to; see `drivetrain_state.mesh.VIEWS`.
+
+        Example:
+            >>> with connect(StateSettings(device="cpu")) as context:
+            ...     context.ranks("reads").size
+            1
+        """
+        if (found := self._ranks.get(view)) is None:
+            world = self.topology.world_size
+            plan = self.plan or MeshPlan(names=("data",), sizes=(world,))
+            members = plan.members(self.topology.rank, view)
+            found = RankGroup(members, self.topology.rank, find_group=partial(self._group_of, view))
+            self._ranks[view] = found
+        return found
+
+    def _group_of(self, view: View, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Return the process group of a view, and create it if neither the world nor the mesh has it."""
+        if len(ranks) == self.topology.world_size:
+            return self.group
+        if self.mesh is not None and view in (self.mesh.mesh_dim_names or ()):
+            return self.mesh.get_group(view)
+        made = make_group(ranks)
+        self.before_close(partial(end_group, made))
+        return made
 
     def applied(self) -> dict[str, object]:
         """Return the settings in effect, read back from torch, for an effective plan."""

@@ -1,24 +1,75 @@
-"""The sizes of the parallel dimensions, and the device mesh that they span."""
+"""The sizes of the parallel dimensions, the device mesh that they span, and its views: which ranks share what."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from types import MappingProxyType
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Outermost first: neighbours along the last axis are neighbouring ranks, which have the fastest links.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 
+View = Literal[
+    "world", "reads", "counts", "fsdp", "replica", "expert_shard", "expert", "pipeline", "data", "shard",
+    "context", "tensor",
+]  # fmt: skip
+# The axes along which the ranks of a view differ; a single axis is a view of its own name.
+VIEWS: MappingProxyType[View, tuple[str, ...]] = MappingProxyType(
+    {
+        "world": AXES,
+        "reads": ("data", "shard"),  # ranks that read different samples
+        "counts": ("data", "shard", "context"),  # ranks whose losses, tokens and gradients add up
+        "fsdp": ("shard", "context"),  # ranks that divide the parameters of one model
+        "replica": ("pipeline", "context", "tensor"),  # ranks that compute one sample together
+    }
+)
+_EXPERT_AXES = ("shard", "context", "tensor")  # the axes that experts divide anew
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """The plan of a mesh: the names of its axes, outermost first, and their sizes."""
+    """The plan of a mesh: the names of its axes, outermost first, and their sizes.
+
+    `expert` is the size of a second view of the same ranks: `expert` neighbours hold different experts, and the ranks
+    of `expert_shard`, of which there are shard x context x tensor / expert, hold parts of the same experts.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    expert: int = 1
 
     def size(self, name: str) -> int:
         """Return the size of axis `name`; 1 if the mesh has no such axis."""
         return self.sizes[self.names.index(name)] if name in self.names else 1
+
+    def members(self, rank: int, view: View) -> Sequence[int]:
+        """Return the ranks of `view` that `rank` belongs to, in rising order: those that differ along its axes alone.
+
+        Example:
+            >>> plan = ParallelDims(data=2, shard=2, tensor=2).plan(8)
+            >>> list(plan.members(1, "reads")), list(plan.members(1, "tensor"))
+            ([1, 3, 5, 7], [0, 1])
+        """
+        if view == "world":
+            return range(prod(self.sizes))
+        if view in ("expert", "expert_shard"):
+            num_ranks = prod(map(self.size, _EXPERT_AXES))
+            start, place = rank - rank % num_ranks, rank % num_ranks
+            if view == "expert":
+                first = start + place - place % self.expert
+                return range(first, first + self.expert)
+            return range(start + place % self.expert, start + num_ranks, self.expert)
+        axes, where, stride = VIEWS.get(view, (view,)), self.coordinate(rank), 1
+        steps: list[range] = []
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            if name in axes:
+                rank -= where[name] * stride
+                steps.append(range(0, size * stride, stride))
+            stride *= size
+        return tuple(rank + sum(offsets) for offsets in product(*reversed(steps)))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the index of `rank` along each axis."""
@@ -37,13 +88,6 @@ class MeshPlan:
         shards = self.size("shard")
         return where.get("data", 0) * shards + where.get("shard", 0), self.size("data") * shards
 
-    def data_readers(self) -> tuple[int, ...]:
-        """Return the first rank that reads each part of the data, in order of parts."""
-        first: dict[int, int] = {}
-        for rank in range(prod(self.sizes)):
-            first.setdefault(self.data_shard(rank)[0], rank)
-        return tuple(first[index] for index in sorted(first))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
@@ -58,6 +102,8 @@ class ParallelDims:
         context: The number of processes that split each sequence.
         tensor: The number of processes that split each matrix.
         pipeline: The number of stages that the layers are split into.
+        expert: The number of processes that hold different experts; it divides shard x context x tensor, and is no
+            factor of the world size.
 
     Example:
         >>> ParallelDims(data=2, tensor=2).plan(4).data_shard(3)
@@ -69,12 +115,15 @@ class ParallelDims:
     context: int | None = None
     tensor: int | None = None
     pipeline: int | None = None
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         for name in AXES:
             size = getattr(self, name)
             if size is not None and size != -1 and size < 1:
                 raise ValueError(f"{name}={size!r}: a size of 1 or more is allowed, or -1 to infer the size")
+        if self.expert is not None and self.expert < 1:
+            raise ValueError(f"expert={self.expert!r}: a size of 1 or more is allowed")
         rest = [name for name in AXES if getattr(self, name) == -1]
         if len(rest) > 1:
             raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")
@@ -102,7 +151,14 @@ class ParallelDims:
             fixed[rest] = world_size // product
         unsaid_data = "data" not in said and fixed.get("data") == 1 and len(fixed) > 1
         names = tuple(name for name in AXES if name in fixed and not (name == "data" and unsaid_data))
-        return MeshPlan(names=names, sizes=tuple(fixed[name] for name in names))
+        expert, num_ranks = self.expert or 1, prod(fixed.get(name, 1) for name in _EXPERT_AXES)
+        if num_ranks % expert:
+            allowed = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+            raise ValueError(
+                f"expert={expert} with {' x '.join(f'{name}={fixed.get(name, 1)}' for name in _EXPERT_AXES)}: "
+                f"experts are divided among these {num_ranks} processes; expert may be {allowed}"
+            )
+        return MeshPlan(names=names, sizes=tuple(fixed[name] for name in names), expert=expert)
 
 
 def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from drivetrain_state.collectives.nested import Nested, leaves_with_paths
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
+from drivetrain_state.mesh import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,21 @@ def describe_call(call: str, data: Nested, *, free_dim: int | None = None) -> Co
     return CollectiveCall(call, tuple(leaves))
 
 
-def check_agreement(context: Context, call: str, data: Nested = None, *, free_dim: int | None = None) -> None:
-    """Compare the calls of a collective over all ranks, by another collective. Called on all ranks.
+def check_agreement(
+    context: Context, call: str, data: Nested = None, *, free_dim: int | None = None, over: View = "world"
+) -> None:
+    """Compare the calls of a collective over the ranks of a view, by another collective. Called on all ranks.
 
     Does nothing outside debug mode. CollectiveMismatchError if calls differ; the message shows each rank's call.
     """
-    if not context.settings.debug or context.topology.world_size == 1:
+    ranks = context.ranks(over)
+    if not context.settings.debug or ranks.size == 1:
         return
     mine = describe_call(call, data, free_dim=free_dim)
-    by_rank: list[CollectiveCall | None] = [None] * context.topology.world_size
-    dist.all_gather_object(by_rank, mine, group=context.group)
+    by_rank: list[CollectiveCall | None] = [None] * ranks.size
+    dist.all_gather_object(by_rank, mine, group=ranks.process_group)
     if any(other != by_rank[0] for other in by_rank):
-        lines = "\n".join(f"  rank {rank}: {said}" for rank, said in enumerate(by_rank))
+        lines = "\n".join(f"  rank {rank}: {said}" for rank, said in zip(ranks.ranks, by_rank, strict=True))
         raise CollectiveMismatchError(
             f"the ranks do not call the same collective with data of the same structure and shapes:\n{lines}\n"
             "Make them equal, or say uneven=True (gather) or use pad_across_processes where sizes differ"

@@ -4,6 +4,8 @@
 `gather(uneven=True)`, `gather_rows` and `pad_across_processes` first exchange the shapes. With
 `StateSettings(debug=True)` the ranks compare every call before it runs. In a single process the data is returned
 unchanged. Gradients do not flow through these functions.
+
+`over` is a view of the mesh: all ranks call, and each communicates with the ranks of its own view.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,8 @@ from drivetrain_state.collectives.nested import Data, leaves_with_paths, rebuild
 from drivetrain_state.context import Context
 from drivetrain_state.errors import CollectiveMismatchError
 from drivetrain_state.hang.progress_record import ProgressMark
+from drivetrain_state.mesh import View
+from drivetrain_state.rank_group import RankGroup
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 Value = TypeVar("Value")
@@ -49,7 +53,7 @@ _STAGING_DTYPES = {
 
 
 @torch.no_grad()
-def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
+def gather(context: Context, data: Data, *, uneven: bool = False, over: View = "world") -> Data:
     """Gather every rank's tensors, concatenated along their first dimension in rank order.
 
     Must be called on all ranks, with the same structure, dtypes and shapes; with `uneven`, the first sizes may differ
@@ -62,34 +66,34 @@ def gather(context: Context, data: Data, *, uneven: bool = False) -> Data:
             first differs.
     """
     if uneven:
-        return gather_rows(context, data)[0]
-    check_agreement(context, "gather(uneven=False)", data)
-    tensors = tensors_in(data)
-    if context.topology.world_size == 1:
+        return gather_rows(context, data, over=over)[0]
+    check_agreement(context, "gather(uneven=False)", data, over=over)
+    tensors, ranks = tensors_in(data), context.ranks(over)
+    if ranks.size == 1:
         return rebuild(data, (tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors))
     context.progress.mark(ProgressMark.GATHER)
-    gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket)))
+    gathered = rebuild(data, map_buckets(tensors, lambda bucket: _gather_even(ranks, tensors, bucket)))
     context.progress.mark(ProgressMark.GATHER_DONE)
     return gathered
 
 
 @torch.no_grad()
-def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
+def gather_rows(context: Context, data: Data, *, over: View = "world") -> tuple[Data, Data]:
     """Gather every rank's tensors, whose first sizes may differ, and count the rows of each rank.
 
     Called on all ranks, with the same structure and dtypes. Returns the tensors as from `gather`, and the same
     structure with the rows per rank of each tensor: CPU tensors of shape (world_size,).
     """
-    check_agreement(context, "gather(uneven=True)", data, free_dim=0)
-    tensors = tensors_in(data)
-    if context.topology.world_size == 1 or not tensors:
+    check_agreement(context, "gather(uneven=True)", data, free_dim=0, over=over)
+    tensors, ranks = tensors_in(data), context.ranks(over)
+    if ranks.size == 1 or not tensors:
         single = [tensor.detach().reshape(stacked(tensor.shape, 1)) for tensor in tensors]
         counts = [torch.tensor([tensor.shape[0]]) for tensor in single]
         return rebuild(data, iter(single)), rebuild(data, iter(counts))
     context.progress.mark(ProgressMark.GATHER)
-    shapes = _gather_shapes(context, tensors)
+    shapes = _gather_shapes(context, ranks, tensors)
     if all(of_rank == shapes[0] for of_rank in shapes):
-        results = map_buckets(tensors, lambda bucket: _gather_even(context, tensors, bucket))
+        results = map_buckets(tensors, lambda bucket: _gather_even(ranks, tensors, bucket))
     else:
         for position, (path, _) in enumerate(leaves_with_paths(data)):
             of_leaf = [of_rank[position] for of_rank in shapes]
@@ -99,19 +103,19 @@ def gather_rows(context: Context, data: Data) -> tuple[Data, Data]:
                     f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
                     ". Use pad_across_processes on the other dimension first"
                 )
-        results = map_buckets(tensors, lambda bucket: _gather_uneven(context, tensors, bucket, shapes))
+        results = map_buckets(tensors, lambda bucket: _gather_uneven(ranks, tensors, bucket, shapes))
     gathered = rebuild(data, results)
     context.progress.mark(ProgressMark.GATHER_DONE)
     by_tensor = zip(*shapes, strict=True)
     return gathered, rebuild(data, (torch.tensor([shape[0] for shape in shapes]) for shapes in by_tensor))
 
 
-def _gather_even(context: Context, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
-    return unpack_rows(_all_gather_rows(context, pack(tensors, bucket)), tensors, bucket)
+def _gather_even(ranks: RankGroup, tensors: Sequence[Tensor], bucket: Bucket) -> Iterator[Tensor]:
+    return unpack_rows(_all_gather_rows(ranks, pack(tensors, bucket)), tensors, bucket)
 
 
 def _gather_uneven(
-    context: Context, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
+    ranks: RankGroup, tensors: Sequence[Tensor], bucket: Bucket, shapes: list[list[list[int]]]
 ) -> list[Tensor]:
     asked = list(chain.from_iterable(bucket))
     # Shapes, and so the runs of a bucket, differ between ranks: sorted positions do not.
@@ -119,25 +123,25 @@ def _gather_uneven(
     by_rank = [[of_rank[position] for position in positions] for of_rank in shapes]
     longest = max(sum(prod(shape) for shape in of_rank) for of_rank in by_rank)
     mine = torch.cat([tensors[position].reshape(-1) for position in positions])
-    rows = _all_gather_rows(context, torch.cat([mine, mine.new_zeros(longest - mine.numel())]))
+    rows = _all_gather_rows(ranks, torch.cat([mine, mine.new_zeros(longest - mine.numel())]))
     pieces = [cut(row, of_rank) for row, of_rank in zip(rows, by_rank, strict=True)]
     whole = dict(zip(positions, map(torch.cat, zip(*pieces, strict=True)), strict=True))
     return [whole[position] for position in asked]
 
 
-def _all_gather_rows(context: Context, mine: Tensor) -> Tensor:
-    """Gather every rank's flat buffer as one row: (total,) to (world_size, total)."""
-    num_ranks, total = context.topology.world_size, mine.numel()
-    rows = mine.new_empty(num_ranks * total)  # gloo takes no buffer of two dimensions here
-    dist.all_gather_into_tensor(as_bytes(rows), as_bytes(mine), group=context.group)
-    return rows.view(num_ranks, total)
+def _all_gather_rows(ranks: RankGroup, mine: Tensor) -> Tensor:
+    """Gather every rank's flat buffer as one row: (total,) to (number of ranks, total)."""
+    total = mine.numel()
+    rows = mine.new_empty(ranks.size * total)  # gloo takes no buffer of two dimensions here
+    dist.all_gather_into_tensor(as_bytes(rows), as_bytes(mine), group=ranks.process_group)
+    return rows.view(ranks.size, total)
 
 
-def _gather_shapes(context: Context, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
+def _gather_shapes(context: Context, ranks: RankGroup, tensors: Sequence[Tensor]) -> list[list[list[int]]]:
     """Return each tensor's shape on each rank, indexed [rank][tensor]; () counts as (1,)."""
     mine = [list(tensor.shape) or [1] for tensor in tensors]
     sizes = torch.tensor([size for shape in mine for size in shape], dtype=torch.int64)
-    rows = _all_gather_rows(context, sizes.to(_choose_metadata_device(context))).tolist()
+    rows = _all_gather_rows(ranks, sizes.to(_choose_metadata_device(context))).tolist()
     by_rank: list[list[list[int]]] = []
     for row in rows:
         left = iter(cast("list[int]", row))
@@ -152,7 +156,7 @@ def _choose_metadata_device(context: Context) -> torch.device:
 
 
 @torch.no_grad()
-def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
+def reduce(context: Context, data: Data, op: ReduceOp = "sum", *, over: View = "world") -> Data:
     """Reduce tensors elementwise over all ranks to their sum, mean, maximum or minimum, as an all-reduce.
 
     Must be called on all ranks, with the same structure, dtypes and shapes; other errors are as for `gather`. Results
@@ -164,8 +168,8 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
     """
     if op not in get_args(ReduceOp):
         raise ValueError(f"op={op!r}: say one of {', '.join(get_args(ReduceOp))}")
-    check_agreement(context, f"reduce(op={op!r})", data)
-    tensors = tensors_in(data)
+    check_agreement(context, f"reduce(op={op!r})", data, over=over)
+    tensors, ranks = tensors_in(data), context.ranks(over)
     for dtype in (tensor.dtype for tensor in tensors):
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"op='mean' of {dtype}: convert to a float dtype first, or say op='sum'")
@@ -175,7 +179,7 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
             )
         if op in ("max", "min") and dtype.is_complex:
             raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce .abs() instead")
-    if context.topology.world_size == 1:
+    if ranks.size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
 
     def reduce_bucket(bucket: Bucket) -> Iterator[Tensor]:
@@ -185,9 +189,9 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
             staging = torch.float32
         staged = mine.to(staging)
         real = torch.view_as_real(staged) if staged.is_complex() else staged
-        dist.all_reduce(real, _TORCH_OPS[op], group=context.group)
+        dist.all_reduce(real, _TORCH_OPS[op], group=ranks.process_group)
         if op == "mean":
-            staged /= context.topology.world_size
+            staged /= ranks.size
         return unpack(staged.to(mine.dtype), tensors, bucket)
 
     context.progress.mark(ProgressMark.REDUCE)
@@ -197,20 +201,20 @@ def reduce(context: Context, data: Data, op: ReduceOp = "sum") -> Data:
 
 
 @torch.no_grad()
-def broadcast(context: Context, data: Data, src: int = 0) -> Data:
-    """Return the tensors of rank `src` on every rank; ValueError if there is no such rank.
+def broadcast(context: Context, data: Data, src: int = 0, *, over: View = "world") -> Data:
+    """Return the tensors of rank `src` of the view on every rank; ValueError if there is no such rank.
 
     Must be called on all ranks, with the same structure, dtypes and shapes; other errors are as for `gather`.
     """
-    check_rank(context, src)
-    check_agreement(context, f"broadcast(src={src})", data)
-    tensors = tensors_in(data)
-    if context.topology.world_size == 1:
+    tensors, ranks = tensors_in(data), context.ranks(over)
+    check_rank(context, src, over=over)
+    check_agreement(context, f"broadcast(src={src})", data, over=over)
+    if ranks.size == 1:
         return rebuild(data, (tensor.detach() for tensor in tensors))
 
     def broadcast_bucket(bucket: Bucket) -> Iterator[Tensor]:
         buffer = pack(tensors, bucket)
-        dist.broadcast(as_bytes(buffer), src=src, group=context.group)
+        dist.broadcast(as_bytes(buffer), group_src=src, group=ranks.process_group)
         return unpack(buffer, tensors, bucket)
 
     context.progress.mark(ProgressMark.BROADCAST)
@@ -236,7 +240,9 @@ def pad_across_processes(
     mine = torch.tensor(
         [t.shape[dim] if -t.dim() <= dim < t.dim() else 0 for t in tensors], dtype=torch.int64
     )
-    longest = _all_gather_rows(context, mine.to(_choose_metadata_device(context))).amax(0).tolist()
+    longest = (
+        _all_gather_rows(context.ranks("world"), mine.to(_choose_metadata_device(context))).amax(0).tolist()
+    )
     padded: list[Tensor] = []
     for tensor, size in zip(tensors, cast("list[int]", longest), strict=True):
         if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
@@ -249,14 +255,15 @@ def pad_across_processes(
     return rebuild(data, iter(padded))
 
 
-def gather_object(context: Context, value: Value) -> list[Value]:
+def gather_object(context: Context, value: Value, *, over: View = "world") -> list[Value]:
     """Gather `value` from all ranks into a list, in rank order, by pickling. Must be called on all ranks."""
-    if context.topology.world_size == 1:
+    ranks = context.ranks(over)
+    if ranks.size == 1:
         return [value]
     context.progress.mark(ProgressMark.GATHER_OBJECT)
-    check_agreement(context, "gather_object")
-    values: list[Value | None] = [None] * context.topology.world_size
-    dist.all_gather_object(values, value, group=context.group)
+    check_agreement(context, "gather_object", over=over)
+    values: list[Value | None] = [None] * ranks.size
+    dist.all_gather_object(values, value, group=ranks.process_group)
     context.progress.mark(ProgressMark.GATHER_OBJECT_DONE)
     return cast("list[Value]", values)
 
@@ -285,9 +292,9 @@ def barrier(context: Context) -> None:
     context.progress.mark(ProgressMark.BARRIER_DONE)
 
 
-def check_rank(context: Context, rank: int, name: str = "src") -> None:
-    """Raise ValueError if `rank` does not exist."""
-    if not 0 <= rank < context.topology.world_size:
-        raise ValueError(
-            f"{name}={rank} with world_size={context.topology.world_size}: name a rank that exists"
-        )
+def check_rank(context: Context, rank: int, name: str = "src", *, over: View = "world") -> None:
+    """Raise ValueError if the view has no rank of this number."""
+    size = context.ranks(over).size
+    if not 0 <= rank < size:
+        among = "world_size" if over == "world" else over
+        raise ValueError(f"{name}={rank} with {among}={size}: name a rank that exists")
