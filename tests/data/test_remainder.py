@@ -163,21 +163,6 @@ def test_after_a_loop_with_a_tail_only_numbers_can_be_gathered() -> None:
             check_after_loop(left, data)
 
 
-def test_of_ranks_that_share_a_shard_one_is_taken() -> None:
-    tail = step_plan(1, 2, 2, "uneven", shard=0, is_last=True)  # one sample, which the second shard repeats
-    gathered, rows = torch.tensor([4, 4, 4, 4]), torch.tensor([1, 1, 1, 1])
-    assert trim(tail, gathered, rows=rows, readers=(0, 2)).tolist() == [4]
-    assert trim(None, torch.arange(7), rows=torch.tensor([1, 2, 3, 1]), readers=(1, 2)).tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    with pytest.raises(ValueError, match="gather batch_sizes"):
-        trim(tail, gathered, readers=(0, 2))
-
-
 def test_one_row_that_a_filter_left_of_a_padded_batch_is_no_number_for_the_batch() -> None:
     # 2 samples held by each, of which 1 and 0 count.
     padded = step_plan(1, 2, 2, "pad", shard=0, is_last=True)

@@ -21,7 +21,7 @@ from drivetrain_backends import (
 from drivetrain_backends.gradients.accumulation import NonFiniteGradients
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_precision import PrecisionSettings, choose_policy
-from drivetrain_state import Context, StateSettings, connect
+from drivetrain_state import Context, ParallelDims, StateSettings, connect
 
 Module = TypeVar("Module", bound=nn.Module)
 KINDS: dict[str, tuple[type[Backend], Any]] = {
@@ -31,9 +31,10 @@ KINDS: dict[str, tuple[type[Backend], Any]] = {
 }
 
 
-def context(*, needs_group: bool = True, **settings: Any) -> Context:
+def context(*, needs_group: bool = True, parallelism: ParallelDims | None = None, **settings: Any) -> Context:
     """Connect this process on the CPU."""
-    return connect(StateSettings(device="cpu", watchdog=False, **settings), needs_group=needs_group)
+    section = StateSettings(device="cpu", watchdog=False, **settings)
+    return connect(section, needs_group=needs_group, parallelism=parallelism)
 
 
 def backend_of(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from drivetrain_backends import FSDPSettings
 from drivetrain_backends.fsdp.plan import DtypePlan, plan_dtypes, plan_mesh
 from drivetrain_precision import PrecisionError, PrecisionSettings, choose_policy
-from drivetrain_state import Topology
+from drivetrain_state import ParallelDims, Topology
 
 
 def topology(world_size: int, local_world_size: int | None = None) -> Topology:
@@ -34,7 +34,8 @@ def test_a_size_that_does_not_divide_the_ranks_names_both_numbers(world: int, si
     settings = FSDPSettings(strategy="hybrid_shard", shard_size=size)
     if world % size:
         with pytest.raises(
-            ValueError, match=rf"fsdp.shard_size={size} with world_size={world}: .* is \d+, not {world}"
+            ValueError,
+            match=rf"fsdp.shard_size={size} with {world} processes to divide: .* is \d+, not {world}",
         ):
             plan_mesh(settings, topology(world))
     else:
@@ -46,23 +47,24 @@ def test_a_size_alone_asks_for_hybrid_sharding() -> None:
 
 
 def test_the_runs_mesh_is_taken_where_no_strategy_is_said() -> None:
-    assert plan_mesh(FSDPSettings(), topology(8), {"data": 4, "shard": 2}).sizes == (4, 2)
-    assert plan_mesh(FSDPSettings(), topology(8), {"shard": 8}).sizes == (8,)
-    assert plan_mesh(FSDPSettings(), topology(8), {"data": 8}).sizes == (8,)
+    for said, sizes in (
+        ({"data": 4, "shard": 2}, (4, 2)),
+        ({"shard": 8}, (8,)),
+        ({"data": 8}, (8,)),
+        ({"data": 4, "tensor": 2}, (4,)),  # along the other axes the shards are copies
+        ({"pipeline": 2, "data": 2, "shard": 2}, (2, 2)),
+        ({"shard": 2, "context": 2, "tensor": 2}, (4,)),
+    ):
+        assert plan_mesh(FSDPSettings(), topology(8), ParallelDims(**said).plan(8)).sizes == sizes
+    hybrid = FSDPSettings(strategy="hybrid_shard")
+    assert plan_mesh(hybrid, topology(8, 4), ParallelDims(tensor=2).plan(8)).sizes == (2, 2)
 
 
 def test_a_strategy_that_contradicts_the_runs_mesh_names_both() -> None:
     with pytest.raises(
         ValueError, match=r"strategy='full_shard' makes 1 replicas of 8 shards, .* data=4 and shard=2"
     ):
-        plan_mesh(FSDPSettings(strategy="full_shard"), topology(8), {"data": 4, "shard": 2})
-
-
-def test_an_axis_that_fsdp_does_not_work_along_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="parallelism tensor=2: the fsdp backend works along data and shard only"
-    ):
-        plan_mesh(FSDPSettings(), topology(4), {"data": 2, "tensor": 2})
+        plan_mesh(FSDPSettings(strategy="full_shard"), topology(8), ParallelDims(data=4, shard=2).plan(8))
 
 
 @pytest.mark.parametrize(

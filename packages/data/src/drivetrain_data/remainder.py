@@ -47,14 +47,10 @@ def batch_sizes(data: Nested) -> Nested:
     return map_leaves(data, count)
 
 
-def trim(
-    plan: BatchPlan | None,
-    gathered: Nested,
-    *,
-    rows: Nested | None = None,
-    readers: Sequence[int] | None = None,
-) -> Nested:
-    """Remove padding and replays from nested tensors that were concatenated in rank order.
+def trim(plan: BatchPlan | None, gathered: Nested, *, rows: Nested | None = None) -> Nested:
+    """Remove padding and replays from nested tensors that were concatenated in the order of the shards.
+
+    Where several ranks read one shard, as in tensor parallelism, gather from one of them.
 
     Args:
         plan: The plan of the batch; None removes nothing.
@@ -62,21 +58,17 @@ def trim(
             ranks without a real sample. Other leaves are kept.
         rows: The number of rows of each tensor on each rank: the gathered results of `batch_sizes`. By default every
             rank has one row per sample, or all ranks have equally many rows.
-        readers: The rank whose rows to keep for each shard, if several ranks read one shard, as in tensor
-            parallelism; requires `rows`. By default every rank reads a different shard.
 
     Raises:
         TrimError: The rows cannot be attributed to ranks.
     """
-    if readers is not None and rows is None:
-        raise ValueError("readers= requires rows=; gather batch_sizes() for it")
     tail = _tail_of(plan)
-    if readers is None and tail is None:
+    if tail is None:
         return gathered
     known = (leaf.tolist() for leaf in leaves_of(rows) if isinstance(leaf, torch.Tensor))
 
     def cut(leaf: Any) -> Any:
-        return _cut(tail, leaf, next(known, None), readers) if isinstance(leaf, torch.Tensor) else leaf
+        return _cut(tail, leaf, next(known, None)) if isinstance(leaf, torch.Tensor) else leaf
 
     return map_leaves(gathered, cut)
 
@@ -211,21 +203,16 @@ def _cut_object(tail: _Tail, rank: int, value: Any) -> Any:
     )
 
 
-def _cut(
-    tail: _Tail | None, tensor: torch.Tensor, rows: Sequence[int] | None, readers: Sequence[int] | None
-) -> torch.Tensor:
+def _cut(tail: _Tail, tensor: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
     if rows is None:
-        assert tail is not None  # `readers` require `rows`
         rows = _infer_rows(tail, tensor.shape[0])
     starts = [0, *accumulate(rows)]
     # With different numbers of rows, a single row need not be a number for the whole batch.
     same = len(set(rows)) == 1
     pieces: list[torch.Tensor] = []
-    for shard, rank in enumerate(range(len(rows)) if readers is None else readers):
-        kept = rows[rank]
-        if tail is not None:
-            kept = _count_rows(tail, shard, kept, may_be_number=same)
-        pieces.append(tensor[starts[rank] : starts[rank] + kept])
+    for rank, start in enumerate(starts[:-1]):
+        kept = _count_rows(tail, rank, rows[rank], may_be_number=same)
+        pieces.append(tensor[start : start + kept])
     return torch.cat(pieces)
 
 

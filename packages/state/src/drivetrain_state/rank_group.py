@@ -42,9 +42,13 @@ class RankGroup:
         return group
 
 
-def make_group(ranks: Sequence[int]) -> ProcessGroup:
-    """Create a process group. Called on its ranks alone; the others go on."""
-    made = dist.new_group(list(ranks), use_local_synchronization=True)
+def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:
+    """Create a process group of a backend, or of that of the default group. Called on its ranks alone.
+
+    torch names the group after its ranks and the number of groups that the process has: all ranks create their groups
+    in the same order.
+    """
+    made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup)  # this process is a member
     return made
 

@@ -65,13 +65,11 @@ class RankRows:
 
 
 class RankThroughput:
-    """The throughput of all ranks, one gather at a time, and the warning of a slow rank.
+    """The throughput of all ranks, one gather at a time, and the warning of a slow rank."""
 
-    `readers` holds the first rank that reads each shard of the data.
-    """
-
-    def __init__(self, context: Context, *, readers: tuple[int, ...], window_steps: int) -> None:
-        self._context, self._readers = context, readers
+    def __init__(self, context: Context, *, window_steps: int) -> None:
+        self._context = context
+        self._num_shards = context.ranks("reads").size
         self._rows = RankRows(context)
         self._steady = ThroughputMeter(window_steps=window_steps)
         # Ranks compile, allocate and tell the plan in the first step, each at its own pace.
@@ -90,14 +88,14 @@ class RankThroughput:
         """Begin to gather every rank's times and tokens, after the last gather was taken. Called on all ranks.
 
         Args:
-            measured: The throughput that this rank knows; its tokens are one reader's times the number of readers.
+            measured: The throughput that this rank knows; its tokens are this rank's times the number of data shards.
         """
         if not self._hosts:
             self._hosts = gather_object(self._context, socket.gethostname())
         seconds = self._steady.over_window().phase_seconds
         tokens = _NO_TOKENS  # of this rank in a step, on average
         if measured.tokens_per_second is not None and measured.steps_per_second:
-            tokens = measured.tokens_per_second / measured.steps_per_second / len(self._readers)
+            tokens = measured.tokens_per_second / measured.steps_per_second / self._num_shards
         self._rows.begin([*(seconds.get(phase, 0.0) for phase in PHASES), tokens])
         self._measured = measured
 
@@ -113,10 +111,12 @@ class RankThroughput:
         if not self._context.topology.is_main:
             return None
         metrics = measured.as_metrics()
-        tokens = [rows[rank][-1] for rank in self._readers]
+        tokens = [row[-1] for row in rows]
         if measured.steps_per_second is not None and _NO_TOKENS not in tokens:
             # Tokens are summed, not rates: each rank has a window of its own, but a step is a step for all.
-            metrics["throughput/tokens_per_second"] = sum(tokens) * measured.steps_per_second
+            # As many ranks read each shard of the data.
+            in_a_step = sum(tokens) * self._num_shards / len(rows)
+            metrics["throughput/tokens_per_second"] = in_a_step * measured.steps_per_second
         straggler = find_straggler([dict(zip(PHASES, row, strict=False)) for row in rows])
         before, self._slow = self._slow, None
         if straggler is not None:

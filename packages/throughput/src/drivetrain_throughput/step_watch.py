@@ -92,7 +92,6 @@ class StepWatch:
     Args:
         prepared: The prepared objects, held by a weak reference.
         reading: The loaders being read.
-        readers: The first rank that reads each shard of the data.
         mode: The precision of the run, such as "bf16".
 
     Attributes:
@@ -106,7 +105,6 @@ class StepWatch:
         settings: TrackingSettings,
         prepared: TrainedObjects,
         reading: LoaderTracker,
-        readers: tuple[int, ...],
         trackers: TrackerGroup,
         mode: str,
     ) -> None:
@@ -114,7 +112,7 @@ class StepWatch:
         self.counts = BatchCounts(settings.token_field, is_main=topology.is_main)
         self._context, self._every_steps = context, every
         self._prepared = ref(prepared)  # it holds the optimizers, and these call `end_step`
-        self._reading, self._num_readers, self._trackers = reading, len(readers), trackers
+        self._reading, self._num_shards, self._trackers = reading, context.ranks("reads").size, trackers
         self._thread = get_ident()
         self._times = PhaseTimes(make_clock(context.device))
         self._meter = ThroughputMeter(window_steps=every or _WINDOW_STEPS)
@@ -122,7 +120,7 @@ class StepWatch:
         self._flops = FirstStepFlops(
             self._meter, context=context, settings=settings, mode=mode, models=self._models
         )
-        self._ranks = RankThroughput(context, readers=readers, window_steps=every or _WINDOW_STEPS)
+        self._ranks = RankThroughput(context, window_steps=every or _WINDOW_STEPS)
         self._step: int | None = None  # the step that ended last
         self._line = LiveLine() if settings.live_line and topology.is_main else None
         context.progress.add_observer(self.observe)
@@ -219,7 +217,7 @@ class StepWatch:
         for seconds in self._times.take_ready():
             samples, tokens = self.counts.take_step()
             # Ranks have about equally many tokens; a gather brings the exact number of all.
-            tokens = None if tokens is None else tokens * self._num_readers
+            tokens = None if tokens is None else tokens * self._num_shards
             record = StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens)
             self._meter.add(record)
             self._ranks.add(record)

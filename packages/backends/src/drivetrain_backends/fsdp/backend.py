@@ -72,15 +72,12 @@ class FSDPBackend(TorchBackend):
         own: FSDPSettings = self.settings_or_defaults(settings)
         self._sharded: dict[nn.Module, ShardedModel] = {}
         self._gradients = ShardedGradients(
-            loss_scaler(context, policy), context.device, self._sharded, policy.dtypes.reduce
+            loss_scaler(context, policy), context, self._sharded, policy.dtypes.reduce
         )
         super().__init__(context, policy, window=window, settings=own, reducer=self._gradients)
         self.settings: FSDPSettings = own
         dtypes = plan_dtypes(own, policy)
-        parallelism = None
-        if context.mesh is not None:
-            parallelism = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.shape, strict=True))
-        self._shape = plan_mesh(own, context.topology, parallelism)
+        self._shape = plan_mesh(own, context.topology, context.plan)
         if context.group is None:
             raise RuntimeError(
                 "the fsdp backend needs a process group, and this context has none; connect(needs_group=True) makes "
@@ -284,7 +281,14 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
         part = own[shape.names]
         if tuple(part.shape) == shape.sizes:
             return part
-    return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
+    if context.ranks("counts").size == context.topology.world_size:
+        return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
+    assert context.plan is not None  # without a plan, the losses of all ranks add up
+    outer, inner = context.plan.size("pipeline"), context.plan.size("tensor")
+    whole = init_device_mesh(
+        context.device.type, (outer, *shape.sizes, inner), mesh_dim_names=("outer", *shape.names, "inner")
+    )
+    return whole[shape.names]
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:

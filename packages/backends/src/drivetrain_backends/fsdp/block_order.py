@@ -8,7 +8,7 @@ collectives, and the ranks compare checksums before an optimizer steps.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -21,6 +21,7 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.nonfinite import list_ranks
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
+from drivetrain_state.rank_group import make_group
 
 _MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
 _PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
@@ -38,7 +39,8 @@ class CollectiveOrder:
 
     def __init__(self, context: Context, divisions: Sequence[Sequence[int]]) -> None:
         self._context = context
-        self._divisions = [list(ranks) for ranks in divisions]
+        self._ranks = context.ranks("counts")
+        self._divisions = [[self._ranks.ranks.index(rank) for rank in ranks] for ranks in divisions]
         self._labels: list[str] = []
         self._past: deque[int] = deque(maxlen=_MOST_REMEMBERED)
         self._num_past = 0
@@ -62,10 +64,10 @@ class CollectiveOrder:
 
     def open(self, model: ShardedModel) -> None:
         """Compare a model's collectives from now on, until `close`. Called on all ranks."""
-        if self._context.topology.world_size == 1:
+        if self._ranks.size == 1:
             return
         if self._group() is None:
-            made = cast("ProcessGroup", dist.new_group(backend="gloo"))
+            made = make_group(self._ranks.ranks, backend="gloo")
             # A rank that closed the group at once would break connections that others are still making.
             dist.barrier(made)
             # Models of an earlier training may have run since; what is compared begins alike.
@@ -77,7 +79,7 @@ class CollectiveOrder:
 
     def watch(self, model: ShardedModel) -> None:
         """Record the order of a model's collectives, for as long as the model lives."""
-        if self._context.topology.world_size == 1:
+        if self._ranks.size == 1:
             return
         names = [*model.plan.blocks, ""]
         kind = class_name(model.module)
@@ -100,7 +102,7 @@ class CollectiveOrder:
         if at_step:
             self._context.progress.mark(ProgressMark.COMPARING)
         mine = torch.tensor([self._checksum, self._reductions, self._num_past, news], device="cpu")
-        table = mine.new_empty(self._context.topology.world_size * 4)
+        table = mine.new_empty(self._ranks.size * 4)
         dist.all_gather_into_tensor(table, mine, group=group)
         if at_step:
             self._context.progress.note(ProgressMark.COMPARING_DONE)
@@ -144,7 +146,7 @@ class CollectiveOrder:
 
     def _mismatch(self, group: ProcessGroup) -> CollectiveMismatchError:
         """Return the error that names the first collective that differs between ranks. Called on all ranks."""
-        said: list[Any] = [None] * self._context.topology.world_size
+        said: list[Any] = [None] * self._ranks.size
         begins = self._num_past - len(self._past)
         dist.all_gather_object(said, (begins, [self._labels[label] for label in self._past]), group=group)
         start = max(begins for begins, _ in said)
@@ -155,7 +157,9 @@ class CollectiveOrder:
         )
         found: dict[str, list[int]] = {}
         for rank, order in enumerate(orders):
-            found.setdefault(order[first] if first < len(order) else "nothing more", []).append(rank)
+            found.setdefault(order[first] if first < len(order) else "nothing more", []).append(
+                self._ranks.ranks[rank]
+            )
         shown = "; ".join(f"{list_ranks(ranks)}: {what}" for what, ranks in found.items())
         return CollectiveMismatchError(
             f"ranks do not run the same blocks in the same order: collective {first + 1} since the last step is\n"

@@ -22,7 +22,7 @@ class SharedBuffers:
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model's buffers from now on; they must be the same on all ranks."""
-        if self.is_enabled and self._context.topology.world_size > 1:
+        if self.is_enabled and self._context.ranks("counts").size > 1:
             self._models.append(_Buffers(model))
 
     def news(self) -> int:
@@ -62,8 +62,8 @@ class _Buffers:
     @torch.no_grad()
     def follow_first(self, context: Context) -> None:
         buffers = self._now()
-        received = broadcast(context, buffers)
-        if not context.topology.is_main:
+        received = broadcast(context, buffers, over="counts")
+        if context.ranks("counts").index:
             for buffer, value in zip(buffers, received, strict=True):
                 buffer.copy_(value)
         self._take_up()

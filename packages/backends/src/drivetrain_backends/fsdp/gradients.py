@@ -24,6 +24,7 @@ from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, Paramet
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
+from drivetrain_state import Context
 
 
 class ShardedGradients(ParameterGradients):
@@ -32,12 +33,13 @@ class ShardedGradients(ParameterGradients):
     def __init__(
         self,
         scaler: LossScaler | None,
-        device: torch.device,
+        context: Context,
         sharded: Mapping[nn.Module, ShardedModel],
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(scaler)
-        self._device = device
+        self._device = context.device
+        self._ranks = context.ranks("counts")
         self._sharded = sharded
         # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
         self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
@@ -112,7 +114,7 @@ class ShardedGradients(ParameterGradients):
         sharded = [self._sharded[model] for model in models]
         parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
         plain = [p for one in sharded for p in one.plain.values() if p.requires_grad]
-        average(plain, self._device, dtype=self._dtype)
+        average(plain, self._device, group=self._ranks.process_group, dtype=self._dtype)
         if factor is None and self.scaler is None:
             return False
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
@@ -130,7 +132,9 @@ class ShardedGradients(ParameterGradients):
         if offloaded:
             inverse = torch.as_tensor(factor, dtype=torch.float32).cpu() / scaler.value
             found = torch.maximum(found, unscale_on_host(offloaded, inverse).to(found.device))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(
+            found, dist.ReduceOp.MAX
+        )  # over the world: all stages of a model skip a step together
         overflowed = bool(found.item())
         scaler.observe(overflowed=overflowed)
         return overflowed

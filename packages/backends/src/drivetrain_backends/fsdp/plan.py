@@ -1,8 +1,6 @@
 """The plan of a sharded run, made without a device: which ranks share a replica, and the dtypes of its tensors."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import torch
@@ -14,7 +12,7 @@ from drivetrain_backends.settings import FSDPSettings
 from drivetrain_precision import DtypePolicy, Policy, PrecisionError
 from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 from drivetrain_precision.dtypes.holding import held_dtype
-from drivetrain_state import Topology
+from drivetrain_state import MeshPlan, Topology
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 _AXES = ("data", "shard")  # the axes of the run's own mesh that FSDP uses, outermost first
@@ -47,11 +45,13 @@ class MeshShape:
         return self.strategy in ("full_shard", "hybrid_shard")
 
 
-def plan_mesh(
-    settings: FSDPSettings, topology: Topology, parallelism: Mapping[str, int] | None = None
-) -> MeshShape:
-    """Return the division of the ranks; `parallelism` gives the size of each axis of the run's mesh, if any."""
+def plan_mesh(settings: FSDPSettings, topology: Topology, parallelism: MeshPlan | None = None) -> MeshShape:
+    """Return the division of the ranks whose gradients add up; `parallelism` is the run's own mesh, if it has one."""
     world, given = topology.world_size, _along(parallelism)
+    local = topology.local_world_size
+    if parallelism is not None:
+        world = len(parallelism.members(topology.rank, "counts"))
+        local = max(1, local // parallelism.size("tensor"))
     strategy, reason = settings.strategy, ""
     if strategy is None:
         is_hybrid = settings.shard_size is not None or (given is not None and given[0] > 1 < given[1])
@@ -61,11 +61,11 @@ def plan_mesh(
         )
     size = {"full_shard": world, "shard_grad_op": world, "no_shard": 1}.get(strategy)
     if size is None:
-        said_elsewhere = given[1] if given is not None else topology.local_world_size
+        said_elsewhere = given[1] if given is not None else local
         size = settings.shard_size or said_elsewhere
     if world % size:
         raise ValueError(
-            f"fsdp.shard_size={size} with world_size={world}: {world // size or 1} x {size} is "
+            f"fsdp.shard_size={size} with {world} processes to divide: {world // size or 1} x {size} is "
             f"{(world // size or 1) * size}, not {world}; choose a size that divides the number of processes"
         )
     shape = MeshShape(strategy=strategy, num_replicas=world // size, shard_size=size, reason=reason)
@@ -77,20 +77,11 @@ def plan_mesh(
     return shape
 
 
-def _along(parallelism: Mapping[str, int] | None) -> tuple[int, int] | None:
-    """Return the sizes of the data and shard axes; None without a shard axis: then any strategy is allowed."""
-    if parallelism is None:
+def _along(parallelism: MeshPlan | None) -> tuple[int, int] | None:
+    """Return the numbers of replicas and of shards that a mesh says; None without a shard axis: any are allowed."""
+    if parallelism is None or "shard" not in parallelism.names:
         return None
-    odd = {name: size for name, size in parallelism.items() if name not in _AXES and size > 1}
-    if odd:
-        shown = ", ".join(f"{name}={size}" for name, size in odd.items())
-        raise ValueError(
-            f"parallelism {shown}: the fsdp backend works along data and shard only; its mesh would be of "
-            f"{prod(parallelism.values())} ranks with others inside. Leave that axis out, or choose another backend"
-        )
-    if "shard" not in parallelism:
-        return None
-    return parallelism.get("data", 1), parallelism["shard"]
+    return parallelism.size("data"), len(parallelism.members(0, "fsdp"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,13 +157,13 @@ class ReferenceCount:
 
 
 def total_count(context: Context, count: Tensor | float) -> Tensor:
-    """Sum a count over all ranks, on the device, shape (). Called on all ranks."""
+    """Sum a count over the ranks whose losses add up, on the device, shape (). Called on all ranks."""
     dtype = torch.float32 if context.device.type == "mps" else torch.float64  # Metal has no float64
     if isinstance(count, Tensor):
         total = count.to(context.device, dtype, non_blocking=True).reshape(())
     else:  # filled on the device: a copy of a host number would synchronise
         total = torch.full((), count, dtype=dtype, device=context.device)
-    summed = reduce(context, total, op="sum")
+    summed = reduce(context, total, op="sum", over="counts")
     assert isinstance(summed, Tensor)
     return summed
 

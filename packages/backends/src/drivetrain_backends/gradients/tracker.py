@@ -293,7 +293,7 @@ class GradientGroup:
             nominal, length = window.num_micro_batches, window.length
             return None if length == nominal or window.keeps_divisor else nominal / length
         total = total_count(tracker.context, self.losses.num_items)
-        factor = tracker.reference.value(total) * tracker.context.topology.world_size / total
+        factor = tracker.reference.value(total) * tracker.context.ranks("counts").size / total
         tracker.reference.last_total = total
         return torch.where(total > 0, factor, torch.zeros_like(total))
 

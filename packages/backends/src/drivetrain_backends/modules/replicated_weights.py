@@ -33,15 +33,20 @@ class ReplicatedWeights:
             self._sums, self.tensors = self.device_sums().cpu(), ()
         return self._sums
 
-    def explain(self, by_rank: Sequence[Sequence[int]]) -> str:
-        """Return the error message: the weights that differ by the sums of each rank, and possible causes."""
+    def explain(self, by_rank: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> str:
+        """Return the error message: the weights that differ by the sums of each rank, and possible causes.
+
+        `ranks` are the numbers of the ranks that the sums belong to; by default they count from 0.
+        """
         others = torch.tensor(by_rank)
         others = others != others[0]
         drifted: list[int] = others.any(0).nonzero().flatten().tolist()
-        ranks = ", ".join(map(str, others[:, drifted[0]].nonzero().flatten().tolist()))
+        numbers = range(len(by_rank)) if ranks is None else ranks
+        odd = ", ".join(str(numbers[index]) for index in others[:, drifted[0]].nonzero().flatten().tolist())
         more = f", and {len(drifted) - 1} other weights" if len(drifted) > 1 else ""
         return (
-            f"the replicas have drifted apart: {self._names[drifted[0]]} differs on ranks {ranks} from rank 0{more}. "
+            f"the replicas have drifted apart: {self._names[drifted[0]]} differs on ranks {odd} from rank "
+            f"{numbers[0]}{more}. "
             "Weights were written on some ranks alone (outside training, or by a forward that writes what its batch "
             "says), or stepped on what ranks had not averaged (as by an optimizer that is not prepared, in a hook of "
             "backward); a checkpoint would hold the weights of some rank. Have all ranks write the same; to go on "
@@ -73,13 +78,13 @@ def check_replicas(context: Context, models: Sequence[nn.Module]) -> None:
     if replicas is None:
         return
     sums = replicas.device_sums()
-    largest = reduce(context, torch.cat([sums, -sums]), op="max")
+    largest = reduce(context, torch.cat([sums, -sums]), op="max", over="counts")
     assert isinstance(largest, Tensor)
     if torch.equal(largest[: len(sums)], -largest[len(sums) :]):
         return
-    by_rank = gather(context, sums[None])
+    by_rank = gather(context, sums[None], over="counts")
     assert isinstance(by_rank, Tensor)
-    replicas.refuse(replicas.explain(by_rank.tolist()))
+    replicas.refuse(replicas.explain(by_rank.tolist(), context.ranks("counts").ranks))
 
 
 @torch.no_grad()

@@ -118,13 +118,13 @@ class BackendContract:
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
         """Check losses, norms, gradients and weights against the plain loop at every step."""
-        expected = train_plainly(case, context.topology.world_size, self._dtype_of(case))
+        expected = train_plainly(case, context.ranks("reads").size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
         used = UsedGradients(run.weights())
         for step, _ in enumerate(run.steps()):
             plain, what, weights = expected[step], f"{name}: step {step + 1}", run.weights()
-            own = {f"loss {i}": by_rank[context.topology.rank] for i, by_rank in enumerate(plain.losses)}
+            own = {f"loss {i}": by_rank[context.ranks("reads").index] for i, by_rank in enumerate(plain.losses)}
             found = {f"loss {i}": loss for i, loss in enumerate(run.losses)}
             norms = {} if plain.norm is None else {"norm": plain.norm}
             self._assert_close(own | norms | plain.weights, found | run.norms | weights, what, tolerance)
@@ -184,16 +184,16 @@ class BackendContract:
         raise AssertionError("two models: neither trained together nor refused with a PairingError")
 
     def _check_two_models(self, context: Context, case: Case) -> None:
-        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        expected = train_plainly(case, context.ranks("reads").size, self.dtype)
         backend = self._backend(context, case)
         model = tiny_model(case, self.dtype, seed=0)
         optimizer = make_optimizer(model)
         first, last = backend.prepare([model.first, model.last], [], [])
         (pair,) = backend.prepare([], [optimizer], [])
-        for step, window in enumerate(make_windows(case, context.topology.world_size, self.dtype)):
+        for step, window in enumerate(make_windows(case, context.ranks("reads").size, self.dtype)):
             for i, by_rank in enumerate(window):
                 backend.window.begin(is_last=i + 1 == len(window))
-                x, y = (t.to(context.device) for t in by_rank[context.topology.rank])
+                x, y = (t.to(context.device) for t in by_rank[context.ranks("reads").index])
                 with held(backend, first), held(backend, last):
                     loss, count = loss_and_count(case, last.model(torch.tanh(first.model(x))), y)
                     backend.backward(loss, count=count)
@@ -209,15 +209,15 @@ class BackendContract:
             self._check_gan(context, case)
 
     def _check_gan(self, context: Context, case: Case) -> None:
-        expected = train_gan_plainly(case, context.topology.world_size, self.dtype)
+        expected = train_gan_plainly(case, context.ranks("reads").size, self.dtype)
         backend = self._backend(context, case)
         generator, discriminator = make_gan(self.dtype)
         g, d = backend.prepare(
             [generator, discriminator], [make_optimizer(generator), make_optimizer(discriminator)], []
         )
-        for step, window in enumerate(gan_batches(case, context.topology.world_size, self.dtype)):
+        for step, window in enumerate(gan_batches(case, context.ranks("reads").size, self.dtype)):
             for i, by_rank in enumerate(window):
-                noise, real = (t.to(context.device) for t in by_rank[context.topology.rank])
+                noise, real = (t.to(context.device) for t in by_rank[context.ranks("reads").index])
                 backend.window.begin(is_last=i + 1 == len(window))
                 with held(backend, g), held(backend, d):
                     d.backward(discriminator_loss(d.model(real), d.model(g.model(noise).detach())))
@@ -234,7 +234,7 @@ class BackendContract:
     def check_cleared_gradients(self, context: Context) -> None:
         """Check that gradients cleared instead of a step leave no trace in the next step."""
         case = Case(windows=[1] * 3)
-        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        expected = train_plainly(case, context.ranks("reads").size, self.dtype)
         run = self._start(context, case)
         for step, _ in enumerate(run.steps()):
             self._assert_close(expected[step].weights, run.weights(), f"cleared gradients: step {step + 1}")
@@ -247,7 +247,7 @@ class BackendContract:
     def check_failed_micro_batch(self, context: Context) -> None:
         """Check that gradients cleared after an exception are in no step, and that `close` ends the window."""
         case = Case(windows=[2] * 3, accumulation=2)
-        expected = train_plainly(case, context.topology.world_size, self.dtype)
+        expected = train_plainly(case, context.ranks("reads").size, self.dtype)
         run = self._start(context, case)
         x = torch.ones(2, NUM_FEATURES, dtype=self.dtype, device=context.device)
         for step, _ in enumerate(run.steps()):
@@ -319,7 +319,7 @@ class BackendContract:
         optimizer = make(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []
         (prepared,) = backend.prepare([model], [optimizer], schedulers)
-        windows = make_windows(case, context.topology.world_size, self._dtype_of(case))
+        windows = make_windows(case, context.ranks("reads").size, self._dtype_of(case))
         return Run(
             context=context, case=case, backend=backend, prepared=prepared, model=model, windows=windows
         )

@@ -36,7 +36,7 @@ class Run:
         for window in self.windows[skip:]:
             for i, by_rank in enumerate(window):
                 self.backend.window.begin(is_last=i + 1 == len(window))
-                self._micro_batch(*by_rank[self.context.topology.rank])
+                self._micro_batch(*by_rank[self.context.ranks("reads").index])
             yield
             self.losses.clear()
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +40,7 @@ from drivetrain_backends.torch.ddp_replica import Replica, applied_hook, check_h
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_precision.dtypes.dtype_policy import NAMES
-from drivetrain_state import Context
+from drivetrain_state import Context, broadcast
 
 
 class DDPBackend(TorchBackend):
@@ -91,7 +92,7 @@ class DDPBackend(TorchBackend):
         if self.settings.sync_batch_norm:
             for model in models:
                 check_batch_norms(model, self.context.device)
-            changed = synchronise_batch_norms(models, self.context.group)
+            changed = synchronise_batch_norms(models, self.context.ranks("counts").process_group)
         pairs = zip(models, given, strict=True)
         self._returning = {model: each for model, each in pairs if isinstance(each, Replica)}
         try:
@@ -109,7 +110,7 @@ class DDPBackend(TorchBackend):
         super().check_models(models, trained_by)
         for model in models:
             check_not_lazy(model)
-            if self.context.topology.world_size > 1:
+            if self.context.ranks("counts").size > 1:
                 check_no_renormalising(
                     model, "each rank scales its own batch's rows: the replicas drift apart"
                 )
@@ -163,6 +164,7 @@ class DDPBackend(TorchBackend):
         packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
         for weight in packed.values():
             broadcast_parts(parts_of(weight), self.context)
+        self._broadcast_in_replica([w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w)])
         with compat.leaving_out(model, packed):
             replica = self._replicate(model, at_close=at_close)
         self._made.add(replica)
@@ -182,7 +184,7 @@ class DDPBackend(TorchBackend):
             model,
             at_close=at_close,
             device_ids=None if device.type == "cpu" else [device],
-            process_group=self.context.group,
+            process_group=self.context.ranks("counts").process_group,
             **buffers,
             bucket_cap_mb=settings.bucket_size_mb,
             find_unused_parameters=settings.find_unused_parameters,
@@ -191,6 +193,14 @@ class DDPBackend(TorchBackend):
         )
         register_hook(replica, settings, reduced_in(self.policy.dtypes))
         return replica
+
+    @torch.no_grad()
+    def _broadcast_in_replica(self, weights: Sequence[Tensor]) -> None:
+        """Give the ranks of a replica equal weights; DDP broadcasts between replicas. Called on all ranks."""
+        if self.context.ranks("replica").size > 1:
+            received = broadcast(self.context, weights, over="replica")
+            for weight, values in zip(weights, received, strict=True):
+                weight.copy_(values)
 
     def _take_back(self, replica: Replica) -> Replica:
         """Use a wrapper again that `close` released; the reducer is unchanged. Called on all ranks."""

@@ -21,6 +21,7 @@ from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_bu
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context, ProgressMark
+from drivetrain_state.rank_group import make_group
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ReplicatedGradients(ParameterGradients):
         # The parameters whose gradients are not averaged over ranks, with their names: those frozen when their model
         # was replicated.
         self.unreduced: dict[Tensor, str] = {}
-        self.averages = context.topology.world_size > 1
+        self.averages = context.ranks("counts").size > 1
         # A function called in each backward that ranks wait for, before this rank waits; None for none.
         self.on_computed: Callable[[], None] | None = None
         self._context = context
@@ -155,9 +156,7 @@ class ReplicatedGradients(ParameterGradients):
         In a shared group, an all-reduce of the reducer would silently match an all-reduce that a rank left out.
         """
         if self._group is None and self.averages:
-            made = dist.new_group()
-            assert isinstance(made, ProcessGroup)  # it contains all ranks, so never NON_GROUP_MEMBER
-            self._group = made
+            self._group = make_group(self._context.ranks("counts").ranks)
 
     @staticmethod
     def _awaits_average(replica: Replica) -> bool:

@@ -60,7 +60,7 @@ def compose(
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
         backend_class = named or registry.get(automatic_backend(context.topology.world_size))
-        parts = _build(context, backend_class, registry, given, parallelism, trackers, fp8_recipe)
+        parts = _build(context, backend_class, registry, given, trackers, fp8_recipe)
         others = given.others(registry.names())
         undo.pop_all()
     is_main = context.topology.is_main
@@ -91,19 +91,14 @@ def _build(
     backend_class: type[Backend],
     registry: BackendRegistry,
     given: Sections,
-    parallelism: ParallelDims | None,
     trackers: Sequence[Tracker],
     fp8_recipe: Fp8Recipe | str | None,
 ) -> Parts:
     """Build the parts, once the ranks are connected."""
     run, is_main = given.run, context.topology.is_main
     policy = choose_policy(run.mixed_precision, context.device, given.precision, recipe=fp8_recipe)
-    rank, world_size = context.topology.rank, context.topology.world_size
-    if parallelism is None:
-        shard, readers = Shard(rank, world_size), tuple(range(world_size))
-    else:  # several ranks may read the same batches
-        mesh = parallelism.plan(world_size)
-        shard, readers = Shard(*mesh.data_shard(rank)), mesh.data_readers()
+    reads = context.ranks("reads")  # ranks outside it read the same batches as these
+    shard = Shard(reads.index, reads.size)
     scaled = scale_accumulation(
         run.gradient_accumulation_steps, meant_for=run.accumulation_world_size, processes=shard.count
     )
@@ -120,7 +115,6 @@ def _build(
         resolved=given.resolved,
         context=context,
         shard=shard,
-        readers=readers,
         policy=policy,
         backend=backend,
         prepared=PreparedObjects([reading.mark_stepped]),
@@ -142,7 +136,6 @@ def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
         settings=settings,
         prepared=parts.prepared,
         reading=parts.reading,
-        readers=parts.readers,
         trackers=parts.trackers,
         mode=parts.policy.mode,
     )

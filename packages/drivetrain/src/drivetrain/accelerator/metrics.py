@@ -41,12 +41,10 @@ def gather_for_metrics(
             arrays = arrays_in(data)
             # The user may have dropped rows, so that batch sizes do not give their number: always exchange sizes.
             tensors = without_arrays(data) if arrays else data
-            gathered, rows = collectives.gather_rows(parts.context, tensors)
-            shared = len(parts.readers) < parts.context.topology.world_size
-            found = trim(plan, gathered, rows=rows, readers=parts.readers if shared else None)
+            gathered, rows = collectives.gather_rows(parts.context, tensors, over="reads")
+            found = trim(plan, gathered, rows=rows)
             if not arrays:
                 return found
-            by_rank = collectives.gather_object(parts.context, arrays)
-            return with_arrays(data, found, trim_arrays(plan, [by_rank[rank] for rank in parts.readers]))
-    by_rank = collectives.gather_object(parts.context, data)
-    return trim_objects(plan, [by_rank[rank] for rank in parts.readers])
+            by_rank = collectives.gather_object(parts.context, arrays, over="reads")
+            return with_arrays(data, found, trim_arrays(plan, by_rank))
+    return trim_objects(plan, collectives.gather_object(parts.context, data, over="reads"))

@@ -30,7 +30,6 @@ class Parts:
         resolved: The resolved sections with their sources, by name.
         context: The ranks, device and process group.
         shard: The shard of the data that this rank reads.
-        readers: The first rank that reads each shard of the data, in the order of the shards.
         policy: The precision policy of the run.
         backend: The backend that trains the models.
         prepared: The models, optimizers, schedulers and loaders prepared so far.
@@ -45,7 +44,6 @@ class Parts:
     resolved: Mapping[str, Resolved[Any]]
     context: Context
     shard: Shard
-    readers: tuple[int, ...]
     policy: Policy
     backend: Backend
     prepared: PreparedObjects
