@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend
+from drivetrain_backends import BackendContract, DDPBackend, DeepSpeedBackend, FSDPBackend
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims, gather
@@ -57,3 +57,15 @@ def test_models_that_were_built_differently_begin_with_rank_0s_weights(run_ranks
     torch.manual_seed(0)
     expected = nn.Linear(2, 2).weight.flatten().tolist()
     assert run_ranks(first_weights, kind, num_processes=4)[0] == [expected] * 4
+
+
+def refusal() -> str:
+    with context(parallelism=MESHES["data 2 x tensor 2"]) as where:
+        policy = choose_policy("no", where.device)
+        with pytest.raises(ValueError, match="2 of 4 processes data parallel: DeepSpeed's engines") as caught:
+            DeepSpeedBackend(where, policy, window=AccumulationWindow(1))
+        return str(caught.value)
+
+
+def test_deepspeed_refuses_axes_that_its_engines_do_not_know(run_ranks) -> None:
+    assert len(set(run_ranks(refusal, num_processes=4))) == 1

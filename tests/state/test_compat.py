@@ -23,3 +23,17 @@ def test_there_is_no_store_without_a_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="process group has not been initialized"):
         compat.default_store()
+
+
+def names_of_a_group() -> list[bool]:
+    with connect(StateSettings(device="cpu", watchdog=False)):
+        made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        found = [compat.group_by_name(made.group_name) is made]
+        dist.destroy_process_group(made)
+        with pytest.raises(RuntimeError, match=made.group_name):
+            compat.group_by_name(made.group_name)
+        return found
+
+
+def test_a_group_is_found_by_its_name_until_it_is_destroyed(run_ranks) -> None:
+    assert run_ranks(names_of_a_group) == [[True]] * 2

@@ -14,6 +14,7 @@ from checks.private_names import TABLE, private_names
 from checks.settings_modules import foreign_imports, unimportable_settings
 from checks.sources import Source, read_sources
 from checks.workspace import read_packages
+from checks.world_groups import world_groups
 
 MOST_LINES_A_FILE = 400
 MOST_LINES_A_HEART = 600  # the one file of a package that holds what the package is for
@@ -31,6 +32,7 @@ def check(root: Path) -> list[Finding]:
     found += [*overdrawn(files, (root / DESIGN).read_text()), *circles(files)]
     found += [finding for source in files for rule in RULES for finding in rule(source)]
     found += backend_branches(files, known.values())
+    found += world_groups(files)
     found += private_names(files, (root / TABLE).read_text())
     found += [finding for source in files for finding in foreign_imports(source)]
     found += unimportable_settings(root, known.values())

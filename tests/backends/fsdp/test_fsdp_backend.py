@@ -95,7 +95,7 @@ def be_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("size", r"fsdp\.shard_size=3 with world_size=2: 1 x 3 is 3, not 2"),
+        ("size", r"fsdp\.shard_size=3 with 2 processes to divide: 1 x 3 is 3, not 2"),
         ("join", "join_uneven_inputs: sharded ranks wait for each other"),
         ("shared", "Sequential shares a parameter with Stack"),
         ("class", r"fsdp\.wrap=Blok: no model has a module of that class .*; there are Block, Embedding"),

@@ -4,8 +4,10 @@ torch has no public API for them. They are the same in torch 2.9 to 2.15; tests/
 to what is relied on, and docs/platforms.md lists them.
 """
 
-from torch._C._distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+    _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
+)
 
 # Returns the store in which the ranks of the default process group met.
 default_store = _get_default_store

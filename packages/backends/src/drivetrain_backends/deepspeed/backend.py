@@ -68,6 +68,11 @@ class DeepSpeedBackend(TorchBackend):
     ) -> None:
         own: DeepSpeedSettings = self.settings_or_defaults(settings)
         check_dtypes(policy)
+        if (counts := context.ranks("counts").size) < (world_size := context.topology.world_size):
+            raise ValueError(
+                f"parallelism with {counts} of {world_size} processes data parallel: DeepSpeed's engines average "
+                "over all processes. Leave pipeline and tensor out, or use backend='ddp' or 'fsdp'"
+            )
         self._reducer = EngineReducer(window, loss_scaler(context, policy), context.progress)
         super().__init__(context, policy, window=window, settings=own, reducer=self._reducer)
         self.settings: DeepSpeedSettings = own

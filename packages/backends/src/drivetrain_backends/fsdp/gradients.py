@@ -132,9 +132,7 @@ class ShardedGradients(ParameterGradients):
         if offloaded:
             inverse = torch.as_tensor(factor, dtype=torch.float32).cpu() / scaler.value
             found = torch.maximum(found, unscale_on_host(offloaded, inverse).to(found.device))
-        dist.all_reduce(
-            found, dist.ReduceOp.MAX
-        )  # over the world: all stages of a model skip a step together
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         overflowed = bool(found.item())
         scaler.observe(overflowed=overflowed)
         return overflowed

@@ -118,7 +118,7 @@ def unify_forms(
         if local(value).numel()
     }
     found: dict[tuple[str, str], set[str]] = {}
-    for own in gather_object(context, forms):
+    for own in gather_object(context, forms, over="counts"):
         for key, form in own.items():
             found.setdefault(key, set()).add(form)
     differing = [key for key, kinds in found.items() if len(kinds) > 1 or kinds & {_CUT, _FIXED}]

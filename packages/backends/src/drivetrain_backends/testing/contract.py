@@ -124,7 +124,9 @@ class BackendContract:
         used = UsedGradients(run.weights())
         for step, _ in enumerate(run.steps()):
             plain, what, weights = expected[step], f"{name}: step {step + 1}", run.weights()
-            own = {f"loss {i}": by_rank[context.ranks("reads").index] for i, by_rank in enumerate(plain.losses)}
+            own = {
+                f"loss {i}": by_rank[context.ranks("reads").index] for i, by_rank in enumerate(plain.losses)
+            }
             found = {f"loss {i}": loss for i, loss in enumerate(run.losses)}
             norms = {} if plain.norm is None else {"norm": plain.norm}
             self._assert_close(own | norms | plain.weights, found | run.norms | weights, what, tolerance)

@@ -89,11 +89,11 @@ class LogReducer:
 
     def _all_reduce(self, names: Sequence[str], numbers: Tensor, op: Literal["sum", "max"]) -> Tensor:
         def reduce(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            reduced = collectives.reduce(self._context, self._pad(names, numbers, op), op=op)
+            reduced = collectives.reduce(self._context, self._pad(names, numbers, op), op=op, over="counts")
             if op == "max":
                 return reduced[2:], reduced[0] + reduced[1]
             # Of equal marks, the square of the sum is the number of ranks by the sum of the squares.
-            return reduced[2:], reduced[0] * reduced[0] - self._context.topology.world_size * reduced[1]
+            return reduced[2:], reduced[0] * reduced[0] - self._context.ranks("counts").size * reduced[1]
 
         return self._exchange(names, numbers, reduce)[: len(numbers)]
 

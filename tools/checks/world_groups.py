@@ -1,0 +1,114 @@
+"""Collectives of the training say which ranks they mean: the world's group only where a reason stands below.
+
+Under tensor, context or pipeline parallelism, ranks that hold parts of one model are not data parallel. A collective
+over the world would add their losses, gradients and samples up twice.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from checks.findings import Finding
+from checks.sources import Source
+
+PACKAGES = ("backends", "drivetrain", "precision", "throughput")
+LIST = "tools/checks/world_groups.py"
+# Of drivetrain_state, which take `over`.
+_OURS = frozenset(
+    ("barrier", "broadcast", "broadcast_object", "gather", "gather_object", "gather_rows", "reduce")
+)
+_TORCHS = frozenset(
+    (
+        "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
+        "broadcast_object_list", "get_world_size", "new_group", "reduce_scatter_tensor",
+    )
+)  # fmt: skip
+_PROGRAM = "the program asks for all processes"
+_WHOLE = "rank 0's full values are those of all ranks"
+_TOGETHER = "all ranks step, or none: also the stages of a pipeline"
+_EXISTS = "only whether there is a group"
+# The functions, or folders, that mean all ranks, with the reason.
+WORLD: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerator/log_reduction.py::gather": "one value of each rank, under the rank's number",
+        "accelerator/metrics.py::gather": _PROGRAM,
+        "accelerator/ranks.py::broadcast": _PROGRAM,
+        "accelerator/ranks.py::check_trigger": _TOGETHER,
+        "accelerator/ranks.py::reduce": _PROGRAM,
+        "accelerator/ranks.py::wait_for_everyone": _PROGRAM,
+        "deepspeed/": "its engines divide all ranks; the backend refuses a mesh of other axes",
+        "fsdp/backend.py::__init__": _EXISTS,
+        "fsdp/gradients.py::_unscale": _TOGETHER,
+        "fsdp/shard.py::_agree": "all ranks build the same model",
+        "gradients/nonfinite.py::holds_nonfinite": _TOGETHER,
+        "gradients/nonfinite.py::nonfinite_error": "the message names ranks of the world",
+        "prepare/loaders.py::_choose_seed": "all ranks shuffle alike",
+        "prepare/loaders.py::shard": "rank 0 alone reads for all, where it is to",
+        "rank_throughput.py::begin": "each rank's times, to find the slow one",
+        "saving/registered.py::compare": "a checkpoint holds the states of all ranks",
+        "saving/registered.py::gathered_states": "a checkpoint holds the states of all ranks",
+        "saving/resume.py::reseed_generators": "all ranks derive their seeds from one",
+        "scaling/gradient_watch.py::_gather": "the message names ranks of the world",
+        "state_dict/dtensor.py::broadcast_from_first": _WHOLE,
+        "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
+        "torch/ddp.py::_replicate": _EXISTS,
+        "torch/prepared.py::_gather": _TOGETHER,
+        "torch/prepared.py::gathered": _WHOLE,
+    }
+)
+
+
+def world_groups(sources: Iterable[Source], allowed: Mapping[str, str] = WORLD) -> list[Finding]:
+    """Collectives over the world, outside the functions that are allowed to; and allowed functions without one."""
+    found: list[Finding] = []
+    unused = dict(allowed)
+    for source in sources:
+        package, _, path = source.path.partition("packages/")[2].partition("/src/")
+        if package not in PACKAGES:
+            continue
+        for function, node, what in _uses(source.tree):
+            file = path.partition("/")[2]
+            places = {f"{file}::{function}", f"{file.rpartition('/')[0]}/"}
+            for place in places & unused.keys():
+                del unused[place]
+            if not places & allowed.keys():
+                message = f"{what}: name the ranks that are meant (over=, context.ranks(...)), or list "
+                found.append(source.finding(node, f"{message}{file}::{function} in {LIST} with the reason"))
+    return [*found, *(Finding(where=LIST, message=f"{one} does not use the world's group") for one in unused)]
+
+
+def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.expr, str]]:
+    """Yield each use of the world's group, with the name of the function around it."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain_state")
+        for alias in node.names
+    }
+
+    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr, str]]:
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.expr) and (what := _world_in(child, imported)):
+                yield inside, child, what
+            yield from walk(child, inside)
+
+    return walk(tree, "")
+
+
+def _world_in(node: ast.expr, imported: set[str]) -> str:
+    """Return how an expression uses the world's group; empty if it does not."""
+    if isinstance(node, ast.Attribute) and node.attr == "group":
+        return "the group of all ranks" if _last_name(node.value).endswith("context") else ""
+    if not isinstance(node, ast.Call):
+        return ""
+    name, keywords = _last_name(node.func), {each.arg for each in node.keywords}
+    owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    if owner == "dist" and name in _TORCHS and "group" not in keywords:
+        return "" if name in ("get_world_size", "barrier") and node.args else f"dist.{name} over all ranks"
+    is_ours = name in _OURS and (owner == "collectives" or (not owner and name in imported))
+    return f"{name} over all ranks" if is_ours and "over" not in keywords else ""
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
