@@ -1,5 +1,6 @@
 """Ranks that see the same batches, as in tensor parallelism: they read one shard, and it counts once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_a_tails_gradient_is_the_mean_over_its_samples(num_processes: int, with_
         optimizer.zero_grad()
         gradient = accelerator.gather_for_metrics(batch).float().mean().item()
         assert before - weight.weight.item() == pytest.approx(gradient, rel=1e-5)
+
+
+@pytest.mark.ranks(4)
+def test_a_logged_sum_counts_a_shared_batch_once(tmp_path: Path) -> None:
+    accelerator = Accelerator(
+        cpu=True, parallelism=ParallelDims(tensor=2), project_dir=tmp_path, log_with="jsonl"
+    )
+    accelerator.init_trackers("shared")
+    accelerator.log({"samples": 3.0}, reduce="sum")
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert [line["samples"] for line in logged if "samples" in line] == [6.0]
 
 
 def epoch(folder: Path, shared: bool, *, stop_at: int | None = None, resume: bool = False) -> list[int]:
