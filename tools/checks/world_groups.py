@@ -26,7 +26,6 @@ _TORCHS = frozenset(
 _PROGRAM = "the program asks for all processes"
 _WHOLE = "rank 0's full values are those of all ranks"
 _TOGETHER = "all ranks step, or none: also the stages of a pipeline"
-_EXISTS = "only whether there is a group"
 # The functions, or folders, that mean all ranks, with the reason.
 WORLD: Mapping[str, str] = MappingProxyType(
     {
@@ -37,7 +36,6 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "accelerator/ranks.py::reduce": _PROGRAM,
         "accelerator/ranks.py::wait_for_everyone": _PROGRAM,
         "deepspeed/": "its engines divide all ranks; the backend refuses a mesh of other axes",
-        "fsdp/backend.py::__init__": _EXISTS,
         "fsdp/gradients.py::_unscale": _TOGETHER,
         "fsdp/shard.py::_agree": "all ranks build the same model",
         "gradients/nonfinite.py::holds_nonfinite": _TOGETHER,
@@ -51,9 +49,8 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "scaling/gradient_watch.py::_gather": "the message names ranks of the world",
         "state_dict/dtensor.py::broadcast_from_first": _WHOLE,
         "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
-        "torch/ddp.py::_replicate": _EXISTS,
+        "torch/backend.py::__init__": "only whether there is a group",
         "torch/prepared.py::_gather": _TOGETHER,
-        "torch/prepared.py::gathered": _WHOLE,
     }
 )
 
@@ -61,20 +58,25 @@ WORLD: Mapping[str, str] = MappingProxyType(
 def world_groups(sources: Iterable[Source], allowed: Mapping[str, str] = WORLD) -> list[Finding]:
     """Collectives over the world, outside the functions that are allowed to; and allowed functions without one."""
     found: list[Finding] = []
-    unused = dict(allowed)
+    unused: set[str] = set()
     for source in sources:
         package, _, path = source.path.partition("packages/")[2].partition("/src/")
         if package not in PACKAGES:
             continue
-        for function, node, what in _uses(source.tree):
-            file = path.partition("/")[2]
-            places = {f"{file}::{function}", f"{file.rpartition('/')[0]}/"}
-            for place in places & unused.keys():
-                del unused[place]
-            if not places & allowed.keys():
+        file = path.partition("/")[2]
+        folder = f"{file.rpartition('/')[0]}/"
+        used = {function: (node, what) for function, node, what in _uses(source.tree)}
+        for function, (node, what) in used.items():
+            if not {f"{file}::{function}", folder} & allowed.keys():
                 message = f"{what}: name the ranks that are meant (over=, context.ranks(...)), or list "
                 found.append(source.finding(node, f"{message}{file}::{function} in {LIST} with the reason"))
-    return [*found, *(Finding(where=LIST, message=f"{one} does not use the world's group") for one in unused)]
+        unused |= {
+            each for each in allowed if each.startswith(f"{file}::") and each.partition("::")[2] not in used
+        }
+    return [
+        *found,
+        *(Finding(where=LIST, message=f"{each} does not use the world's group") for each in sorted(unused)),
+    ]
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.expr, str]]:

@@ -69,6 +69,7 @@ class Context:
         """Return the ranks of a view of the mesh that this process belongs to; see `drivetrain_state.mesh.VIEWS`.
 
         Example:
+            >>> from drivetrain_state import StateSettings, connect
             >>> with connect(StateSettings(device="cpu")) as context:
             ...     context.ranks("reads").size
             1

@@ -78,11 +78,6 @@ class FSDPBackend(TorchBackend):
         self.settings: FSDPSettings = own
         dtypes = plan_dtypes(own, policy)
         self._shape = plan_mesh(own, context.topology, context.plan)
-        if context.group is None:
-            raise RuntimeError(
-                "the fsdp backend needs a process group, and this context has none; connect(needs_group=True) makes "
-                "one in a single process too"
-            )
         has_accelerator = context.device.type != "cpu"
         self._sharding = Sharding(
             mesh=_mesh(context, self._shape),
@@ -284,11 +279,9 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
     if context.ranks("counts").size == context.topology.world_size:
         return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
     assert context.plan is not None  # without a plan, the losses of all ranks add up
-    outer, inner = context.plan.size("pipeline"), context.plan.size("tensor")
-    whole = init_device_mesh(
-        context.device.type, (outer, *shape.sizes, inner), mesh_dim_names=("outer", *shape.names, "inner")
-    )
-    return whole[shape.names]
+    sizes = (context.plan.size("pipeline"), *shape.sizes, context.plan.size("tensor"))
+    names = ("outer", *shape.names, "inner")
+    return init_device_mesh(context.device.type, sizes, mesh_dim_names=names)[shape.names]
 
 
 def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: str) -> dict[str, object]:

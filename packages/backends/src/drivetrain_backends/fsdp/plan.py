@@ -47,11 +47,12 @@ class MeshShape:
 
 def plan_mesh(settings: FSDPSettings, topology: Topology, parallelism: MeshPlan | None = None) -> MeshShape:
     """Return the division of the ranks whose gradients add up; `parallelism` is the run's own mesh, if it has one."""
-    world, given = topology.world_size, _along(parallelism)
-    local = topology.local_world_size
+    world, local, given = topology.world_size, topology.local_world_size, None
     if parallelism is not None:
         world = len(parallelism.members(topology.rank, "counts"))
         local = max(1, local // parallelism.size("tensor"))
+        if "shard" in parallelism.names:  # otherwise any strategy fits
+            given = parallelism.size("data"), len(parallelism.members(0, "fsdp"))
     strategy, reason = settings.strategy, ""
     if strategy is None:
         is_hybrid = settings.shard_size is not None or (given is not None and given[0] > 1 < given[1])
@@ -61,8 +62,7 @@ def plan_mesh(settings: FSDPSettings, topology: Topology, parallelism: MeshPlan 
         )
     size = {"full_shard": world, "shard_grad_op": world, "no_shard": 1}.get(strategy)
     if size is None:
-        said_elsewhere = given[1] if given is not None else local
-        size = settings.shard_size or said_elsewhere
+        size = settings.shard_size or (given[1] if given is not None else local)
     if world % size:
         raise ValueError(
             f"fsdp.shard_size={size} with {world} processes to divide: {world // size or 1} x {size} is "
@@ -75,13 +75,6 @@ def plan_mesh(settings: FSDPSettings, topology: Topology, parallelism: MeshPlan 
             f"data={given[0]} and shard={given[1]}; leave strategy and shard_size out, or change one of them"
         )
     return shape
-
-
-def _along(parallelism: MeshPlan | None) -> tuple[int, int] | None:
-    """Return the numbers of replicas and of shards that a mesh says; None without a shard axis: any are allowed."""
-    if parallelism is None or "shard" not in parallelism.names:
-        return None
-    return parallelism.size("data"), len(parallelism.members(0, "fsdp"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

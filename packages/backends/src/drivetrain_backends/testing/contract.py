@@ -118,15 +118,14 @@ class BackendContract:
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
         """Check losses, norms, gradients and weights against the plain loop at every step."""
-        expected = train_plainly(case, context.ranks("reads").size, self._dtype_of(case))
+        reads = context.ranks("reads")
+        expected = train_plainly(case, reads.size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
         used = UsedGradients(run.weights())
         for step, _ in enumerate(run.steps()):
             plain, what, weights = expected[step], f"{name}: step {step + 1}", run.weights()
-            own = {
-                f"loss {i}": by_rank[context.ranks("reads").index] for i, by_rank in enumerate(plain.losses)
-            }
+            own = {f"loss {i}": by_rank[reads.index] for i, by_rank in enumerate(plain.losses)}
             found = {f"loss {i}": loss for i, loss in enumerate(run.losses)}
             norms = {} if plain.norm is None else {"norm": plain.norm}
             self._assert_close(own | norms | plain.weights, found | run.norms | weights, what, tolerance)

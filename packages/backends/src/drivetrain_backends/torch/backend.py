@@ -55,6 +55,11 @@ class TorchBackend:
         settings: Any = None,
         reducer: GradientReducer | None = None,
     ) -> None:
+        if self.needs_group and context.group is None:
+            raise RuntimeError(
+                f"the {self.settings_section} backend needs a process group, and this context has none; "
+                "connect(needs_group=True) makes one in a single process too"
+            )
         self.context = context
         self.policy = policy
         self.window = window

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +39,7 @@ from drivetrain_backends.torch.ddp_replica import Replica, applied_hook, check_h
 from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_precision.dtypes.dtype_policy import NAMES
-from drivetrain_state import Context, broadcast
+from drivetrain_state import Context
 
 
 class DDPBackend(TorchBackend):
@@ -164,7 +163,9 @@ class DDPBackend(TorchBackend):
         packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
         for weight in packed.values():
             broadcast_parts(parts_of(weight), self.context)
-        self._broadcast_in_replica([w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w)])
+        if self.context.ranks("replica").size > 1:  # DDP broadcasts between replicas alone
+            full = (w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w))
+            broadcast_parts(full, self.context)
         with compat.leaving_out(model, packed):
             replica = self._replicate(model, at_close=at_close)
         self._made.add(replica)
@@ -174,11 +175,6 @@ class DDPBackend(TorchBackend):
     def _replicate(self, model: nn.Module, *, at_close: bool) -> Replica:
         """Return a new DDP wrapper of a model, configured by the settings."""
         settings, device = self.settings, self.context.device
-        if self.context.group is None:
-            raise RuntimeError(
-                "the ddp backend needs a process group, and this is a single process; "
-                "start it with `drivetrain launch --num-processes N`, or use backend='single'"
-            )
         buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         replica = Replica(
             model,
@@ -193,14 +189,6 @@ class DDPBackend(TorchBackend):
         )
         register_hook(replica, settings, reduced_in(self.policy.dtypes))
         return replica
-
-    @torch.no_grad()
-    def _broadcast_in_replica(self, weights: Sequence[Tensor]) -> None:
-        """Give the ranks of a replica equal weights; DDP broadcasts between replicas. Called on all ranks."""
-        if self.context.ranks("replica").size > 1:
-            received = broadcast(self.context, weights, over="replica")
-            for weight, values in zip(weights, received, strict=True):
-                weight.copy_(values)
 
     def _take_back(self, replica: Replica) -> Replica:
         """Use a wrapper again that `close` released; the reducer is unchanged. Called on all ranks."""

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from drivetrain_backends.optim.host_optimizers import page_states
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
+from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
 from drivetrain_precision import Bf16Updates, is_low_bit, optimizer_states
 from drivetrain_precision.optim.bf16_updates import forget_updates
@@ -155,9 +155,8 @@ class TorchPrepared:
     def gathered(self, *, write: bool = False) -> Generator[None]:
         """Run the block directly, because parameters are always full; see `Prepared.gathered`."""
         yield
-        if write and self._context.group is not None:
-            for parameter in weights_of(self.unwrap()):
-                dist.broadcast(parameter.detach(), src=0)
+        if write:
+            broadcast_parts(weights_of(self.unwrap()), self._context)
 
     def release(self) -> nn.Module:
         """Undo the preparation and return the user's module, with its original class restored."""
