@@ -7,6 +7,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, CheckpointHook, ConfigError
+from drivetrain.saving import other_formats
+from drivetrain_config.plugins.installed import EntryPoint
 from plain_loop.accelerated import accelerator_of, weights_of
 from registered import Kept
 
@@ -27,6 +29,21 @@ def test_a_folder_of_checkpoints_stands_for_its_newest_and_needs_no_project(tmp_
         optimizer.step()
     assert accelerator.load_state(tmp_path) == 1
     assert accelerator.load_state(folders[0]) == 0
+
+
+def test_a_run_of_its_own_is_loaded_without_a_look_at_other_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    folder = accelerator.save_state(tmp_path)
+    (tmp_path / "empty").mkdir()
+    missing = EntryPoint(name="other", value="a_format_that_is_not_imported", distribution="other")
+    monkeypatch.setattr(other_formats, "entry_points", lambda group: (missing,))
+    assert [accelerator.load_state(place) for place in (tmp_path, folder)] == [0, 0]
+    with pytest.raises(ModuleNotFoundError, match="a_format_that_is_not_imported"):
+        accelerator.load_state(tmp_path / "empty")
 
 
 def test_kept_models_keep_the_weights_they_have_and_their_optimizers_are_loaded(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from drivetrain.saving.resume import RunState
-from drivetrain_checkpoint import find_accelerate_state
+from drivetrain_checkpoint.format.layout import has_manifest, step_folders
 from drivetrain_checkpoint.storage.place import Place
 from drivetrain_config.plugins.installed import entry_points
 from drivetrain_state import Context
@@ -15,7 +15,7 @@ class RunFormat(Protocol):
     """A format in which another library saves runs, such as a module with these functions.
 
     A package registers its format as an entry point of the group `drivetrain.run_formats`. `load_state` first calls
-    `find`, on the main process alone, then `load` on all ranks.
+    `find`, on the main process alone and only in a folder without drivetrain's checkpoints, then `load` on all ranks.
     """
 
     def find(self, place: Path) -> Path | None:
@@ -44,11 +44,13 @@ def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] 
     formats = {point.name: point for point in entry_points("drivetrain.run_formats")}
 
     def look() -> tuple[str, Path] | None:
-        if not isinstance(place, Path):
-            return None
+        if not isinstance(place, Path) or not place.is_dir() or has_manifest(place) or step_folders(place):
+            return None  # drivetrain's own run, or a new one: no other format is imported
         for name, point in formats.items():
             if (folder := cast("RunFormat", point.load()).find(place)) is not None:
                 return name, folder
+        from drivetrain_checkpoint import find_accelerate_state
+
         if "accelerate" not in formats and (folder := find_accelerate_state(place)) is not None:
             raise ValueError(
                 f"{folder} was saved by Accelerate: install drivetrain-migration, which reads it"
