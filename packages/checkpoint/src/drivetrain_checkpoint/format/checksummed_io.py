@@ -148,7 +148,7 @@ class HashedReader:
         try:
             scratch = self._scratch.pop()
         except IndexError:  # other threads use all buffers
-            scratch = memoryview(bytearray(BLOCK_BYTES))
+            scratch = memoryview(bytearray(min(BLOCK_BYTES, self._record.size_bytes)))
         whole = scratch[: end - start]
         self._read_block(index, start, [whole])
         for at, view in ranges:

@@ -6,7 +6,7 @@ from typing import Protocol, cast
 from drivetrain.saving.resume import RunState
 from drivetrain_checkpoint.format.layout import has_manifest, step_folders
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_config.plugins.installed import entry_points
+from drivetrain_config.plugins.installed import EntryPoint, entry_points
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_main
 
@@ -41,11 +41,14 @@ def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] 
         ValueError: The run is Accelerate's, and the package that reads it is not installed.
         OtherRankFailedError: The main process failed; the message holds its error.
     """
-    formats = {point.name: point for point in entry_points("drivetrain.run_formats")}
+
+    def read_formats() -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points("drivetrain.run_formats")}
 
     def look() -> tuple[str, Path] | None:
         if not isinstance(place, Path) or not place.is_dir() or has_manifest(place) or step_folders(place):
             return None  # drivetrain's own run, or a new one: no other format is imported
+        formats = read_formats()
         for name, point in formats.items():
             if (folder := cast("RunFormat", point.load()).find(place)) is not None:
                 return name, folder
@@ -58,4 +61,4 @@ def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] 
         return None
 
     found = on_main(context, look, doing=f"the load of {place}")
-    return None if found is None else (cast("RunFormat", formats[found[0]].load()), found[1])
+    return None if found is None else (cast("RunFormat", read_formats()[found[0]].load()), found[1])
