@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -34,6 +35,13 @@ def test_as_many_batches_as_asked_are_copied_ahead_and_come_in_order(num_ahead: 
         assert (plan.advance, batch["x"].shape, batch["x"].device) == (number, (number,), META)
         assert batch["name"] == "a"
         assert len(read) == min(8, number + 1 + num_ahead)
+
+
+def test_a_profile_names_the_copies() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        list(DeviceCopies(META, non_blocking=True, num_ahead=1).copied(readings(3, [])))
+    (copies,) = (each for each in profiler.key_averages() if each.key == "drivetrain: copy a batch")
+    assert copies.count == 3
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 3])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from drivetrain_state import StateSettings, compat, connect
 
@@ -37,3 +38,14 @@ def names_of_a_group() -> list[bool]:
 
 def test_a_group_is_found_by_its_name_until_it_is_destroyed(run_ranks) -> None:
     assert run_ranks(names_of_a_group) == [[True]] * 2
+
+
+def test_a_profile_is_recorded_in_its_active_steps_alone() -> None:
+    found = [compat.is_profiled()]
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=1)
+    ) as profiler:
+        for _ in range(3):
+            found.append(compat.is_profiled())
+            profiler.step()
+    assert [*found, compat.is_profiled()] == [False, False, False, True, False]

@@ -3,6 +3,8 @@
 import threading
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from drivetrain_state.hang.progress_record import ProgressMark, ProgressRecord
 
@@ -91,3 +93,26 @@ def test_an_observer_may_leave_while_it_is_told() -> None:
     record.mark("gather")
     record.mark("reduce")
     assert seen == ["gather", "gather", "reduce"]
+
+
+def test_marks_are_ranges_of_a_profile() -> None:
+    record = ProgressRecord()
+    record.mark(ProgressMark.GATHER)  # nothing is recorded
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        record.mark(ProgressMark.GATHER_DONE)
+        record.note(ProgressMark.BACKWARD)
+        record.mark(ProgressMark.AVERAGING)
+        torch.ones(2).sum()
+        record.mark("gathering blocks.0")
+        record.note(ProgressMark.BACKWARD_DONE)  # an exception passed over the end of the averaging
+        record.note(ProgressMark.FORWARD)
+        record.mark(ProgressMark.BATCH)
+        torch.ones(2).prod()
+    spans = {event.name: event.time_range for event in profiler.events()}
+    ours = {name for name in spans if name.startswith("drivetrain")}
+    whats = ("backward", ProgressMark.AVERAGING, "gathering blocks.0", "forward", "batch")
+    assert ours == {f"drivetrain: {what}" for what in whats}
+    backward, averaging = spans["drivetrain: backward"], spans[f"drivetrain: {ProgressMark.AVERAGING}"]
+    assert backward.start <= averaging.start <= spans["aten::sum"].start
+    assert spans["aten::sum"].end <= averaging.end <= backward.end
+    assert spans["drivetrain: forward"].end <= spans["aten::prod"].start

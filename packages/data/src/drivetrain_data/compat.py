@@ -6,6 +6,8 @@ holds each one to what is relied on, and docs/platforms.md lists them.
 
 from typing import Any
 
+from torch.autograd import profiler
+
 # The methods by which torch's DataLoader makes its iterator: a subclass that has its own reads in another way.
 ITERATOR_METHODS = frozenset({"__iter__", "_get_iterator"})
 
@@ -16,6 +18,11 @@ SNAPSHOT, STEPS_SINCE = "_snapshot", "_steps_since_snapshot"
 SNAPSHOT_STEP, MAIN_SNAPSHOT, WORKER_SNAPSHOTS = "_snapshot_step", "_main_snapshot", "_worker_snapshots"
 # The keys of what a state without workers, or the main part of a snapshot, tells about the sampler.
 NUM_WORKERS, SAMPLER_YIELDED, SAMPLER_STATE = "_num_workers", "_sampler_iter_yielded", "_sampler_iter_state"
+
+
+def is_profiled() -> bool:
+    """Return whether torch's profiler records at present, by whoever started it."""
+    return profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 def fingerprint_of(dataset: Any) -> str | None:

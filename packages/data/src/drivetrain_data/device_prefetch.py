@@ -10,8 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from drivetrain_data._nested import leaves_of, to_device
+from drivetrain_data.compat import is_profiled
 from drivetrain_data.sources.batch_source import Reading
 
 
@@ -39,7 +41,8 @@ class DeviceCopies:
             if reading is None:
                 break
             plan, batch, origin = reading
-            with self._stream or nullcontext():
+            named = record_function("drivetrain: copy a batch") if is_profiled() else nullcontext()
+            with named, self._stream or nullcontext():
                 batch = to_device(batch, self._device, non_blocking=self._non_blocking)
             done = None if self._stream is None else self._stream.record_event()
             ahead.append(((plan, batch, origin), done))

@@ -1,9 +1,14 @@
 """The progress marks of a rank, cheap enough to set at every batch, collective and step."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import StrEnum
 from threading import get_ident
+
+from torch.autograd import profiler
+
+from drivetrain_state.compat import is_profiled
 
 _KEPT_LABELS = 8  # about two steps
 
@@ -55,11 +60,55 @@ class ProgressMark(StrEnum):
     SCATTER_DONE = "scatter done"
 
 
+# Each mark that ends a part of a step, with the mark that begins it.
+_BEGINNINGS: dict[str, ProgressMark] = {
+    ProgressMark.SAVED: ProgressMark.SAVE,
+    **{
+        end: ProgressMark[beginning]
+        for end in ProgressMark
+        if (beginning := end.name.removesuffix("_DONE")) != end.name
+    },
+}
+_BEGIN = frozenset(_BEGINNINGS.values())
+
+
+class ProfileRanges:
+    """The marks of a rank as ranges of the profile that torch's profiler records.
+
+    A mark that another mark ends is a range, and any other label an instant. A range that an exception left open ends
+    with the range around it, or at the next batch.
+    """
+
+    def __init__(self) -> None:
+        # Of each thread, the innermost range last; torch ends a range in the thread that began it.
+        self._open: defaultdict[int, list[tuple[str, ExitStack]]] = defaultdict(list)
+
+    def follow(self, label: str) -> None:
+        """Add a label to the profile."""
+        is_open = self._open[get_ident()]
+        if label in _BEGIN:
+            opened = ExitStack()
+            opened.enter_context(profiler.record_function(f"drivetrain: {label}"))
+            is_open.append((label, opened))
+        elif label in _BEGINNINGS:
+            beginning = _BEGINNINGS[label]
+            ended = any(begun == beginning for begun, _ in is_open)
+            while ended:
+                begun, opened = is_open.pop()
+                opened.close()
+                ended = begun != beginning
+        else:
+            while label is ProgressMark.BATCH and is_open:
+                is_open.pop()[1].close()
+            with profiler.record_function(f"drivetrain: {label}"):
+                pass
+
+
 class ProgressRecord:
     """The last progress of this process. The watchdog reads it from another thread; marking never waits or allocates.
 
-    Observers, such as a stopwatch, get every label; `note` informs only observers. A label that observers recognize
-    is a `ProgressMark`; other labels are any text.
+    Observers, such as a stopwatch, get every label, and so does the profile that torch's profiler records; `note`
+    informs these alone. A label that observers recognize is a `ProgressMark`; other labels are any text.
 
     Attributes:
         count: The number of marks. The watchdog times its changes, so that a mark reads no clock.
@@ -76,7 +125,7 @@ class ProgressRecord:
         (1, 'optimizer step')
     """
 
-    __slots__ = ("count", "forward_observers", "label", "observers", "recent", "thread_id")
+    __slots__ = ("_ranges", "count", "forward_observers", "label", "observers", "recent", "thread_id")
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -84,6 +133,7 @@ class ProgressRecord:
         self.recent: deque[str] = deque(maxlen=_KEPT_LABELS)
         self.thread_id: int = get_ident()
         self.observers: tuple[Callable[[str], None], ...] = ()
+        self._ranges = ProfileRanges()
         self.forward_observers: tuple[Callable[[object], None], ...] = ()
 
     def mark(self, label: str) -> None:
@@ -92,11 +142,15 @@ class ProgressRecord:
         self.recent.append(label)
         self.thread_id = get_ident()
         self.count += 1
+        if is_profiled():
+            self._ranges.follow(label)
         for observe in self.observers:
             observe(label)
 
     def note(self, label: str) -> None:
-        """Send a label to the observers only; the watchdog's record is unchanged."""
+        """Send a label to the profile and the observers only; the watchdog's record is unchanged."""
+        if is_profiled():
+            self._ranges.follow(label)
         for observe in self.observers:
             observe(label)
 
