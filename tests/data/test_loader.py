@@ -46,7 +46,7 @@ def test_set_epoch_chooses_the_order() -> None:
         assert loader.epoch == epoch
         epochs.append(samples(loader))
     assert epochs[0] == epochs[2] != epochs[1]
-    with pytest.raises(ValueError, match="epoch=-1: must be an integer; epochs count from 0"):
+    with pytest.raises(ValueError, match="epoch=-1: must be an integer of at least 0"):
         loader.set_epoch(-1)
 
 

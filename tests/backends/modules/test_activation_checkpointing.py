@@ -79,5 +79,5 @@ def test_restored_modules_have_their_own_class() -> None:
 
 def test_a_module_is_checkpointed_once() -> None:
     module, _ = gradients("full")
-    with pytest.raises(ValueError, match="Counting checkpoints its activations already"):
+    with pytest.raises(ValueError, match="Counting already checkpoints its activations"):
         checkpoint_activations([module], "full")

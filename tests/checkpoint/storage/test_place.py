@@ -28,7 +28,7 @@ def test_text_may_begin_with_the_home_folder() -> None:
 
 def test_a_url_that_went_through_a_path_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^'s3:/bucket/run': a Path takes a slash from a URL; give the URL as text"
+        ValueError, match=r"^'s3:/bucket/run': a Path drops a slash of a URL; pass the URL as a str"
     ):
         locate(Path("s3://bucket/run"))
 

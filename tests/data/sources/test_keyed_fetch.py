@@ -134,7 +134,7 @@ SIXTEEN = IterableWrapper(torch.arange(16))
 @pytest.mark.parametrize(
     ("dataset", "options", "who"),
     [
-        (Stops(), {"batch_size": 2}, "Stops, reading sample 9, let a StopIteration out"),
+        (Stops(), {"batch_size": 2}, "Stops, reading sample 9, raised StopIteration"),
         (Stops(), {"batch_size": None}, "Stops, reading sample 9, let"),
         (StopsInBatches(), {"batch_size": 2}, r"StopsInBatches, reading the batch \[8, 9\], let"),
         (torch.arange(16), {"batch_size": 2, "collate_fn": stop_while_collating}, "Tensor's loader let"),

@@ -183,6 +183,6 @@ def test_arrays_are_gathered_by_sample(run_ranks) -> None:
         assert isinstance(part["b"][1], torch.Tensor)
         assert part["none"] is None
     assert (
-        "the ranks gave arrays of shapes (1, 1), (1, 2): only the first size may differ"
+        "the ranks gave arrays of shapes (1, 1), (1, 2): only the first dimension may differ"
         in first["refused"][0]
     )

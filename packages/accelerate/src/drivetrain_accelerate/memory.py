@@ -75,7 +75,7 @@ def find_executable_batch_size(
 
 
 def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises an OutOfMemoryError if cuDNN finds no algorithm, for lack of memory."""
+    """Wrap a function to raise an OutOfMemoryError where cuDNN finds no algorithm, as it lacks memory."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

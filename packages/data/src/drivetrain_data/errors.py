@@ -32,6 +32,6 @@ class UnpreparedLoaderError(RuntimeError):
 def stop_let_out(who: str) -> RuntimeError:
     """Return the error to raise when `who` raises StopIteration, since a loop would take that for its own end."""
     return RuntimeError(
-        f"{who} let a StopIteration out: the loop would take it for the end of the epoch, and everything after it "
-        "would be lost. It comes from next() of something that has ended: give next() a default, or begin it again"
+        f"{who} raised StopIteration: the loop would take it for the end of the epoch and lose the samples left. "
+        "The usual cause is next() of an iterator that has ended: give next() a default, or create a new iterator"
     )

@@ -183,7 +183,7 @@ class ShardedLoader(Generic[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next loop. If a loaded state resumes the same epoch, its position is kept."""
         if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: must be an integer; epochs count from 0")
+            raise ValueError(f"epoch={epoch!r}: must be an integer of at least 0")
         if epoch != self.epoch or self._cursor.is_begun:
             self.move_to(epoch, 0)
 

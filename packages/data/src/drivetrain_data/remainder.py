@@ -125,8 +125,8 @@ def trim_arrays(plan: BatchPlan | None, by_shard: Sequence[Sequence[npt.NDArray[
         rows = [np.atleast_1d(part) for part in parts]
         if len({part.shape[1:] for part in rows}) > 1:
             raise TrimError(
-                f"the ranks gave arrays of shapes {', '.join(str(part.shape) for part in rows)}: only the first size "
-                "may differ. Pad them to one shape, or gather a list with one array per sample"
+                f"the ranks gave arrays of shapes {', '.join(str(part.shape) for part in rows)}: only the first "
+                "dimension may differ. Pad them to one shape, or gather a list with one array per sample"
             )
         if tail is not None:
             same = len({len(part) for part in rows}) == 1

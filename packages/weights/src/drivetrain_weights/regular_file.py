@@ -55,8 +55,8 @@ def parse_json(text: bytes | str, *, where: str) -> Any:
         raise WeightFilesError(f"{where} is nested too deeply to be read: it is damaged") from None
     except KeyError as error:
         raise WeightFilesError(
-            f"{where} has the key {error.args[0]!r} twice in one object: which one counts is not defined; fetch or "
-            "write it again"
+            f"{where} has the key {error.args[0]!r} twice in one object, so that its value is not defined; fetch or "
+            "write the file again"
         ) from None
     except ValueError as error:
         raise WeightFilesError(f"{where} is no JSON: {error}") from error

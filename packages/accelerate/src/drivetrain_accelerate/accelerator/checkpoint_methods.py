@@ -101,8 +101,7 @@ class CheckpointMethods(PrepareMethods):
                 "save_model(safe_serialization=False) writes pytorch_model.bin"
             )
         if save_model_func_kwargs and is_main:
-            named = ", ".join(f"{name}=" for name in save_model_func_kwargs)
-            logger.warning("save_state(): %s: changes nothing here", named)
+            logger.warning("save_state() ignores the arguments %s", ", ".join(save_model_func_kwargs))
         project = self.options.project
         find = partial(new_folder, output_dir, project)
         # The number is that of the main process: a program may count there alone.

@@ -295,7 +295,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     try:
         skipping = skip_batches_of(dataloader.sharded, num_batches)
     except ResumedLoaderError:
-        logger.info("skip_first_batches(%d): the loader goes on where the checkpoint left it", num_batches)
+        logger.info(
+            "skip_first_batches(%d) skips nothing: the loader resumes where the checkpoint was", num_batches
+        )
         return dataloader
     check_skipped(sharded_of(dataloader.sharded), num_batches)
     rest = type(dataloader).over(dataloader.users_loader, skipping, dataloader.device)

@@ -171,9 +171,10 @@ class FullyShardedDataParallelPlugin:
         environ.put(FSDP_CPU_RAM_EFFICIENT_LOADING=str(self.cpu_ram_efficient_loading))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set the form of state dicts, by name or torch's enum, and its options if none are set.
+        """Set the type of state dicts, given by name or as torch's enum, and its options unless options are set.
 
-        None means the field's form, or the version's default. A ValueError refuses unknown forms and other versions'.
+        None keeps the field's type, or takes the default of the FSDP version. ValueError if the type is unknown, or
+        of another version.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         given = self.state_dict_type if state_dict_type is None else state_dict_type

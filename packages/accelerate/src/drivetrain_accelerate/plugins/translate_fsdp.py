@@ -43,7 +43,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def fsdp_sections(
     plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module] = ()
 ) -> dict[str, object]:
-    """Return the fields of the `fsdp` section for a plugin, before or after `set_auto_wrap_policy`.
+    """Return the fields of the `fsdp` section for a plugin. `set_auto_wrap_policy` may have run or not.
 
     peft's wrap policy may name classes that a model lacks. If models are given, such classes are left out.
     """
@@ -88,7 +88,7 @@ def fsdp_precision_sections(
         mixed_precision
     ]
     if policy.param_dtype not in (compute, torch.float32 if compute is None else compute):
-        instead = f"it computes in {policy.param_dtype}, the run in {mixed_precision=}; make them equal"
+        instead = f"it computes in {policy.param_dtype}, but the run has {mixed_precision=}; set both to one dtype"
         raise refusal(plugin, "mixed_precision_policy", policy, instead, ours="run.mixed_precision")
     default = type(policy)()
     for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):

@@ -115,9 +115,11 @@ class LibraryTracker(GeneralTracker):
                 found[name] = number
         return found
 
-    def warn_left_out(self, name: str, value: Any, what: str) -> None:
-        """Warn that a value is left out; `what` says why the platform does not take it."""
-        logger.warning("%s: %s of type %s is left out: it is %s", self.name, name, type(value).__name__, what)
+    def warn_left_out(self, name: str, value: Any, reason: str) -> None:
+        """Warn that a value is not logged. `reason` completes "it is ...", such as "no number"."""
+        logger.warning(
+            "%s: %s of type %s is left out: it is %s", self.name, name, type(value).__name__, reason
+        )
 
 
 def number_of(value: Any) -> int | float | None:

@@ -248,7 +248,7 @@ class AssignmentGuard:
             return
         name = f"{self._names[module]}.{attribute}".lstrip(".")
         raise UnshardedParameterError(
-            f"{name} is assigned after prepare(): the new tensor would neither be sharded, nor averaged over ranks, "
-            "nor be what the optimizer holds. Change values in place, inside gathered(write=True), or build the "
+            f"{name} is assigned after prepare(): the new tensor would not be sharded, its gradients not averaged, "
+            "and the optimizer would not step it. Change values in place, inside gathered(write=True), or build the "
             "model before prepare()"
         )

@@ -82,9 +82,9 @@ class ShardedModel:
             yield from compat.sharded_parameters(block)
 
     def check(self, *, thoroughly: bool = False) -> None:
-        """Refuse parameters that were reassigned since `prepare`. No parameter may be gathered at the call.
+        """Refuse parameters that were reassigned since `prepare`. Call it only while no parameter is gathered.
 
-        `thoroughly` also refuses new parameters, by a walk through all modules.
+        With `thoroughly`, search all modules for new parameters, and refuse these too.
         """
         for place in self.places:
             if parameters_in(place.module).get(place.attribute) is not place.parameter:
@@ -100,7 +100,7 @@ class ShardedModel:
                     )
 
 
-_NEITHER = "the new tensor is neither sharded, nor averaged over ranks, nor what the optimizer holds"
+_NEITHER = "the new tensor is not sharded, its gradients are not averaged, and the optimizer does not step it"
 
 
 def find_places(model: nn.Module) -> Iterator[ParameterSlot]:

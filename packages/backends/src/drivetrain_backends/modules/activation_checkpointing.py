@@ -42,7 +42,7 @@ def checkpoint_activations(modules: Iterable[nn.Module], kind: Checkpointing) ->
         original = type(module)
         if issubclass(original, CheckpointedForward):
             raise ValueError(
-                f"{original.__name__} checkpoints its activations already; do it once, or leave it to the model"
+                f"{original.__name__} already checkpoints its activations: enable it in the settings or in the model"
             )
         module.__class__ = _make_checkpointed_class(original, kind)
 

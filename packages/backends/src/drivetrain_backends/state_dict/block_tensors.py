@@ -67,9 +67,9 @@ def has_parts(value: object) -> bool:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a value of a state, converting tensors made of several tensors to the plain form, also in containers.
+    """Convert tensors that are made of several tensors to the plain form, in a value of a state or in containers.
 
-    A sharded tensor is not converted if its shard is no range of whole blocks: the forms on other ranks decide.
+    A sharded tensor is returned unchanged if its shard is not a range of whole blocks: other ranks' forms decide.
     """
     if type(value) is Tensor:
         return value

@@ -39,7 +39,7 @@ def locate(where: Place | str, options: Mapping[str, Any] | None = None) -> Plac
     """
     if isinstance(where, Path):
         if _LOST_SLASH.match(where.as_posix()):
-            raise ValueError(f"{str(where)!r}: a Path takes a slash from a URL; give the URL as text")
+            raise ValueError(f"{str(where)!r}: a Path drops a slash of a URL; pass the URL as a str")
         return where.expanduser().absolute()
     if not isinstance(where, str):
         if not hasattr(where, "protocol"):

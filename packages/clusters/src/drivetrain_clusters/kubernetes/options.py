@@ -38,7 +38,7 @@ class KubernetesOptions:
     """The options of a job on Kubernetes; None stands for Kubernetes' default, or for no value.
 
     Attributes:
-        image: The image of the pods, which holds drivetrain and, unless a volume does, the script.
+        image: The image of the pods. It holds drivetrain, and the script if no volume holds that.
         accelerator: The resource that stands for one accelerator.
         shm_bytes: The size of /dev/shm; None for as much as the memory of the pod.
         secrets: The secrets whose keys become variables of the job; `pull_secrets` are for the image's registry.

@@ -19,9 +19,10 @@ _PLAIN = (str, bytes, int, float, tuple)
 
 
 def as_indices(items: list[Any], size: int | None, sampler: object) -> Positions | list[Any]:
-    """Return a sampler's items as an array of checked integers, or unchanged if they are keys of other types.
+    """Return a sampler's items: integers as an array, keys of other types unchanged.
 
-    IndexRangeError if a dataset of `size` samples (None if unknown) lacks an index, or an item is not a key.
+    IndexRangeError if an index is outside the dataset of `size` samples, or an item cannot be a key. If `size` is
+    None, no range is checked.
     """
     try:
         indices = np.fromiter(map(index, items), dtype=np.int64, count=len(items))
@@ -69,7 +70,7 @@ def until_its_end(sampler: Any, what: str) -> Iterator[Any]:
 
 
 def checksum_of(drawn: npt.NDArray[Any] | Sequence[Any], before: int = 0) -> int:
-    """Return a checksum of indices, weights or keys, continued from the checksum `before` of earlier items."""
+    """Return a checksum of indices, weights or keys; it continues `before`, the checksum of the earlier items."""
     if isinstance(drawn, np.ndarray):
         return crc32(np.ascontiguousarray(drawn).data, before)
     return crc32(

@@ -71,9 +71,10 @@ class ReadPosition:
     def warn_if_read_again(
         self, position: int, unit: str, *, of: str, reader: str, left_out: str | None
     ) -> None:
-        """Warn that a resume reads and drops the samples between the last snapshots and a position.
+        """Warn if a resume must read samples again and drop them: those between the last snapshots and `position`.
 
-        The message counts positions by `unit` and names the part that the reader's own state lacks, `left_out`.
+        `unit` is the unit of positions in the message. `left_out` is the part that is missing from the reader's own
+        state; None if nothing is missing.
         """
         known = sum(it.received for it in self.snapshots if it is not None)
         if known < position:

@@ -91,7 +91,7 @@ def measure_addresses(checked: CheckedRun) -> AddressMeasurement:
 
 
 def find_outgoing_address(name: str) -> str | None:
-    """Return the address of this host from which a connection to a name or address starts; None without a route."""
+    """Return this host's source address for connections to a host name or address; None if there is no route."""
     for address in _resolve(name):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):

@@ -132,9 +132,10 @@ def misplaced_flags(arguments: Iterable[str], known: Collection[str], script: st
 
 
 def check_given(given: Iterable[GivenSetting], source: str | None) -> None:
-    """Reject a plug-in that no installed package provides, and a file of JSON that is missing or holds no object.
+    """Reject unknown plug-ins, and JSON files that are missing or hold no JSON object.
 
-    The script may register plug-ins of its own. `source` is its source code, None if not available.
+    A plug-in is known if an installed package or the script registers it. `source` is the script's source code; None
+    if it is not available.
     """
     for setting in given:
         check_plugins(setting.spec, setting.value, setting.source, script=source)
@@ -159,7 +160,7 @@ def check_device(layers: Layers) -> None:
 
 
 def check_bound_devices(resolved: ResolvedLaunch) -> None:
-    """Reject more processes on this node than the accelerators that the job has bound to this task."""
+    """Reject a launch with more processes on this node than accelerators that the cluster bound to this task."""
     launch, place = resolved.launch, resolved.placement
     if place is None or not place.devices or resolved.device == "cpu":
         return

@@ -50,9 +50,10 @@ def _may_lead_and_follow(then: Sequence[ast.stmt], other: Sequence[ast.stmt], si
 
 
 def find_pairs(statements: Sequence[ast.stmt], signatures: Signatures, tests: RankTests) -> set[ast.stmt]:
-    """Return the tests of a block that form pairs: collectives on rank 0, then the same on the other ranks.
+    """Return the `if` statements that form pairs: one runs on rank 0, the other on all other ranks.
 
-    `if rank != 0: barrier()`, work, `if rank == 0: barrier()` lets rank 0 work first; each rank calls it once.
+    Both call the same collectives. Example: `if rank != 0: barrier()`, then work, then `if rank == 0: barrier()`.
+    Rank 0 works first, and each rank calls the barrier once.
     """
     open_tests: list[tuple[ast.If, RankSubset]] = []
     paired: set[ast.stmt] = set()

@@ -66,7 +66,7 @@ def check_uses(scope: VisitedScope) -> Iterator[Hit]:
 
 
 def _find_uses(scope: VisitedScope) -> Iterator[_Use]:
-    """Iterate over loaders read, optimizers stepped and models called in loops that train or evaluate."""
+    """Iterate over the uses of loaders, optimizers and models in loops that train or evaluate."""
     program = scope.program
     training: set[Loop] = set()
     for loop in scope.nodes:

@@ -1,4 +1,4 @@
-"""Watch the memory of a program from outside: of a process that runs, or of a command that is started."""
+"""Watch the memory of another program: a running process, or a command that the watcher starts."""
 
 import signal
 import subprocess

@@ -118,7 +118,7 @@ class PortablePeak:
         self._thread.start()
 
     def update(self) -> None:
-        """Raise the peak to that of the process's life if it rose in the block, else to the largest sample."""
+        """Update the peak from the process's lifetime peak if that rose in the block, otherwise from the samples."""
         lifetime = lifetime_peak_bytes()
         if lifetime > self._lifetime_before:
             self.source = "getrusage"

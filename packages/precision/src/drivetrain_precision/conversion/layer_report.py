@@ -45,7 +45,10 @@ class LayerReport:
         return tuple(each.name for each in self.layers if each.converts and each.is_linear)
 
     def counts(self, converted: str) -> str:
-        """Count the converted layers, and other layers by reason, in words; `converted` is the verb phrase."""
+        """Return a text with the number of converted layers, and of the others by reason.
+
+        `converted` says what converted layers do, such as "compute in fp8".
+        """
         reasons = Counter(each.reason for each in self.layers if not each.converts)
         first = f"{len(self.converted)} of {len(self.layers)} layers {converted}; the others:"
         return "\n".join([first, *(f"  {count:>5}  {reason}" for reason, count in reasons.most_common())])
