@@ -116,7 +116,7 @@ def test_what_cannot_be_merged_or_read_is_named(tracked: tuple[Path, RankSummary
         read_summaries(tmp_path)
     (tmp_path / "memory-rank-00000.json").write_text('{"version": 9}')
     with pytest.raises(
-        ValueError, match=r"memory-rank-00000.json is no summary of memory: a summary of version 9"
+        ValueError, match=r"memory-rank-00000.json as a summary of memory: a summary of version 9"
     ):
         read_summaries(tmp_path)
 

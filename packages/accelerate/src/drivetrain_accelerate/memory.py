@@ -75,7 +75,7 @@ def find_executable_batch_size(
 
 
 def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to raise an OutOfMemoryError where cuDNN finds no algorithm, as it lacks memory."""
+    """Wrap a function: if cuDNN finds no algorithm because memory is short, raise an OutOfMemoryError."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,6 @@ class UnpreparedLoaderError(RuntimeError):
 def stop_let_out(who: str) -> RuntimeError:
     """Return the error to raise when `who` raises StopIteration, since a loop would take that for its own end."""
     return RuntimeError(
-        f"{who} raised StopIteration: the loop would take it for the end of the epoch and lose the samples left. "
+        f"{who} raised StopIteration: a loop would end its epoch and skip the remaining samples. "
         "The usual cause is next() of an iterator that has ended: give next() a default, or create a new iterator"
     )

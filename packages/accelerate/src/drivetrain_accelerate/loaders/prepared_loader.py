@@ -296,7 +296,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         skipping = skip_batches_of(dataloader.sharded, num_batches)
     except ResumedLoaderError:
         logger.info(
-            "skip_first_batches(%d) skips nothing: the loader resumes where the checkpoint was", num_batches
+            "skip_first_batches(%d) skips nothing: the loader already goes on at the checkpoint's position",
+            num_batches,
         )
         return dataloader
     check_skipped(sharded_of(dataloader.sharded), num_batches)

@@ -88,7 +88,9 @@ def fsdp_precision_sections(
         mixed_precision
     ]
     if policy.param_dtype not in (compute, torch.float32 if compute is None else compute):
-        instead = f"it computes in {policy.param_dtype}, but the run has {mixed_precision=}; set both to one dtype"
+        instead = (
+            f"it computes in {policy.param_dtype}, but the run has {mixed_precision=}; set both to one dtype"
+        )
         raise refusal(plugin, "mixed_precision_policy", policy, instead, ours="run.mixed_precision")
     default = type(policy)()
     for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):
@@ -168,7 +170,7 @@ def _read_policy(
 
 
 def _names(classes: Iterable[type[nn.Module]], models: Sequence[nn.Module]) -> list[str]:
-    """Return the names of classes; if models are given, only of classes that a model has."""
+    """Return the sorted names of classes. If models are given, skip classes that no model contains."""
     there = {type(module) for model in models for module in model.modules()}
     return sorted(kind.__name__ for kind in classes if not models or kind in there)
 

@@ -43,8 +43,8 @@ class GeneralTracker:
             name for name in _REQUIRED if not hasattr(type(self), name) and name not in vars(self)
         ]:
             raise NotImplementedError(
-                f"{type(self).__name__} lacks {', '.join(missing)}: define name (a word), requires_logging_directory "
-                "(true or false) and tracker (a property that returns the platform's own object)"
+                f"{type(self).__name__} lacks {', '.join(missing)}: define name (a str), requires_logging_directory "
+                "(a bool) and tracker (a property that returns the platform's own object)"
             )
 
     def start(self) -> None:

@@ -178,7 +178,7 @@ class EngineReducer:
         self._models[model].explain = explain
 
     def check_outside_backward(self, model: nn.Module) -> None:
-        """Raise an error if a hook steps or clears gradients while the model's backward runs."""
+        """Raise an error if a hook calls `optimizer.step()` or `zero_grad()` while the model's backward runs."""
         if self._running is model:
             raise AccumulationError(
                 f"the optimizer of {type(model).__name__} was called by a hook of its backward, before its DeepSpeed "

@@ -26,7 +26,7 @@ LOSSES_FOLLOWED = 16  # several per step, because two models may train in turns
 
 
 class TrainedModels(Protocol):
-    """The models that one loss trains, with their prepared optimizers."""
+    """The models that are trained with the same loss, and their prepared optimizers."""
 
     models: tuple[nn.Module, ...]
     optimizers: list[Optimizer]

@@ -67,9 +67,9 @@ def has_parts(value: object) -> bool:
 
 
 def as_stored(value: Any) -> Any:
-    """Convert tensors that are made of several tensors to the plain form, in a value of a state or in containers.
+    """Convert tensors that are made of several tensors to the plain form. `value` may be a container of tensors.
 
-    A sharded tensor is returned unchanged if its shard is not a range of whole blocks: other ranks' forms decide.
+    A sharded tensor is returned unchanged if its shard is not a range of whole blocks.
     """
     if type(value) is Tensor:
         return value

@@ -182,7 +182,9 @@ class BackendContract:
         except PairingError:
             backend.close()
             return
-        raise AssertionError("two models: neither trained together nor refused with a PairingError")
+        raise AssertionError(
+            "two models of one optimizer: the backend must train them together or raise a PairingError"
+        )
 
     def _check_two_models(self, context: Context, case: Case) -> None:
         expected = train_plainly(case, context.ranks("reads").size, self.dtype)

@@ -102,7 +102,10 @@ def make_windows(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]
 
 
 def loss_and_count(case: Case, output: Tensor, target: Tensor) -> tuple[Tensor, int | None]:
-    """Return the loss of a micro-batch: a mean, or a sum with its count. NaN targets do not count."""
+    """Return the loss of a micro-batch: a mean and None; or, if `case.counted`, a sum and its number of samples.
+
+    Samples with NaN targets are left out of the sum.
+    """
     if not case.counted:
         return (output - target).square().sum(-1).mean(), None
     real = target.isfinite()

@@ -30,10 +30,10 @@ def as_bytes_tensor(value: Any) -> Tensor:
 
 
 def from_bytes_tensor(bits: Tensor, *, dtype: str, shape: Sequence[int]) -> Any:
-    """Return the array that `as_bytes_tensor` converted to a tensor; the array shares the tensor's memory.
+    """Convert a tensor of `as_bytes_tensor` back to an array, which shares the tensor's memory.
 
     Raises:
-        CorruptCheckpointError: Values of the dtype are not plain bytes; see `is_plain`.
+        CorruptCheckpointError: `dtype` is not a dtype of plain bytes; see `is_plain`.
     """
     kind = numpy.dtype(dtype)
     if not is_plain(kind):

@@ -41,7 +41,7 @@ class JobOutput:
             return self._client.get_job_info(self._job_id)
         except (OSError, RuntimeError) as error:
             raise ClusterError(
-                f"job {self._job_id}: Ray does not know it, or cannot be reached: {error}"
+                f"job {self._job_id}: Ray does not know the job, or Ray cannot be reached: {error}"
             ) from error
 
     async def _tail(self) -> None:

@@ -1,4 +1,4 @@
-"""Export prepared models to other programs, and load exports into them, under any backend."""
+"""Export prepared models for other programs, and load such exports into prepared models, under any backend."""
 
 from collections import ChainMap
 from collections.abc import Mapping

@@ -160,7 +160,7 @@ def check_device(layers: Layers) -> None:
 
 
 def check_bound_devices(resolved: ResolvedLaunch) -> None:
-    """Reject a launch with more processes on this node than accelerators that the cluster bound to this task."""
+    """Refuse to launch more processes on this node than the cluster has allocated accelerators to this task."""
     launch, place = resolved.launch, resolved.placement
     if place is None or not place.devices or resolved.device == "cpu":
         return

@@ -90,7 +90,7 @@ def parse_document(text: str, *, shown: str, cells: CellLines = ()) -> Document 
 
 
 def _read_notebook(raw: bytes, *, shown: str) -> Document | Unreadable:
-    """Parse the code cells of a Jupyter notebook, joined; IPython's magics become `pass`."""
+    """Join the code cells of a Jupyter notebook and parse them, with `pass` in place of IPython's magics."""
     try:
         content = json.loads(raw)
     except ValueError as error:

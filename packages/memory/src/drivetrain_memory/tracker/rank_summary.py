@@ -196,6 +196,6 @@ def read_summaries(folder: str | Path) -> RunMemory:
             summaries.append(RankSummary.from_json(json.loads(file.read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{file} is no summary of memory: {error}; remove it to read the others"
+                f"cannot read {file} as a summary of memory: {error}; delete it to read the others"
             ) from error
     return merge_summaries(summaries)

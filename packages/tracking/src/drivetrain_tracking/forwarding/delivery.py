@@ -33,7 +33,7 @@ class Delivery:
             ) from None
 
     def save(self, path: Path) -> None:
-        """Replace the file by a rename: a killed process leaves the old state or the new one."""
+        """Save to `path` atomically, so that a process killed meanwhile leaves the old or the new state."""
         replace_text(path, json.dumps(asdict(self)))
 
 
