@@ -20,9 +20,9 @@ class OwnBackend(DDPBackend):
 
 
 def test_a_backend_derived_from_another_has_the_defaults_of_its_own_section() -> None:
-    context = connect(StateSettings(device="cpu"))
-    own = OwnBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
-    assert type(own.settings) is OwnSettings
+    with connect(StateSettings(device="cpu"), needs_group=True) as context:
+        own = OwnBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+        assert type(own.settings) is OwnSettings
 
 
 @pytest.mark.ranks(2)

@@ -145,12 +145,16 @@ def read_until(process: subprocess.Popen[str], words: str, *, count: int = 1) ->
 @pytest.mark.costly
 def test_a_rank_that_leaves_early_is_told_apart_from_another_node(launch: Launch) -> None:
     done = launch(
-        "import torch, sys\n"
-        "from drivetrain_state import barrier, connect\n"
+        "import os, pathlib, sys, time\n"
+        "from drivetrain_state import barrier, connect, gather_object\n"
         "context = connect()\n"
+        "processes = gather_object(context, os.getpid())\n"
         "if context.topology.rank == 1:\n"
         "    context.close()\n"
         "    sys.exit(0)\n"
+        "while pathlib.Path(f'/proc/{processes[1]}').exists():\n"
+        "    time.sleep(0.01)\n"
+        "time.sleep(0.5)\n"  # until the launcher has looked
         "barrier(context)\n"
     )
     assert done.returncode == 1
