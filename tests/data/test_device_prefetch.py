@@ -38,7 +38,7 @@ def test_as_many_batches_as_asked_are_copied_ahead_and_come_in_order(num_ahead: 
 
 
 def test_a_profile_names_the_copies() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         list(DeviceCopies(META, non_blocking=True, num_ahead=1).copied(readings(3, [])))
     (copies,) = (each for each in profiler.key_averages() if each.key == "drivetrain: copy a batch")
     assert copies.count == 3

@@ -1,11 +1,23 @@
+import time
 from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_state import MeshPlan, ParallelDims, StateSettings, broadcast, connect, gather_object, reduce
+from drivetrain_state import (
+    CollectiveMismatchError,
+    MeshPlan,
+    ParallelDims,
+    StateSettings,
+    broadcast,
+    connect,
+    gather,
+    gather_object,
+    reduce,
+)
 from drivetrain_state.mesh import AXES, VIEWS, View
 
 sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4))
@@ -73,6 +85,7 @@ def test_the_ranks_of_a_view_differ_along_its_axes_alone(said: dict[str, int]) -
             others = {name: at for name, at in place.items() if name not in axes}
             expected = [r for r, p in enumerate(places) if others.items() <= p.items()]
             assert list(plan.members(rank, view)) == expected
+        assert sorted(rank for part in plan.parts(view) for rank in part) == list(range(len(places)))
 
 
 def test_experts_divide_the_ranks_of_a_replica_anew() -> None:
@@ -113,10 +126,7 @@ def _sums_of_views() -> dict[View, object]:
     settings = StateSettings(device="cpu", watchdog=False, debug=True)
     with connect(settings, parallelism=ParallelDims(data=2, tensor=2)) as context:
         rank = context.topology.rank
-        # Other ranks ask first for another view: only the ranks of one view create its group together.
         views: list[View] = ["counts", "replica", "data", "tensor", "world", "pipeline"]
-        for view in views if rank % 3 else reversed(views):
-            assert context.ranks(view).size == len(context.ranks(view).ranks)
         found: dict[View, object] = {}
         for view in views:
             total = reduce(context, torch.tensor(1 + rank), over=view)
@@ -127,6 +137,75 @@ def _sums_of_views() -> dict[View, object]:
         with pytest.raises(ValueError, match="src=2 with reads=2"):
             broadcast(context, torch.tensor(rank), src=2, over="reads")
         return found
+
+
+def _remade_groups() -> list[float]:
+    """Make, end and make groups of a view, with ranks that come late and a group of the program's own."""
+    settings = StateSettings(device="cpu", watchdog=False, timeout_seconds=20)
+    found: list[float] = []
+    for _ in range(2):
+        with connect(settings, parallelism=ParallelDims(data=2, tensor=2)) as context:
+            rank = context.topology.rank
+            own = dist.new_group([0])
+            for _ in range(3):
+                group = context.ranks("replica").new_group(backend="gloo")
+                time.sleep(0.2 * (rank % 2))
+                total = torch.ones(1) * rank
+                dist.all_reduce(total, group=group)
+                found.append(total.item())
+                dist.destroy_process_group(group)
+            if rank == 0:
+                dist.destroy_process_group(own)
+            found.append(reduce(context, torch.tensor(float(rank)), over="reads").item())
+    return found
+
+
+def test_groups_of_a_view_are_made_again(run_ranks) -> None:
+    by_rank = run_ranks(_remade_groups, num_processes=4)
+    expected = {0: (1, 2), 1: (1, 4), 2: (5, 2), 3: (5, 4)}
+    assert by_rank == [[float(each) for each in ([a] * 3 + [b]) * 2] for a, b in expected.values()]
+
+
+def _what_is_refused() -> list[str]:
+    settings = StateSettings(device="cpu", watchdog=False)
+    found: list[str] = []
+    context = connect(settings, parallelism=ParallelDims(data=2, tensor=2))
+    with pytest.raises(ValueError, match="'count' is no view of the mesh: world, reads, counts") as unknown:
+        reduce(context, torch.ones(1), over="count")  # pyright: ignore[reportArgumentType]
+    found.append(str(unknown.value))
+    rows = torch.ones(2, 1 + context.topology.rank // 2)
+    with pytest.raises(CollectiveMismatchError) as uneven:
+        gather(context, rows, uneven=True, over="reads")
+    found.append(str(uneven.value))
+    context.close()
+    return found
+
+
+LOST = """
+import torch.distributed as dist
+from drivetrain_state import ConnectError, ParallelDims, connect
+
+context = connect(device="cpu", parallelism=ParallelDims(tensor=2))
+assert dist.get_world_size(context.ranks("reads").process_group) == 1
+dist.destroy_process_group()
+try:
+    context.ranks("reads").process_group
+except ConnectError as error:
+    print(error)
+context.close()  # the view's group has ended with the default one
+"""
+
+
+def test_a_view_whose_group_has_ended_says_so_and_the_context_closes(run_ranks_script) -> None:
+    for done in run_ranks_script(LOST):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "the process group has ended" in done.stdout
+
+
+def test_an_unknown_view_and_the_ranks_of_other_sizes_are_named(run_ranks) -> None:
+    by_rank = run_ranks(_what_is_refused, num_processes=4)
+    assert "rank 0: (2, 1); rank 2: (2, 2)" in by_rank[0][1]
+    assert "rank 1: (2, 1); rank 3: (2, 2)" in by_rank[3][1]
 
 
 def test_collectives_run_over_the_ranks_of_a_view(run_ranks) -> None:

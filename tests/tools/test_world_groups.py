@@ -23,6 +23,8 @@ def places(code: str, path: str = PATH) -> list[str]:
         "n = dist.get_world_size()",
         "made = dist.new_group()",
         "dist.all_reduce(total, async_op=True)",
+        "torch.distributed.all_reduce(total)",
+        "dist.all_reduce(total, group=None)",
         "replicate(model, process_group=self.context.group)",
         "dist.all_reduce(total, group=context.group)",
     ],

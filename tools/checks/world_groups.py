@@ -104,9 +104,10 @@ def _world_in(node: ast.expr, imported: set[str]) -> str:
         return "the group of all ranks" if _last_name(node.value).endswith("context") else ""
     if not isinstance(node, ast.Call):
         return ""
-    name, keywords = _last_name(node.func), {each.arg for each in node.keywords}
+    name = _last_name(node.func)
+    keywords = {each.arg for each in node.keywords if ast.unparse(each.value) != "None"}
     owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    if owner == "dist" and name in _TORCHS and "group" not in keywords:
+    if owner in ("dist", "distributed") and name in _TORCHS and "group" not in keywords:
         return "" if name in ("get_world_size", "barrier") and node.args else f"dist.{name} over all ranks"
     is_ours = name in _OURS and (owner == "collectives" or (not owner and name in imported))
     return f"{name} over all ranks" if is_ours and "over" not in keywords else ""

@@ -135,10 +135,10 @@ SIXTEEN = IterableWrapper(torch.arange(16))
     ("dataset", "options", "who"),
     [
         (Stops(), {"batch_size": 2}, "Stops, reading sample 9, raised StopIteration"),
-        (Stops(), {"batch_size": None}, "Stops, reading sample 9, let"),
-        (StopsInBatches(), {"batch_size": 2}, r"StopsInBatches, reading the batch \[8, 9\], let"),
-        (torch.arange(16), {"batch_size": 2, "collate_fn": stop_while_collating}, "Tensor's loader let"),
-        (SIXTEEN, {"batch_size": 2, "collate_fn": stop_while_collating}, "the collate function let"),
+        (Stops(), {"batch_size": None}, "Stops, reading sample 9, raised StopIteration"),
+        (StopsInBatches(), {"batch_size": 2}, r"StopsInBatches, reading the batch \[8, 9\], raised"),
+        (torch.arange(16), {"batch_size": 2, "collate_fn": stop_while_collating}, "Tensor's loader raised"),
+        (SIXTEEN, {"batch_size": 2, "collate_fn": stop_while_collating}, "the collate function raised"),
     ],
 )
 @pytest.mark.default_cases("dataset0")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
@@ -551,3 +552,15 @@ def test_what_is_no_folder_and_what_are_no_metrics_is_said(tmp_path) -> None:
     accelerator.save_model(accelerator._parts.prepared.models[0].model, tmp_path / "export")
     with pytest.raises(NoCheckpointError, match=r"a model alone, which load_model\(\) loads"):
         accelerator.load_state(tmp_path / "export")
+
+
+def test_anybodys_profile_names_what_a_step_does() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    batch = next(iter(loader))
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        accelerator.backward(model(*batch).square().mean())
+        optimizer.step()
+        accelerator.gather(torch.ones(1))
+    ours = {each.key for each in profiler.key_averages() if each.key.startswith("drivetrain: ")}
+    assert ours >= {f"drivetrain: {what}" for what in ("forward", "backward", "optimizer step")}

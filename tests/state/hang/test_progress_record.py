@@ -98,7 +98,7 @@ def test_an_observer_may_leave_while_it_is_told() -> None:
 def test_marks_are_ranges_of_a_profile() -> None:
     record = ProgressRecord()
     record.mark(ProgressMark.GATHER)  # nothing is recorded
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         record.mark(ProgressMark.GATHER_DONE)
         record.note(ProgressMark.BACKWARD)
         record.mark(ProgressMark.AVERAGING)
@@ -116,3 +116,14 @@ def test_marks_are_ranges_of_a_profile() -> None:
     assert backward.start <= averaging.start <= spans["aten::sum"].start
     assert spans["aten::sum"].end <= averaging.end <= backward.end
     assert spans["drivetrain: forward"].end <= spans["aten::prod"].start
+
+
+def test_a_range_ends_although_its_profile_has_ended() -> None:
+    record = ProgressRecord()
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+            record.note(ProgressMark.FORWARD)
+            torch.ones(1).sum()
+        assert record.is_heard
+        record.note(ProgressMark.FORWARD_DONE)
+        assert not record.is_heard  # nothing is left open

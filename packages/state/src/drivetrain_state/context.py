@@ -1,20 +1,21 @@
 """The context of a process: its ranks, device, group and store, as a frozen value that is passed explicitly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Any, Self, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from drivetrain_state.compat import group_by_name
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.mesh import MeshPlan, View
-from drivetrain_state.rank_group import RankGroup, end_group, make_group
+from drivetrain_state.rank_group import RankGroup, end_group
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
 
@@ -44,6 +45,7 @@ class Context:
     control: list[Store] = field(default_factory=list[Store], repr=False)
     _has_group: bool = False
     _ranks: dict[View, RankGroup] = field(default_factory=dict[View, RankGroup], repr=False)
+    _group_names: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False)
     _on_close: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -75,22 +77,37 @@ class Context:
             1
         """
         if (found := self._ranks.get(view)) is None:
-            world = self.topology.world_size
-            plan = self.plan or MeshPlan(names=("data",), sizes=(world,))
-            members = plan.members(self.topology.rank, view)
-            found = RankGroup(members, self.topology.rank, find_group=partial(self._group_of, view))
-            self._ranks[view] = found
+            if view not in (known := get_args(View)):
+                raise ValueError(f"{view!r} is no view of the mesh: {', '.join(known)} are")
+            plan = self.plan or MeshPlan(names=("data",), sizes=(self.topology.world_size,))
+            found = self._ranks[view] = RankGroup(
+                plan.parts(view),
+                self.topology.rank,
+                find_group=self._group_of,
+                timeout_seconds=self.settings.timeout_seconds,
+            )
         return found
 
-    def _group_of(self, view: View, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the process group of a view, and create it if neither the world nor the mesh has it."""
-        if len(ranks) == self.topology.world_size:
-            return self.group
-        if self.mesh is not None and view in (self.mesh.mesh_dim_names or ()):
-            return self.mesh.get_group(view)
-        made = make_group(ranks)
-        self.before_close(partial(end_group, made))
-        return made
+    def _group_of(self, found: RankGroup) -> ProcessGroup | None:
+        """Return the process group of some ranks: the world's, an axis's of the mesh, or one that is created once.
+
+        The names of groups are stored, and not the groups: see `group`.
+        """
+        world, ranks = self.group, found.ranks
+        if world is None or found.size == self.topology.world_size:
+            return world
+        if (name := self._group_names.get(ranks)) is not None:
+            return group_by_name(name)
+        axes = () if self.mesh is None or self.plan is None else self.plan.names
+        for axis in axes:
+            if self.mesh is not None and self.ranks(cast("View", axis)).ranks == ranks:
+                group = self.mesh.get_group(axis)
+                break
+        else:
+            group = found.new_group()
+            self.before_close(partial(end_group, group.group_name))
+        self._group_names[ranks] = group.group_name
+        return group
 
     def applied(self) -> dict[str, object]:
         """Return the settings in effect, read back from torch, for an effective plan."""

@@ -78,6 +78,16 @@ class MeshPlan:
             rank, position[name] = divmod(rank, size)
         return {name: position[name] for name in self.names}
 
+    def parts(self, view: View) -> list[Sequence[int]]:
+        """Return the ranks of each part into which `view` divides the world, in the order of their first ranks."""
+        found: list[Sequence[int]] = []
+        known: set[int] = set()
+        for rank in range(prod(self.sizes)):
+            if rank not in known:
+                found.append(self.members(rank, view))
+                known.update(found[-1])
+        return found
+
     def data_shard(self, rank: int) -> tuple[int, int]:
         """Return the part of the data that `rank` reads, as (index, count).
 

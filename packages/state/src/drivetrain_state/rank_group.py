@@ -1,6 +1,7 @@
 """The ranks of a view of the mesh, and the process group that they communicate in."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from drivetrain_state.compat import group_by_name
 
 
 class RankGroup:
-    """Some ranks of the world, with this process among them. It has no process group before the first use.
+    """Some ranks of the world, with this process among them.
 
     Attributes:
         ranks: The numbers of the ranks in the world, in rising order.
@@ -19,41 +20,42 @@ class RankGroup:
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, *, find_group: Callable[[Sequence[int]], ProcessGroup | None]
+        self,
+        parts: Sequence[Sequence[int]],
+        rank: int,
+        *,
+        find_group: Callable[["RankGroup"], ProcessGroup | None],
+        timeout_seconds: float,
     ) -> None:
-        self.ranks = ranks
-        self.index = ranks.index(rank)
-        self.size = len(ranks)
-        self._find_group = find_group
-        self._name: Any = None  # torch's own type of names
+        self.ranks = tuple(next(part for part in parts if rank in part))
+        self.index = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self._parts, self._find_group = parts, find_group
+        self._timeout = timedelta(seconds=timeout_seconds)
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The group of these ranks; None if the process has no group at all. The first use is called on all of them.
+        """The group of these ranks; None if the process has no group at all. The first use is made on all ranks.
 
-        The name of the group is stored, and not the group: a reference would keep the group's threads running, and
-        threads that run while the interpreter shuts down abort the process.
+        Raises:
+            ConnectError: The default group has been destroyed.
         """
-        if self._name is not None:
-            return group_by_name(self._name)
-        group = self._find_group(self.ranks)
-        if group is not None and group is not dist.group.WORLD:
-            self._name = group.group_name
-        return group
+        return self._find_group(self)
+
+    def new_group(self, *, backend: str | None = None) -> ProcessGroup:
+        """Create a process group of these ranks alone, by default with the default group's backend.
+
+        Called on all ranks of the world, which create the groups of all parts in the same order: torch names a group
+        after the number of groups before it, and NCCL divides the default group's connections.
+        """
+        made = [dist.new_group(list(part), timeout=self._timeout, backend=backend) for part in self._parts]
+        return next(group for group in made if isinstance(group, ProcessGroup))  # not NON_GROUP_MEMBER
 
 
-def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:
-    """Create a process group of a backend, or of that of the default group. Called on its ranks alone.
-
-    torch names the group after its ranks and the number of groups that the process has: all ranks create their groups
-    in the same order.
-    """
-    made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-    assert isinstance(made, ProcessGroup)  # this process is a member
-    return made
-
-
-def end_group(group: ProcessGroup) -> None:
-    """Destroy a process group, unless the default group has ended and has taken it along."""
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
+def end_group(name: Any) -> None:
+    """Destroy the process group of a name, unless it has ended with the default group."""
+    try:
+        group = group_by_name(name)
+    except RuntimeError:
+        return
+    dist.destroy_process_group(group)

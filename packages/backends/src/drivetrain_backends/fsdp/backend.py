@@ -276,9 +276,8 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
         part = own[shape.names]
         if tuple(part.shape) == shape.sizes:
             return part
-    if context.ranks("counts").size == context.topology.world_size:
+    if context.plan is None or context.ranks("counts").size == context.topology.world_size:
         return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
-    assert context.plan is not None  # without a plan, the losses of all ranks add up
     sizes = (context.plan.size("pipeline"), *shape.sizes, context.plan.size("tensor"))
     names = ("outer", *shape.names, "inner")
     return init_device_mesh(context.device.type, sizes, mesh_dim_names=names)[shape.names]

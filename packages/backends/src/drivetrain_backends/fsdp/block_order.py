@@ -21,7 +21,6 @@ from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.nonfinite import list_ranks
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
-from drivetrain_state.rank_group import make_group
 
 _MOST_REMEMBERED = 65536  # collectives since the last step, for the error that names the first difference
 _PASSES = 4  # forward, backward, reduction, and one spare: the first use of every block is compared at once
@@ -67,7 +66,7 @@ class CollectiveOrder:
         if self._ranks.size == 1:
             return
         if self._group() is None:
-            made = make_group(self._ranks.ranks, backend="gloo")
+            made = self._ranks.new_group(backend="gloo")
             # A rank that closed the group at once would break connections that others are still making.
             dist.barrier(made)
             # Models of an earlier training may have run since; what is compared begins alike.

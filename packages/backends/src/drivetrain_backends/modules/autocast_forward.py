@@ -96,7 +96,7 @@ def _call_of(
     input_dtype = policy.dtypes.param if is_plain else None
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if progress is None or not progress.observers:
+        if progress is None or not progress.is_heard:
             return compute(self, *args, **kwargs)
         progress.note_forward(self)
         try:

@@ -55,6 +55,8 @@ class TorchBackend:
         settings: Any = None,
         reducer: GradientReducer | None = None,
     ) -> None:
+        if context.plan is not None and context.plan.expert > 1:
+            raise ValueError(f"parallelism expert={context.plan.expert}: no backend divides experts yet")
         if self.needs_group and context.group is None:
             raise RuntimeError(
                 f"the {self.settings_section} backend needs a process group, and this context has none; "

@@ -163,9 +163,11 @@ class DDPBackend(TorchBackend):
         packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
         for weight in packed.values():
             broadcast_parts(parts_of(weight), self.context)
-        if self.context.ranks("replica").size > 1:  # DDP broadcasts between replicas alone
-            full = (w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w))
-            broadcast_parts(full, self.context)
+        # DDP broadcasts from the first of its own ranks, which are not all.
+        if self.context.ranks("counts").size < self.context.topology.world_size:
+            broadcast_parts(
+                (w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w)), self.context
+            )
         with compat.leaving_out(model, packed):
             replica = self._replicate(model, at_close=at_close)
         self._made.add(replica)

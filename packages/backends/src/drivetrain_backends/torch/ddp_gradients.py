@@ -21,7 +21,6 @@ from drivetrain_backends.torch.compat import call_after_backward, has_rebuilt_bu
 from drivetrain_backends.torch.ddp_replica import Replica
 from drivetrain_precision import LossScaler
 from drivetrain_state import Context, ProgressMark
-from drivetrain_state.rank_group import make_group
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +150,9 @@ class ReplicatedGradients(ParameterGradients):
         self._group = None
 
     def open(self) -> None:
-        """Create the process group for averaging, once. Called on all ranks.
-
-        In a shared group, an all-reduce of the reducer would silently match an all-reduce that a rank left out.
-        """
+        """Create a group for averaging once, since the reducer's would match its all-reduces. Called on all ranks."""
         if self._group is None and self.averages:
-            self._group = make_group(self._context.ranks("counts").ranks)
+            self._group = self._context.ranks("counts").new_group()
 
     @staticmethod
     def _awaits_average(replica: Replica) -> bool:

@@ -19,7 +19,7 @@ class RunFormat(Protocol):
     """
 
     def find(self, place: Path) -> Path | None:
-        """Return the folder of a saved run, `place` or a folder inside; None if there is no saved run."""
+        """Return the folder of a saved run: the folder `place`, or one inside; None if there is no saved run."""
         ...
 
     def load(self, run: RunState, folder: Path) -> tuple[int, str]:
@@ -47,7 +47,7 @@ def find_other_format(context: Context, place: Place) -> tuple[RunFormat, Path] 
 
     def look() -> tuple[str, Path] | None:
         if not isinstance(place, Path) or not place.is_dir() or has_manifest(place) or step_folders(place):
-            return None  # drivetrain's own run, or a new one: no other format is imported
+            return None  # drivetrain's own run, or no folder: no other format is imported
         formats = read_formats()
         for name, point in formats.items():
             if (folder := cast("RunFormat", point.load()).find(place)) is not None:

@@ -98,7 +98,8 @@ def gather_rows(context: Context, data: Data, *, over: View = "world") -> tuple[
         for position, (path, _) in enumerate(leaves_with_paths(data)):
             of_leaf = [of_rank[position] for of_rank in shapes]
             if any(shape[1:] != of_leaf[0][1:] for shape in of_leaf):
-                shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in enumerate(of_leaf))
+                by_rank = zip(ranks.ranks, of_leaf, strict=True)
+                shown = "; ".join(f"rank {rank}: {tuple(shape)}" for rank, shape in by_rank)
                 raise CollectiveMismatchError(
                     f"gather: only the first size of data{path} may differ between ranks, but it has {shown}"
                     ". Use pad_across_processes on the other dimension first"

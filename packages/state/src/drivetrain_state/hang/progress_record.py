@@ -82,26 +82,31 @@ class ProfileRanges:
     def __init__(self) -> None:
         # Of each thread, the innermost range last; torch ends a range in the thread that began it.
         self._open: defaultdict[int, list[tuple[str, ExitStack]]] = defaultdict(list)
+        self.num_open = 0
 
     def follow(self, label: str) -> None:
-        """Add a label to the profile."""
+        """Add a label to the profile. An end is followed also after the profile, whose range it closes."""
         is_open = self._open[get_ident()]
-        if label in _BEGIN:
-            opened = ExitStack()
-            opened.enter_context(profiler.record_function(f"drivetrain: {label}"))
-            is_open.append((label, opened))
-        elif label in _BEGINNINGS:
+        if label in _BEGINNINGS:
             beginning = _BEGINNINGS[label]
-            ended = any(begun == beginning for begun, _ in is_open)
-            while ended:
-                begun, opened = is_open.pop()
-                opened.close()
-                ended = begun != beginning
-        else:
-            while label is ProgressMark.BATCH and is_open:
-                is_open.pop()[1].close()
-            with profiler.record_function(f"drivetrain: {label}"):
-                pass
+            begun = [index for index, (name, _) in enumerate(is_open) if name == beginning]
+            self._close(is_open, down_to=begun[-1] if begun else len(is_open))
+            return
+        if label is ProgressMark.BATCH:
+            self._close(is_open, down_to=0)
+        if not is_profiled():
+            return
+        opened = ExitStack()
+        opened.enter_context(profiler.record_function(f"drivetrain: {label}"))
+        is_open.append((label, opened))
+        self.num_open += 1
+        if label not in _BEGIN:
+            self._close(is_open, down_to=len(is_open) - 1)
+
+    def _close(self, is_open: list[tuple[str, ExitStack]], *, down_to: int) -> None:
+        while len(is_open) > down_to:
+            is_open.pop()[1].close()
+            self.num_open -= 1
 
 
 class ProgressRecord:
@@ -142,17 +147,22 @@ class ProgressRecord:
         self.recent.append(label)
         self.thread_id = get_ident()
         self.count += 1
-        if is_profiled():
+        if is_profiled() or self._ranges.num_open:
             self._ranges.follow(label)
         for observe in self.observers:
             observe(label)
 
     def note(self, label: str) -> None:
         """Send a label to the profile and the observers only; the watchdog's record is unchanged."""
-        if is_profiled():
+        if is_profiled() or self._ranges.num_open:
             self._ranges.follow(label)
         for observe in self.observers:
             observe(label)
+
+    @property
+    def is_heard(self) -> bool:
+        """True if an observer or a profile gets the labels of `note`."""
+        return bool(self.observers) or is_profiled() or self._ranges.num_open > 0
 
     def note_forward(self, model: object) -> None:
         """Announce that a model's forward begins: its label to all observers, the model to forward observers."""
