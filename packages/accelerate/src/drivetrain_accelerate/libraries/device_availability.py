@@ -78,10 +78,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed.
-
-    With `check_is_tpu` or `check_is_gpu`, its device must also be a TPU or a GPU.
-    """
+    """Return whether torch_xla is installed; with `check_is_tpu` or `check_is_gpu`, for a device of that kind."""
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu=True, check_is_gpu=True: a device cannot be both; ask for one")
     if importlib.util.find_spec("torch_xla") is None:
