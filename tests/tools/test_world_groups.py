@@ -10,7 +10,8 @@ PATH = "packages/backends/src/drivetrain_backends/torch/new.py"
 
 def places(code: str, path: str = PATH) -> list[str]:
     indented = "\n".join(f"    {line}" for line in code.splitlines())
-    text = f"from drivetrain_state import gather, reduce\ndef step():\n{indented}"
+    imports = "from drivetrain_state import gather, reduce; from torch.distributed import all_gather_object"
+    text = f"{imports}\ndef step():\n{indented}"
     return [found.where.rpartition(":")[2] for found in world_groups([parse(path, text)], {})]
 
 
@@ -24,6 +25,8 @@ def places(code: str, path: str = PATH) -> list[str]:
         "made = dist.new_group()",
         "dist.all_reduce(total, async_op=True)",
         "torch.distributed.all_reduce(total)",
+        "all_gather_object(found, own)",
+        "factor = total / self._context.topology.world_size",
         "dist.all_reduce(total, group=None)",
         "replicate(model, process_group=self.context.group)",
         "dist.all_reduce(total, group=context.group)",
@@ -54,8 +57,9 @@ def test_other_packages_may_mean_all_ranks() -> None:
 
 
 def test_a_reason_allows_a_function_or_a_folder_and_one_without_a_use_is_told() -> None:
-    source = parse(PATH, "def step():\n    dist.all_reduce(total)\n")
-    assert world_groups([source], {"torch/new.py::step": "why"}) == []
+    source = parse(PATH, "class Reducer:\n    def step(self):\n        dist.all_reduce(total)\n")
+    assert world_groups([source], {"torch/new.py::Reducer.step": "why"}) == []
+    assert len(world_groups([source], {"torch/new.py::step": "why"})) == 2
     assert world_groups([source], {"torch/": "why"}) == []
     (found,) = world_groups([source], {"torch/": "why", "torch/new.py::close": "why"})
     assert found.message == "torch/new.py::close does not use the world's group"

@@ -29,28 +29,31 @@ _TOGETHER = "all ranks step, or none: also the stages of a pipeline"
 # The functions, or folders, that mean all ranks, with the reason.
 WORLD: Mapping[str, str] = MappingProxyType(
     {
-        "accelerator/log_reduction.py::gather": "one value of each rank, under the rank's number",
+        "accelerator/log_reduction.py::LogReducer._gather.gather": "one value of each rank, under the rank's number",
         "accelerator/metrics.py::gather": _PROGRAM,
-        "accelerator/ranks.py::broadcast": _PROGRAM,
-        "accelerator/ranks.py::check_trigger": _TOGETHER,
-        "accelerator/ranks.py::reduce": _PROGRAM,
-        "accelerator/ranks.py::wait_for_everyone": _PROGRAM,
+        "accelerator/ranks.py::Ranks.broadcast": _PROGRAM,
+        "accelerator/ranks.py::Ranks.check_trigger": _TOGETHER,
+        "accelerator/ranks.py::Ranks.reduce": _PROGRAM,
+        "accelerator/ranks.py::Ranks.wait_for_everyone": _PROGRAM,
         "deepspeed/": "its engines divide all ranks; the backend refuses a mesh of other axes",
-        "fsdp/gradients.py::_unscale": _TOGETHER,
+        "fsdp/gradients.py::ShardedGradients._unscale": _TOGETHER,
         "fsdp/shard.py::_agree": "all ranks build the same model",
         "gradients/nonfinite.py::holds_nonfinite": _TOGETHER,
         "gradients/nonfinite.py::nonfinite_error": "the message names ranks of the world",
         "prepare/loaders.py::_choose_seed": "all ranks shuffle alike",
         "prepare/loaders.py::shard": "rank 0 alone reads for all, where it is to",
-        "rank_throughput.py::begin": "each rank's times, to find the slow one",
-        "saving/registered.py::compare": "a checkpoint holds the states of all ranks",
+        "flops/first_step_flops.py::FirstStepFlops.end_step": "operations of all devices, held against their peak",
+        "flops/first_step_flops.py::FirstStepFlops.mark": "the peak of all devices",
+        "rank_throughput.py::RankRows.begin": "each rank's times, to find the slow one",
+        "rank_throughput.py::RankThroughput.begin": "each rank's times, to find the slow one",
+        "saving/registered.py::Registered.compare": "a checkpoint holds the states of all ranks",
         "saving/registered.py::gathered_states": "a checkpoint holds the states of all ranks",
         "saving/resume.py::reseed_generators": "all ranks derive their seeds from one",
         "scaling/gradient_watch.py::_gather": "the message names ranks of the world",
         "state_dict/dtensor.py::broadcast_from_first": _WHOLE,
         "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
-        "torch/backend.py::__init__": "only whether there is a group",
-        "torch/prepared.py::_gather": _TOGETHER,
+        "torch/backend.py::TorchBackend.__init__": "only whether there is a group",
+        "torch/prepared.py::TorchPrepared._gather": _TOGETHER,
     }
 )
 
@@ -80,36 +83,43 @@ def world_groups(sources: Iterable[Source], allowed: Mapping[str, str] = WORLD) 
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.expr, str]]:
-    """Yield each use of the world's group, with the name of the function around it."""
-    imported = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain_state")
-        for alias in node.names
-    }
+    """Yield each use of the world's group, with the qualified name of the function around it."""
+    ours, torchs = (
+        {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(module)
+            for alias in node.names
+        }
+        for module in ("drivetrain_state", "torch.distributed")
+    )
 
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr, str]]:
+    def walk(node: ast.AST, around: tuple[str, ...]) -> Iterator[tuple[str, ast.expr, str]]:
         for child in ast.iter_child_nodes(node):
-            inside = child.name if isinstance(child, ast.FunctionDef) else function
-            if isinstance(child, ast.expr) and (what := _world_in(child, imported)):
-                yield inside, child, what
+            inside = (*around, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else around
+            if isinstance(child, ast.expr) and (what := _world_in(child, ours, torchs)):
+                yield ".".join(inside), child, what
             yield from walk(child, inside)
 
-    return walk(tree, "")
+    return walk(tree, ())
 
 
-def _world_in(node: ast.expr, imported: set[str]) -> str:
+def _world_in(node: ast.expr, ours: set[str], torchs: set[str]) -> str:
     """Return how an expression uses the world's group; empty if it does not."""
     if isinstance(node, ast.Attribute) and node.attr == "group":
         return "the group of all ranks" if _last_name(node.value).endswith("context") else ""
+    if isinstance(node, ast.BinOp):
+        sides = (node.left, node.right)
+        return "arithmetic on the number of all ranks" if "world_size" in map(_last_name, sides) else ""
     if not isinstance(node, ast.Call):
         return ""
     name = _last_name(node.func)
     keywords = {each.arg for each in node.keywords if ast.unparse(each.value) != "None"}
     owner = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    if owner in ("dist", "distributed") and name in _TORCHS and "group" not in keywords:
-        return "" if name in ("get_world_size", "barrier") and node.args else f"dist.{name} over all ranks"
-    is_ours = name in _OURS and (owner == "collectives" or (not owner and name in imported))
+    is_torchs = owner in ("dist", "distributed") or (not owner and name in torchs)
+    if is_torchs and name in _TORCHS and "group" not in keywords:
+        return "" if name in ("get_world_size", "barrier") and node.args else f"{name} over all ranks"
+    is_ours = name in _OURS and (owner == "collectives" or (not owner and name in ours))
     return f"{name} over all ranks" if is_ours and "over" not in keywords else ""
 
 
