@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import Accelerator
 from drivetrain_state import ParallelDims
+from plain_loop.accelerated import accelerator_of, weights_of
 
 NUM_SAMPLES, BATCH_SIZE = 11, 3
 
@@ -137,3 +138,48 @@ def test_the_rest_of_an_epoch_is_read_without_tensor_parallelism(
     assert sorted(first[0] + again[0]) == list(range(NUM_SAMPLES))
     whole = run_ranks(epoch, tmp_path / "whole", False, num_processes=1)
     assert first[0] + again[0] == whole[0]
+
+
+def train_on(folder: Path, backend: str, parallelism: ParallelDims | None, *, resumes: bool) -> list[float]:
+    """Train two steps and save, or load and train two more; return the weights after them."""
+    with accelerator_of(backend, project_dir=folder, parallelism=parallelism) as accelerator:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, data_of("map"))
+        if resumes:
+            assert accelerator.load_state() == 2
+        for step, batch in enumerate(loader):
+            accelerator.backward(model(batch[:, None].float()).square().sum(), count=len(batch))
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and not resumes:
+                accelerator.save_state()
+                break
+        return torch.cat([each.flatten() for each in weights_of(accelerator, model).values()]).tolist()
+
+
+def start(folder: Path, backend: str, parallelism: ParallelDims | None) -> list[float]:
+    return train_on(folder, backend, parallelism, resumes=False)
+
+
+def go_on(folder: Path, backend: str, parallelism: ParallelDims | None) -> list[float]:
+    return train_on(folder, backend, parallelism, resumes=True)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.default_cases("fsdp")
+def test_a_checkpoint_of_copies_is_one_of_the_ranks_that_read(
+    run_ranks, tmp_path: Path, backend: str
+) -> None:
+    mesh = ParallelDims(data=1, shard=2, tensor=2) if backend == "fsdp" else ParallelDims(data=2, tensor=2)
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    first = run_ranks(start, wide, backend, mesh, num_processes=4)
+    assert first == [first[0]] * 4
+    plain = run_ranks(start, narrow, backend, None, num_processes=2)
+    assert first[0] == pytest.approx(plain[0], rel=1e-5)
+    went_on = run_ranks(go_on, wide, backend, mesh, num_processes=4)
+    assert went_on == [went_on[0]] * 4
+    # Two ranks go on from the checkpoint of four.
+    assert run_ranks(go_on, wide, backend, None, num_processes=2)[0] == pytest.approx(went_on[0], rel=1e-5)
