@@ -12,7 +12,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from drivetrain_backends.deepspeed.library import telling_of_builds
-from drivetrain_state import StateSettings, connect
+from drivetrain_state import ProgressMark, StateSettings, connect
 
 SCRIPT = """
 import sys
@@ -46,7 +46,7 @@ def test_compiling_the_operator_is_told_of_and_is_progress(tmp_path: Path) -> No
     assert f"kept in {tmp_path / 'empty'} (TORCH_EXTENSIONS_DIR)" in run.stderr
     marks, label = run.stdout.splitlines()[-1].removeprefix("marks ").split(" ", 1)
     assert int(marks) >= 1
-    assert label == "DeepSpeed compiles an operator"
+    assert label == ProgressMark.COMPILE
 
 
 @pytest.mark.parametrize("is_held", [True, False])
