@@ -41,8 +41,8 @@ from typing import Any, NoReturn
 # What ranks import: torch, torch._dynamo at an optimizer's first step, and what is installed of ours and of numpy.
 IMPORTS = [
     "torch", "torch._dynamo", "numpy", "drivetrain_state.connection", "drivetrain_checkpoint.saving.coordinator",
-    "drivetrain_checkpoint.loading.collective_load", "drivetrain_backends.torch.ddp",
-    "drivetrain_backends.torch.single_device",
+    "drivetrain_checkpoint.loading.collective_load", "drivetrain_backends.ddp.backend",
+    "drivetrain_backends.composed.single_device",
     "drivetrain_backends.fsdp.backend", "drivetrain_launcher.cli.main", "drivetrain_launcher.run.elastic",
     "drivetrain.accelerator.accelerator",
 ]  # fmt: skip

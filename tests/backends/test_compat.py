@@ -177,3 +177,19 @@ def test_combined_schedulers_tell_their_parts_and_when_they_go_on() -> None:
     assert list(compat.schedulers_in(chain)) == parts[:2]
     assert list(compat.milestones_of(chain)) == []
     assert list(compat.schedulers_in(parts[0])) == list(compat.milestones_of(parts[0])) == []
+
+
+def test_functions_run_after_every_gradient_in_the_order_in_which_they_were_queued() -> None:
+    order: list[str] = []
+    layer = nn.Linear(2, 1)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+
+    def queue_more(_: torch.Tensor) -> None:
+        compat.call_after_backward(lambda: order.append("second"))
+
+    hidden = torch.ones(1, 2).requires_grad_()
+    hidden.register_hook(queue_more)
+    loss = layer(hidden).sum()
+    loss.register_hook(lambda _: compat.call_after_backward(lambda: order.append("first")))
+    loss.backward()
+    assert order == ["gradient", "first", "second"]

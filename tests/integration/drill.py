@@ -46,7 +46,7 @@ from processes import free_port, rank_environment
 # Imported once, before the forks, what a run imports when it comes to it: torch's optimizers at their first step
 # alone take longer than a round.
 IMPORTS = [
-    "torch._dynamo", "drivetrain_backends.torch.ddp", "drivetrain_backends.torch.single_device",
+    "torch._dynamo", "drivetrain_backends.ddp.backend", "drivetrain_backends.composed.single_device",
     "drivetrain_checkpoint.saving.coordinator", "drivetrain_checkpoint.loading.collective_load",
     "drivetrain_checkpoint.loading.part_reader", "drivetrain_checkpoint.saving.store_gather",
 ]  # fmt: skip

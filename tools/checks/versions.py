@@ -70,7 +70,7 @@ SELECTION = (
     # what torch lacks, line by line of docs/platforms.md
     "tests/test_torch_versions.py",
     # the contract of each backend, with one, two and four processes
-    "tests/backends/torch/test_contract.py",
+    "tests/backends/composed/test_contract.py",
     "tests/backends/fsdp/test_fsdp_contract.py",
     "tests/deepspeed_backend/test_contract.py",
     # the private names of torch that each package relies on
@@ -78,7 +78,7 @@ SELECTION = (
     "tests/accelerate/test_compat.py",
     "tests/backends/fsdp/test_compat.py",
     "tests/backends/test_compat.py",
-    "tests/backends/torch/test_compat.py",
+    "tests/backends/ddp/test_compat.py",
     "tests/checkpoint/test_compat.py",
     "tests/data/test_compat.py",
     "tests/dispatch/test_compat.py",

@@ -52,8 +52,8 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "scaling/gradient_watch.py::_gather": "the message names ranks of the world",
         "state_dict/dtensor.py::broadcast_from_first": _WHOLE,
         "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
-        "torch/backend.py::TorchBackend.__init__": "only whether there is a group",
-        "torch/prepared.py::TorchPrepared._gather": _TOGETHER,
+        "composed/backend.py::ComposedBackend.__init__": "only whether there is a group",
+        "composed/prepared.py::ComposedPrepared._gather": _TOGETHER,
     }
 )
 

@@ -145,9 +145,9 @@ def test_weights_tied_over_blocks_stay_tied_and_train_as_one(over_blocks: bool) 
     assert_equal(train(case, backend, [prepared]), run_plain(case, 2))
     assert model.head.weight is model.embedding.weight
     assert (model.blocks[1].linear.weight is model.blocks[0].linear.weight) is over_blocks
-    left_out = prepared.sharded.plan.left_out
-    assert ("blocks.0" in left_out) is over_blocks
-    assert "embedding" in left_out
+    left_out = backend.applied()["wrap"].reason
+    assert ("blocks.0 is left out" in left_out) is over_blocks
+    assert "embedding is left out" in left_out
 
 
 @pytest.mark.ranks(2)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, FSDPBackend, Prepared
-from drivetrain_backends.fsdp.gradients import global_norm, scale_to_norm
+from drivetrain_backends.fsdp.gradients import global_norm
+from drivetrain_backends.gradients.multi_tensor import scale_to_norm
 from drivetrain_backends.state_dict.dtensor import local, own_part, whole_of
 from plain_loop.backends import context, fsdp, plain_step, prepare_sgd, weights
 from plain_loop.stack import Stack, loss_of, stack
@@ -124,7 +125,7 @@ def test_the_norm_over_several_meshes_is_that_of_the_whole(norm_type: float) -> 
         gradients = divided()
         total = global_norm(gradients, norm_type, where.device)
         assert total.item() == pytest.approx(expected, rel=1e-12)
-        scale_to_norm(gradients, total, 0.1)
+        scale_to_norm(list(map(local, gradients)), total, 0.1)
         assert global_norm(gradients, norm_type, where.device).item() == pytest.approx(0.1, rel=1e-5)
 
 

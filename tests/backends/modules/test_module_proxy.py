@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends import ReplacedParameterError
-from drivetrain_backends.torch.ddp import Replica
+from drivetrain_backends.ddp.replica import Replica
 from plain_loop.backends import ddp, prepare_sgd, take_step
 
 

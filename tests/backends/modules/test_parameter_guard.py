@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, PairingError, ReplacedParameterError
+from drivetrain_backends.composed.prepared import ComposedPrepared
 from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
-from drivetrain_backends.torch.prepared import TorchPrepared
 from plain_loop.backends import ddp, fsdp, prepare_sgd, step_and_clear, take_step
 from plain_loop.backends import single as backend
 from plain_loop.case import Case, assert_equals_plain_loop
@@ -51,13 +51,13 @@ CHANGES = pytest.mark.parametrize(
 )
 
 
-def start() -> tuple[Net, TorchPrepared]:
+def start() -> tuple[Net, ComposedPrepared]:
     model = Net()
     (prepared,) = backend().prepare([model], [SGD(model.parameters(), lr=0.1)], [])
     return model, prepared
 
 
-def train(prepared: TorchPrepared, num_steps: int) -> None:
+def train(prepared: ComposedPrepared, num_steps: int) -> None:
     for _ in range(num_steps):
         prepared.backward(prepared.model(torch.ones(1, 2)).sum())
         step_and_clear(prepared)

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from drivetrain_backends import SchedulerError, SingleBackend
+from drivetrain_backends.composed.prepared import ComposedPrepared
 from drivetrain_backends.optim.schedule_guard import ScheduleGuard
-from drivetrain_backends.torch.prepared import TorchPrepared
 from plain_loop.backends import linear, prepare_sgd
 from plain_loop.backends import single as backend
 from tuples_on_threads import tuples_on_threads
@@ -35,7 +35,7 @@ SCHEDULES = {
 }
 
 
-def micro_batch(single: SingleBackend, prepared: TorchPrepared, *metrics: float) -> None:
+def micro_batch(single: SingleBackend, prepared: ComposedPrepared, *metrics: float) -> None:
     single.window.begin()
     prepared.backward(prepared.model(torch.ones(1, 2)).sum())
     prepared.optimizers[0].step()
@@ -102,7 +102,7 @@ def test_a_scheduler_built_on_the_prepared_optimizer_works() -> None:
 
 
 def test_a_resume_between_step_and_schedule_loses_neither() -> None:
-    def start() -> tuple[SingleBackend, TorchPrepared]:
+    def start() -> tuple[SingleBackend, ComposedPrepared]:
         model, single = linear(), backend()
         optimizer = SGD(model.parameters(), lr=1.0)
         (prepared,) = single.prepare([model], [optimizer], [StepLR(optimizer, 1, gamma=0.5)])

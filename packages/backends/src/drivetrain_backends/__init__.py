@@ -8,6 +8,8 @@ rank, `FSDPBackend` shards it. Third-party backends are found through the entry 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_backends.composed.single_device import SingleBackend as SingleBackend
+    from drivetrain_backends.ddp.backend import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
@@ -53,8 +55,6 @@ if TYPE_CHECKING:
     from drivetrain_backends.state_dict.full_tensors import iter_full_tensors as iter_full_tensors
     from drivetrain_backends.state_dict.full_tensors import load_full_state_dict as load_full_state_dict
     from drivetrain_backends.testing.contract import BackendContract as BackendContract
-    from drivetrain_backends.torch.ddp import DDPBackend as DDPBackend
-    from drivetrain_backends.torch.single_device import SingleBackend as SingleBackend
 
 # Module -> its public names.
 _NAMES = {
@@ -76,8 +76,8 @@ _NAMES = {
     "settings": "DDPSettings DeepSpeedSettings FSDPSettings",
     "state_dict.full_tensors": "full_model full_state_dict full_tensor iter_full_tensors load_full_state_dict",
     "testing.contract": "BackendContract",
-    "torch.ddp": "DDPBackend",
-    "torch.single_device": "SingleBackend",
+    "ddp.backend": "DDPBackend",
+    "composed.single_device": "SingleBackend",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -2,7 +2,7 @@
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15. tests/backends/test_compat.py and
 tests/backends/gradients/test_multi_tensor.py test their behaviour, and docs/platforms.md lists the names.
-The private names of DDP, FSDP2 and DeepSpeed are in `torch.compat`, `fsdp.compat` and `deepspeed.compat`.
+The private names of DDP, FSDP2 and DeepSpeed are in `ddp.compat`, `fsdp.compat` and `deepspeed.compat`.
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -37,6 +38,19 @@ foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
 def foreach_unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply gradients in place by `inverse`, of shape (); write 1.0 to `found_inf` if a gradient is not finite."""
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have torch call a function at the end of the backward that this thread runs.
+
+    Queued functions run in their order, once every gradient is computed. When its last bucket is full, DDP's reducer
+    queues a function that waits for the other ranks. Any thread of autograd may run the functions; the current stream
+    is then that of the caller of backward.
+
+    Raises:
+        RuntimeError: The thread runs no backward.
+    """
+    Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
 
 def values_of_sparse(gradient: Tensor) -> Tensor:

@@ -3,12 +3,17 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.composed.backend import ComposedBackend
+from drivetrain_backends.composed.prepared import ComposedPrepared
+from drivetrain_backends.composed.state_layout import StateLayout
+from drivetrain_backends.composed.strategy import Strategy
+from drivetrain_backends.composed.transforms import on_one_device
 from drivetrain_backends.deepspeed import compat
 from drivetrain_backends.deepspeed.checks import (
     check_device,
@@ -37,8 +42,6 @@ from drivetrain_backends.optim.parameter_matching import owners, parameter_names
 from drivetrain_backends.optim.scheduler import Scheduler
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DeepSpeedSettings
-from drivetrain_backends.torch.backend import TorchBackend, loss_scaler
-from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Policy
 from drivetrain_state import Context
 
@@ -49,7 +52,14 @@ _ENGINE_IS_MADE_FOR_IT = (
 _DTYPES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 
 
-class DeepSpeedBackend(TorchBackend):
+class EngineLayout(StateLayout):
+    """The layout of an engine, which holds its optimizer's state itself."""
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Do nothing, because an engine has taken the state over."""
+
+
+class DeepSpeedBackend(ComposedBackend):
     """A backend that trains each model with its one optimizer by a DeepSpeed engine.
 
     Raises:
@@ -66,23 +76,30 @@ class DeepSpeedBackend(TorchBackend):
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        own: DeepSpeedSettings = self.settings_or_defaults(settings)
-        check_dtypes(policy)
-        if (counts := context.ranks("counts").size) < (world_size := context.topology.world_size):
-            raise ValueError(
-                f"parallelism with {counts} of {world_size} processes data parallel: DeepSpeed's engines average "
-                "over all processes. Leave pipeline and tensor out, or use backend='ddp' or 'fsdp'"
-            )
-        self._reducer = EngineReducer(window, loss_scaler(context, policy), context.progress)
-        super().__init__(context, policy, window=window, settings=own, reducer=self._reducer)
-        self.settings: DeepSpeedSettings = own
-        self.config = engine_config(own, self._run())
+        super().__init__(context, policy, window=window, settings=settings)
+        self.config = engine_config(self.settings, self._run())
         self._deepspeed = load_deepspeed(context)
         check_device(policy)
         with entering(context):
             pass
         self._lifetime = ExitStack()  # the lifetime of the engines
         self._undo = ExitStack()  # what a failed `prepare` undoes
+
+    def compose(self) -> Strategy:
+        """Return the strategy of untrained models, which need no engine, with the engines' own backwards."""
+        check_dtypes(self.policy)
+        counts, world_size = self.context.ranks("counts").size, self.context.topology.world_size
+        if counts < world_size:
+            raise ValueError(
+                f"parallelism with {counts} of {world_size} processes data parallel: DeepSpeed's engines average "
+                "over all processes. Leave pipeline and tensor out, or use backend='ddp' or 'fsdp'"
+            )
+        self._reducer = EngineReducer(self.window, self.scaler, self.context.progress)
+        return Strategy(
+            transforms=on_one_device(self.context, self.policy),
+            gradients=self._reducer,
+            layout=EngineLayout(self.context),
+        )
 
     @contextmanager
     def building(self) -> Generator[None]:
@@ -99,7 +116,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
-    ) -> tuple[TorchPrepared, ...]:
+    ) -> tuple[ComposedPrepared, ...]:
         """Start an engine for each model that comes with an optimizer; see `Backend.prepare`. Called on all ranks.
 
         Raises:
@@ -108,6 +125,7 @@ class DeepSpeedBackend(TorchBackend):
             PairingError: See `Backend.prepare`; or two models share an optimizer, or a model has two optimizers.
         """
         with ExitStack() as self._undo:
+            self._undo.callback(self._free_window)
             prepared = super().prepare(models, optimizers, schedulers)
             self._undo.pop_all()
         return prepared
@@ -133,17 +151,9 @@ class DeepSpeedBackend(TorchBackend):
             )
         self._tracker.backward(loss, count, self._trained, options=options)
 
-    def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refuse to join, with a RuntimeError: all ranks must step equally often; see `Backend.join`."""
-        del models
-        raise RuntimeError(
-            "join_uneven_inputs: DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose "
-            "tails keep ranks in step"
-        )
-
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the first engine."""
-        found = dict(super().applied())
+        found = {**super().applied(), "reduce_dtype": self.policy.dtypes.said().get("reduce_dtype")}
         is_zero = self.config["zero_optimization"]["stage"] > 0
         if found["nonfinite_gradients"] == "ignore" and is_zero and self.policy.mode_beside_recipe != "bf16":
             found["nonfinite_gradients"] = AutoValue(
@@ -155,21 +165,30 @@ class DeepSpeedBackend(TorchBackend):
                 found["reduce_dtype"] = reduction_dtype(engine.engine)
         return found
 
-    def reduce_dtype(self) -> object:
-        """Return the dtype that the run sets; `applied` reads back an engine's dtype. See `TorchBackend`."""
-        return self.policy.dtypes.said().get("reduce_dtype")
-
     def close(self) -> None:
         """End the engines and forget all models."""
-        compat.release_models(prepared.unwrap() for prepared in self._prepared)
         compat.restore_linear()
         super().close()
-        self.window.fixed_because = None
+        self._free_window()
         self._lifetime.close()
 
-    def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse models and optimizers that an engine cannot train; see `TorchBackend.check_models`."""
+    def release(self, prepared: ComposedPrepared) -> None:
+        """End a model's engine; see `ComposedBackend.release`."""
+        if isinstance(prepared, DeepSpeedPrepared):
+            prepared.release()
+        else:
+            super().release(prepared)
+
+    def plan(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        trained_by: Mapping[nn.Module, Optimizer],
+    ) -> None:
+        """Refuse models and optimizers that an engine cannot train; see `ComposedBackend.plan`."""
         stage = self.config["zero_optimization"]["stage"]
+        if stage < 3:  # in stage 3 each model gets an engine
+            super().plan([model for model in models if model not in trained_by], optimizers, trained_by)
         for model in models:
             optimizer = trained_by.get(model)
             check_modules(model, stage, self.context.topology.world_size)
@@ -182,17 +201,6 @@ class DeepSpeedBackend(TorchBackend):
                 check_parameters(model, optimizer, stage, is_kept=self.policy.mode_beside_recipe == "no")
             if optimizer is not None and stage:
                 check_elementwise(optimizer, stage, **parts_of(self.config, optimizer, self.context))
-
-    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """End the engines that the failed call had started; see `TorchBackend.undo_prepare`."""
-        compat.release_models(prepared.unwrap() for prepared in placed)
-        super().undo_prepare(placed, error)
-        if not self._engines():
-            self.window.fixed_because = None
-
-    def move_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Do nothing, because an engine holds its optimizer's state; see `TorchBackend.move_optimizer_state`."""
-        del optimizer
 
     def pair(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -220,6 +228,11 @@ class DeepSpeedBackend(TorchBackend):
             found[model] = optimizer
         return [(optimizer, model) for model, optimizer in found.items()]
 
+    def _free_window(self) -> None:
+        """Let the number of micro-batches change again, if no engine is left that depends on it."""
+        if not self._engines():
+            self.window.fixed_because = None
+
     def _engines(self) -> list[DeepSpeedPrepared]:
         """Return the prepared models that have an engine and an optimizer."""
         return [p for p in self._prepared if isinstance(p, DeepSpeedPrepared) and p.optimizers]
@@ -244,10 +257,10 @@ class DeepSpeedBackend(TorchBackend):
             optimizer_options={} if optimizer is None else _find_shared_options(optimizer),
         )
 
-    def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> ComposedPrepared:
         """Start the engine of a model. An untrained model needs an engine only in stage 3, which partitions it."""
         if optimizer is None and self.config["zero_optimization"]["stage"] < 3:
-            return super()._place(model, None)
+            return super().place(model, None)
         if not any(isinstance(prepared, DeepSpeedPrepared) for prepared in self._prepared):
             self._lifetime.enter_context(local_rank_known(self.context))
         config = engine_config(self.settings, self._run(model, optimizer))
@@ -287,6 +300,7 @@ class DeepSpeedBackend(TorchBackend):
             EngineModel(engine, self._reducer.notice),
             context=self.context,
             tracker=self._tracker,
+            strategy=self.strategy,
             reducer=self._reducer,
             gradients=None if optimizer is None else self._reducer.add(engine, names),
             names=names,

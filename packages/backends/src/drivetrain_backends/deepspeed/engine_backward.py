@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from drivetrain_backends.deepspeed.gradients import ReducedGradients, gradients_
 from drivetrain_backends.deepspeed.library import accumulates
 from drivetrain_backends.errors import AccumulationError, UnreducedGradientError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, GradientReducer
 from drivetrain_messages import list_some
 from drivetrain_precision import LossScaler
 from drivetrain_state import ProgressMark, ProgressRecord
@@ -87,15 +87,13 @@ class _TrainedModel:
         self.take_stand_in()
 
 
-class EngineReducer:
+class EngineReducer(GradientReducer):
     """A reducer that runs backwards through the models' engines, one at a time; see `GradientReducer`."""
-
-    is_joined = False
 
     def __init__(
         self, window: AccumulationWindow, scaler: LossScaler | None, progress: ProgressRecord
     ) -> None:
-        self.scaler = scaler
+        super().__init__(scaler)
         self._progress = progress
         self._window = window
         self._models: dict[nn.Module, _TrainedModel] = {}
@@ -186,9 +184,25 @@ class EngineReducer:
                 "call optimizer.step() and zero_grad() after accelerator.backward()"
             )
 
-    def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the parameters; see `GradientReducer.leaves`."""
-        return [parameter for model in models for parameter in model.parameters()]
+    def alone(self, model: nn.Module) -> NoReturn:
+        """Refuse, with a RuntimeError: an engine averages whenever it steps; see `SupportsLocalSteps`."""
+        raise RuntimeError(
+            f"the DeepSpeed engine of {type(model).__name__} averages gradients at each of its steps: use "
+            "backend='ddp' for steps without averaging"
+        )
+
+    def join(self, models: Sequence[nn.Module]) -> NoReturn:
+        """Refuse, with a RuntimeError: all ranks must step equally often; see `Backend.join`."""
+        del models
+        raise RuntimeError(
+            "join_uneven_inputs: DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose "
+            "tails keep ranks in step"
+        )
+
+    def steps_together(self, model: nn.Module) -> bool:
+        """Return True, because engines step on all ranks."""
+        del model
+        return True
 
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Reduce and correct the gradients; the step checks for overflows; see `GradientReducer.finalize`."""

@@ -7,6 +7,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.composed.prepared import OPEN, STEPPED, ComposedPrepared, check_clip
+from drivetrain_backends.composed.state_layout import weights_of
+from drivetrain_backends.composed.strategy import Strategy
+from drivetrain_backends.deepspeed.compat import release_models
 from drivetrain_backends.deepspeed.engine_backward import EngineReducer
 from drivetrain_backends.deepspeed.gradients import ReducedGradients
 from drivetrain_backends.deepspeed.master_weights import WrittenValues, converted, written_values
@@ -17,16 +21,14 @@ from drivetrain_backends.deepspeed.state import forget_keyed_state, load_state, 
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
 from drivetrain_backends.gradients.tracker import GradientTracker
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of, restore_activations
+from drivetrain_backends.modules.autocast_forward import restore_forward
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult, uncopyable
-from drivetrain_backends.torch.prepared import OPEN, STEPPED, TorchPrepared, check_clip, weights_of
 from drivetrain_state import Context, ProgressMark
 
 
-class DeepSpeedPrepared(TorchPrepared):
+class DeepSpeedPrepared(ComposedPrepared):
     """A model with its optimizer, trained by an engine."""
-
-    steps_together = True
 
     def __init__(
         self,
@@ -34,16 +36,17 @@ class DeepSpeedPrepared(TorchPrepared):
         *,
         context: Context,
         tracker: GradientTracker,
+        strategy: Strategy,
         reducer: EngineReducer,
         gradients: ReducedGradients | None,
         names: Mapping[Tensor, str],
         groups: list[list[str]],
         checkpointed: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(model, context=context, tracker=tracker)
+        super().__init__(model, context=context, tracker=tracker, strategy=strategy)
         self.engine = model.engine
         self._reducer = reducer
-        self._gradients = gradients
+        self._reduced = gradients
         self._parameter_names = names
         self._parameter_groups = groups
         self._checkpointed = checkpointed
@@ -68,7 +71,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self.optimizers.append(kind(optimizer, self))
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step the engine if the window is closed; see `TorchPrepared.step`. Called on all ranks."""
+        """Step the engine if the window is closed; see `ComposedPrepared.step`. Called on all ranks."""
         self._reducer.check_outside_backward(self.unwrap())
         if not self._window.closing:
             return OPEN
@@ -85,7 +88,7 @@ class DeepSpeedPrepared(TorchPrepared):
                     "its DeepSpeed engine neither averages nor steps: call accelerator.backward(loss) in its place"
                 )
             return STEPPED  # without gradients nothing moves, as with torch's optimizers
-        assert self._gradients is not None  # there is an optimizer
+        assert self._reduced is not None  # there is an optimizer
         assert self._reached is not None
         try:
             group.finish()
@@ -101,8 +104,8 @@ class DeepSpeedPrepared(TorchPrepared):
         self._progress.mark(ProgressMark.OPTIMIZER_STEP)
         if self._known.look_now_and_then():
             self._check_dtypes()
-        if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._gradients):
-            self._gradients.discard()
+        if self._window.nonfinite_gradients != "ignore" and not self._is_norm_finite(self._reduced):
+            self._reduced.discard()
             self._reached.forget()
             group.skips.skipped(optimizer, gather=self._gather)
             return StepResult(stepped=False, skipped=True, grad_norm=group.final.norm)
@@ -110,7 +113,7 @@ class DeepSpeedPrepared(TorchPrepared):
         self._reached.forget()
         self._written.note()
         stepped: bool = self.engine.was_step_applied()
-        self._gradients.used()
+        self._reduced.used()
         if self._tracker.scaler is not None:
             self._tracker.scaler.observe(overflowed=not stepped)
         if not stepped:
@@ -126,8 +129,8 @@ class DeepSpeedPrepared(TorchPrepared):
         group = self.group
         if group.is_accumulating:
             return
-        if group.stage != "used" and self._gradients is not None:
-            self._gradients.discard()
+        if group.stage != "used" and self._reduced is not None:
+            self._reduced.discard()
             self._reducer.forget(self.unwrap())
             if self._reached is not None:
                 self._reached.forget()
@@ -155,11 +158,11 @@ class DeepSpeedPrepared(TorchPrepared):
             raise ValueError(
                 f"clip({what}): DeepSpeed clips by the 2-norm of all gradients; clip by norm, of type 2"
             )
-        if not self._window.closing or self._gradients is None or self.group.stage in ("empty", "used"):
+        if not self._window.closing or self._reduced is None or self.group.stage in ("empty", "used"):
             return None
         self._check_clip(parameters, norm)
         self.group.finish()
-        total = self._gradients.clip(norm)
+        total = self._reduced.clip(norm)
         self.group.set_norm(total)
         return total
 
@@ -182,15 +185,16 @@ class DeepSpeedPrepared(TorchPrepared):
         kinds = {checkpointing_of(module) for module in self._checkpointed}
         return {"activation_checkpointing": kinds.pop() if kinds else "none"}
 
-    def release(self) -> nn.Module:
-        """End the engine and return the user's module, with its original class restored."""
+    def release(self) -> None:
+        """End the engine, and restore the original class of the user's module."""
+        release_models([self.unwrap()])
         self._reducer.remove(self.unwrap())
         forget_keyed_state(self.engine)
         self.engine.destroy()
         unguard(self._parameter_names)
         for module in self._checkpointed:
             restore_activations(module)
-        return super().release()
+        restore_forward(self.unwrap())
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state of the model and its optimizer, with full fp32 tensors. Called on all ranks."""

@@ -1,9 +1,9 @@
 """Sharded gradients: FSDP averages them; this module unscales, corrects and measures them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -15,40 +15,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp import compat
-from drivetrain_backends.fsdp.guards import check_unconverted
-from drivetrain_backends.fsdp.retained_models import RetainedModel
+from drivetrain_backends.fsdp.guards.misuse import check_unconverted
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.multi_tensor import multiply_by_device, norms, unscale_on_host
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, ParameterGradients
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import LossScaler
-from drivetrain_state import Context
 
 
 class ShardedGradients(ParameterGradients):
     """The gradients that FSDP leaves in `.grad`: shards of the mean over ranks; full ones for plain parameters."""
 
-    def __init__(
-        self,
-        scaler: LossScaler | None,
-        context: Context,
-        sharded: Mapping[nn.Module, ShardedModel],
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, scaler: LossScaler | None, run: ShardedRun) -> None:
         super().__init__(scaler)
-        self._device = context.device
-        self._ranks = context.ranks("counts")
-        self._sharded = sharded
+        self._device = run.context.device
+        self._ranks = run.context.ranks("counts")
+        self._models = run.models
         # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
         self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
-        self._dtype = dtype
-        self.holding: set[nn.Module] = set()  # the models whose backwards are not reduced at present
+        self._dtype = run.policy.dtypes.reduce
+        self._holding: set[nn.Module] = set()  # the models whose backwards are not reduced at present
         # The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
-        self.held: set[nn.Module] = set()
-        # The retained parts of the sharded models, by model.
-        self.retained: dict[nn.Module, RetainedModel] = {}
+        self._held: set[nn.Module] = set()
 
     def watch(self, model: ShardedModel) -> None:
         """Set the gradient dtypes of blocks that are frozen at their first forward, and trained later.
@@ -71,7 +62,7 @@ class ShardedGradients(ParameterGradients):
                 "reduces the gradients of all; add the losses of one forward up and call backward(loss) once"
             )
         for model in models:
-            if self._sharded[model].in_backward():
+            if self._models[model].sharded.in_backward():
                 raise AccumulationError(
                     f"an earlier backward of {class_name(model)} ended in an error half way, and FSDP waits for "
                     "its end: gradients would never be reduced again. Go on from a checkpoint, with a model that is "
@@ -83,35 +74,77 @@ class ShardedGradients(ParameterGradients):
             if all(map(compat.give_gradient_dtypes, compat.parameter_groups(block)))
         }
         with ExitStack() as stack:
-            for one in self.retained.values():
+            for one in self._models.values():
                 stack.enter_context(one.use.paused())
                 one.hooks.carry()
             try:
                 super().backward(loss, models)
             except RuntimeError as error:
-                check_unconverted(self._sharded.values(), error)
+                check_unconverted((one.sharded for one in self._models.values()), error)
                 raise
         for model in models:
-            if model in self.holding:
-                self.held.add(model)
-            elif model in self.held and not self._sharded[model].holds_gradients():
-                self.held.discard(model)  # otherwise the loss did not reach it
+            if model in self._holding:
+                self._held.add(model)
+            elif model in self._held and not self._models[model].sharded.holds_gradients():
+                self._held.discard(model)  # otherwise the loss did not reach it
+
+    @contextmanager
+    def local(self, model: nn.Module) -> Generator[None]:
+        """Keep full gradients on their ranks in the block; see `GradientReducer.local`."""
+        root = self._models[model].sharded.blocks[-1]
+        root.set_requires_gradient_sync(False)
+        self._holding.add(model)
+        try:
+            yield
+        finally:
+            self._holding.discard(model)
+            root.set_requires_gradient_sync(True)
+
+    def alone(self, model: nn.Module) -> NoReturn:
+        """Refuse, with a RuntimeError: no rank has a model of its own; see `SupportsLocalSteps`."""
+        raise RuntimeError(
+            f"{class_name(model)} is sharded, and no rank could step it alone: use backend='ddp' for steps without "
+            "averaging"
+        )
+
+    def join(self, models: Sequence[nn.Module]) -> NoReturn:
+        """Refuse, with a RuntimeError: all ranks must gather and reduce equally often; see `Backend.join`."""
+        del models
+        raise RuntimeError(
+            "join_uneven_inputs: sharded ranks wait for each other in every forward, so none may run out early; "
+            "prepare the loader, whose tails keep ranks in step, or use backend='ddp'"
+        )
+
+    def steps_together(self, model: nn.Module) -> bool:
+        """Return True, because every rank holds a part of the model."""
+        del model
+        return True
+
+    def cleared(self, models: Sequence[nn.Module]) -> None:
+        """Drop the full gradients that unreduced backwards of a closed window left."""
+        for model in self._held.intersection(models) if self._held else ():
+            self._held.discard(model)
+            self._models[model].sharded.drop_held()
+
+    def close(self) -> None:
+        """Forget the gradients that are held back."""
+        self._held.clear()
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the shards, and the gathered parameters that forwards use; see `GradientReducer.leaves`."""
-        sharded = [self._sharded[model] for model in models]
+        sharded = [self._models[model].sharded for model in models]
         return [p for one in sharded for p in (*one.known, *one.standing_in())]
 
     @torch.no_grad()
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Average plain gradients over the ranks, then unscale and correct all; see `GradientReducer.finalize`."""
         for model in models:
-            if model in self.held:
+            if model in self._held:
                 raise AccumulationError(
                     f"the window closed without a backward of {class_name(model)}: its gradients so far are held "
                     "back on their ranks. Let the last micro-batch of a window run backward, or leave the step out"
                 )
-        sharded = [self._sharded[model] for model in models]
+        sharded = [self._models[model].sharded for model in models]
         parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
         plain = [p for one in sharded for p in one.plain.values() if p.requires_grad]
         average(plain, self._device, group=self._ranks.process_group, dtype=self._dtype)
@@ -163,13 +196,6 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.dev
         return torch.zeros((), device=device)
     stacked = torch.stack(parts)
     return stacked.max() if is_max else stacked.sum() ** (1 / norm_type)
-
-
-@torch.no_grad()
-def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
-    """Scale gradients so that their norm `total` becomes at most `norm`, as in torch's clipping."""
-    factor = (norm / (total + 1e-6)).clamp(max=1.0)
-    multiply_by_device([local(gradient) for gradient in gradients], factor)
 
 
 def _combine(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

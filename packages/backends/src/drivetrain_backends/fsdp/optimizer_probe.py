@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from drivetrain_backends.fsdp.layout import turn_off_mixed_foreach
 from drivetrain_backends.fsdp.plan import is_plain
-from drivetrain_backends.fsdp.state import turn_off_mixed_foreach
 from drivetrain_backends.optim.trials import (
     Moments,
     SmallTensor,

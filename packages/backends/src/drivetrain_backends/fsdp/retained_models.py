@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from drivetrain_backends.fsdp.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.compat import forward_is_open
 from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
-from drivetrain_backends.fsdp.guards import ForwardWrites, refuse_misuse
+from drivetrain_backends.fsdp.guards.block_order import CollectiveOrder
+from drivetrain_backends.fsdp.guards.forward_writes import ForwardWrites
+from drivetrain_backends.fsdp.guards.misuse import refuse_misuse
 from drivetrain_backends.fsdp.shard import Sharding, shard_model
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.sharded_parameter import ParameterHooks, ProgramUse
-from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_precision.fp8.protocol import gathers_in_fp8
@@ -76,8 +76,6 @@ def shard_for_good(
 
     The `islands` must compute in fp32 already. Return the sharded model, and the new parameter of each former one.
     """
-    blocks = [model.get_submodule(name) for name in plan.blocks]
-    checkpoint_activations(blocks or [model], settings.activation_checkpointing)
     before = dict(model.named_parameters())
     sharded = shard_model(model, plan, sharding, context, islands)
     hooks = ParameterHooks(sharded, before)
@@ -99,9 +97,6 @@ def shard_for_good(
     _set_prefetch(sharded, settings.prefetch)
     model.register_forward_pre_hook(_allocate_outside_inference_mode(sharded), prepend=True)
     model.register_forward_hook(_finish_without_gradients(retained, order))
-    if settings.compile_regions:
-        for block in blocks or [model]:
-            block.forward = torch.compile(block.forward, backend=settings.compile_backend)
     return retained, {former: sharded.parameters[name] for name, former in before.items()}
 
 

@@ -1,6 +1,6 @@
 """A sharded model: its blocks, and the module attributes that hold each parameter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,11 @@ class ShardedModel:
         """Release gathered parameters, so that the modules hold their shards again."""
         for block in self.blocks:
             block.reshard()
+
+    def assign(self, values: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put other parameters, or the model's own again, into the modules' attributes."""
+        for place in self.places:
+            setattr(place.module, place.attribute, values[place.parameter])
 
     def standing_in(self) -> dict[Tensor, nn.Parameter]:
         """Return a map from the gathered parameters that FSDP puts into the modules to their shards."""

@@ -19,6 +19,11 @@ def multiply_by_device(tensors: Sequence[Tensor], factor: Tensor | float) -> Non
         foreach_multiply(together, there)
 
 
+def scale_to_norm(gradients: Sequence[Tensor], total: Tensor, norm: float) -> None:
+    """Scale gradients in place so that their norm `total`, of shape (), becomes at most `norm`, as torch clips."""
+    multiply_by_device(gradients, (norm / (total + 1e-6)).clamp(max=1.0))
+
+
 def norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
     """Return the norm of each of some tensors on one device, of shape ()."""
     return tuple(foreach_norm(list(tensors), norm_type))

@@ -1,8 +1,8 @@
 """The interface that runs a backward and reduces its gradients over ranks, and its form for gradients in `.grad`."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -44,52 +44,34 @@ class BackwardOptions:
 ONCE = BackwardOptions()
 
 
-class GradientReducer(Protocol):
-    """An object that runs backwards, averages their gradients over ranks, and makes them final."""
+class GradientReducer:
+    """An object that runs backwards, averages their gradients over ranks, and makes them final. Called on all ranks.
 
-    scaler: LossScaler | None  # the loss scale, for fp16
-    is_joined: bool  # whether ranks may run out of batches at different steps
-
-    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
-        """Run the backward of a loss, of shape (), already divided for its window. Called on all ranks.
-
-        `models` are the user's modules that the loss trains, according to the caller. Options that cannot be honoured
-        raise an AccumulationError.
-        """
-        ...
-
-    def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the leaves of these models in a loss's graph: the parameters, or tensors that replace them."""
-        ...
-
-    def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Unscale the reduced gradients of a closed window, and multiply them by `factor`. Called on all ranks.
-
-        Return True if a gradient holds an infinity or NaN; only fp16 gradients are checked.
-        """
-        ...
-
-
-class ParameterGradients:
-    """The full gradients that torch's autograd leaves in `.grad` on every rank; other code may change them there."""
-
-    averages = False  # whether ranks hold replicas, so that gradients changed by other code must be averaged
+    The base class is that of one process, which averages nothing. `model` is the user's module.
+    """
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self.scaler = scaler  # the loss scale, for fp16
         self.is_joined = False  # whether ranks may run out of batches at different steps
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
-        """Run torch's backward, on the scaled loss for fp16; see `GradientReducer.backward`."""
+        """Run torch's backward of a loss, of shape (), already divided for its window; for fp16, scale it first.
+
+        `models` are the modules that the loss trains, according to the caller. Options that cannot be honoured raise
+        an AccumulationError.
+        """
         del models
         options.run(loss if self.scaler is None else self.scaler.scale(loss))
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the parameters; see `GradientReducer.leaves`."""
+        """Return the leaves of these models in a loss's graph: the parameters, or tensors that replace them."""
         return [parameter for model in models for parameter in model.parameters()]
 
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
-        """Unscale and correct in one pass; see `GradientReducer.finalize`."""
+        """Unscale the reduced gradients of a closed window, and multiply them by `factor`, in one pass.
+
+        Return True if a gradient holds an infinity or NaN; only fp16 gradients are checked.
+        """
         if factor is None and self.scaler is None:
             return False
         gradients = [stored_values(p.grad) for p in trainable_parameters(models) if p.grad is not None]
@@ -100,6 +82,38 @@ class ParameterGradients:
         if factor is not None:
             multiply_by_device(gradients, factor)
         return False
+
+    def local(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep the gradients of a model on their ranks in the block; see `Prepared.no_sync`."""
+        del model
+        return nullcontext()
+
+    def alone(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Step a model on this rank's own gradients in the block; see `SupportsLocalSteps`."""
+        del model
+        return nullcontext()
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Let ranks run out of batches at different steps in the block; see `Backend.join`."""
+        del models
+        return nullcontext()
+
+    def steps_together(self, model: nn.Module) -> bool:
+        """Return whether all ranks step a model at the same time, so that they may gather an error."""
+        del model
+        return False
+
+    def cleared(self, models: Sequence[nn.Module]) -> None:
+        """Drop what is held beside `.grad`, after `zero_grad` has cleared the gradients of models."""
+
+    def close(self) -> None:
+        """Forget all models, and release what the reducer holds."""
+
+
+class ParameterGradients(GradientReducer):
+    """The full gradients that torch's autograd leaves in `.grad` on every rank; other code may change them there."""
+
+    averages = False  # whether ranks hold replicas, so that gradients changed by other code must be averaged
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
         """Return whether gradients moved to other tensors, with unchanged values, since the last call."""

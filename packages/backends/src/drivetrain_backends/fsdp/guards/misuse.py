@@ -1,27 +1,15 @@
-"""The list of guards over a sharded model: what FSDP would train wrongly, drop, or fail on with a cryptic error.
-
-| guard | when | cost |
-|---|---|---|
-| `check_trainable` | `prepare`, before any change | a walk through the modules |
-| `refuse_misuse` | a gather, a first forward, a backward | one comparison for each parameter that is gathered |
-| `explain_ungathered`, `check_unconverted` | after an error | none before it |
-| `ForwardWrites` | a gather and a backward; checked at a step | the version of each gathered parameter |
-| `AssignmentGuard` | an assignment of a parameter to a module | a look into a dict |
+"""Models, forwards and backwards that FSDP would train wrongly, or refuse with a cryptic error.
 
 The guards during training wrap the methods of torch's objects by which FSDP starts to gather and to run backward.
 They therefore cover every strategy and blocks that are called directly, and torch.compile does not trace them.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import SecondDerivativeError, UnshardedParameterError
@@ -29,9 +17,7 @@ from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
-from drivetrain_backends.modules.parameter_guard import Writes
 from drivetrain_backends.modules.wrap_policy import class_name
-from drivetrain_messages import list_some
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 
@@ -147,108 +133,3 @@ def check_unconverted(models: Iterable[ShardedModel], error: BaseException | Non
 def _begin_anew(sharded: ShardedModel) -> None:
     for block in sharded.blocks:
         compat.begin_anew(block)
-
-
-class CountedParameter(nn.Parameter):
-    """A gathered parameter whose `.data` counts writes, unlike torch's `.data`."""
-
-    @property
-    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values without autograd."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        if values is not self:
-            self.detach().copy_(values)
-
-
-class ForwardWrites:
-    """A watch for writes into gathered parameters, and for steps between a forward and its backward."""
-
-    def __init__(self, sharded: ShardedModel) -> None:
-        self._kind = class_name(sharded.module)
-        self._names = {parameter: name for name, parameter in sharded.parameters.items()}
-        self._writes: dict[Any, tuple[Tensor | None, Writes]] = {}  # into gathered parameters, by group
-        self.num_steps = 0
-        self._num_at_forward: dict[Any, int] = {}  # the steps before the last forward, by group
-        for block in sharded.blocks:
-            groups = compat.parameter_groups(block)
-            for group in groups:
-                compat.call_after_gathering(group, partial(self._note, group))
-            compat.check_before_backward(block, partial(self._refuse_stepped, groups))
-
-    def check(self) -> None:
-        """Refuse if gathered parameters were written since the last call."""
-        if names := [name for _, writes in self._writes.values() for name in writes.since()]:
-            raise UnshardedParameterError(
-                f"{list_some(names)} of {self._kind}: a forward, or a hook in backward, wrote "
-                "into it, where FSDP drops what is written: it gathers parameters anew for each forward. Write after "
-                "the step in its place, inside accelerator.gathered(model, write=True); keep what a forward updates "
-                "in a buffer; or use backend='ddp'"
-            )
-
-    def _note(self, group: Any) -> None:
-        """Count writes to a group's parameters after its first gather, and steps after each of its forwards."""
-        first = compat.gathered_parameter(group.fsdp_params[0])
-        if group not in self._writes or self._writes[group][0] is not first:
-            named = {self._names[p.sharded_param]: compat.gathered_parameter(p) for p in group.fsdp_params}
-            for parameter in named.values():
-                if type(parameter) is nn.Parameter:  # others are gathered in another form, as in fp8
-                    parameter.__class__ = CountedParameter
-            self._writes[group] = first, Writes(named)
-        if compat.is_in_forward(group):
-            self._num_at_forward[group] = self.num_steps
-
-    def _refuse_stepped(self, groups: list[Any]) -> None:
-        """Refuse a backward through outputs that were computed before a step."""
-        if any(self._num_at_forward.get(group, self.num_steps) != self.num_steps for group in groups):
-            raise UnshardedParameterError(
-                f"{self._kind} was stepped between a forward and its backward, as in a hook of the forward: FSDP "
-                "gathers parameters for both, and gradients of these outputs would be computed with the new "
-                "weights. Step after accelerator.backward(loss)"
-            )
-
-
-class AssignmentGuard:
-    """A guard that refuses to assign a parameter to a watched module, from `watch` until `close`."""
-
-    def __init__(self) -> None:
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._paused = False
-        self._handle: RemovableHandle | None = None
-
-    def watch(self, model: nn.Module) -> None:
-        """Watch every module of a model, except those with their own `__setattr__`."""
-        if self._handle is None:
-            check = cast("Callable[..., None]", self._check)
-            self._handle = register_module_parameter_registration_hook(check)
-        for name, module in model.named_modules():
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                self._names[module] = name
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Allow parameters to be assigned in the block."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def close(self) -> None:
-        """Stop watching all modules, until `watch` is called again."""
-        self._names.clear()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _check(self, module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
-        if self._paused or parameter is None or module not in self._names:
-            return
-        name = f"{self._names[module]}.{attribute}".lstrip(".")
-        raise UnshardedParameterError(
-            f"{name} is assigned after prepare(): the new tensor would not be sharded, its gradients not averaged, "
-            "and the optimizer would not step it. Change values in place, inside gathered(write=True), or build the "
-            "model before prepare()"
-        )

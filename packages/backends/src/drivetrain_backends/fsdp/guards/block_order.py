@@ -15,10 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
+from drivetrain_backends.composed.strategy import StepGuard
+from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.compat import parameter_groups, wrap_collectives
 from drivetrain_backends.fsdp.sharded_model import ShardedModel
 from drivetrain_backends.gradients.nonfinite import list_ranks
+from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
 
@@ -167,6 +171,29 @@ class CollectiveOrder:
             "input of zeros and a loss times 0), make what differs one block with what is around it (fsdp.wrap), or "
             "use backend='ddp'. state.debug=True compares before every collective"
         )
+
+
+class BlockOrderGuard(StepGuard):
+    """Compare the order of blocks before gradients are used, and broadcast buffers that have changed."""
+
+    def __init__(self, order: CollectiveOrder, buffers: SharedBuffers) -> None:
+        self._order, self._buffers = order, buffers
+
+    def before_clip(self, group: GradientGroup) -> None:
+        """Compare, once no backward runs."""
+        group.check_ended()
+        self._buffers.share(self._order.compare(self._buffers.news()))
+
+    def before_step(self, group: GradientGroup, optimizer: Optimizer) -> None:
+        """Compare, unless a clip has compared."""
+        del optimizer
+        group.check_ended()
+        if group.stage != "final":
+            self.before_clip(group)
+
+    def close(self) -> None:
+        """Destroy the process group of the checksums. Called on all ranks."""
+        self._order.close()
 
 
 class _Recorded:

@@ -6,12 +6,14 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from drivetrain_backends import AccumulationWindow
-from drivetrain_backends.torch.prepared import TorchPrepared
+from drivetrain_backends.composed.prepared import ComposedPrepared
 from plain_loop.backends import linear, step_and_clear
 from plain_loop.backends import single as backend
 
 
-def start(model: nn.Module, *optimizers, accumulation: int = 1) -> tuple[AccumulationWindow, TorchPrepared]:
+def start(
+    model: nn.Module, *optimizers, accumulation: int = 1
+) -> tuple[AccumulationWindow, ComposedPrepared]:
     single = backend(accumulation=accumulation)
     (prepared,) = single.prepare([model], optimizers, [])
     return single.window, prepared
@@ -110,10 +112,12 @@ def test_a_state_with_other_optimizers_or_schedulers_is_refused_and_nothing_load
 
 def test_unwrapping_and_releasing_give_the_users_module() -> None:
     model = linear()
-    _, prepared = start(model)
+    single = backend()
+    (prepared,) = single.prepare([model], [], [])
     assert prepared.unwrap() is model
     assert type(model) is not nn.Linear
-    assert type(prepared.release()) is nn.Linear
+    single.close()
+    assert type(model) is nn.Linear
 
 
 @pytest.mark.parametrize("wrong", ["group", "name", "shape"])

@@ -1,59 +1,44 @@
-"""The common part of all backends: pairing models with optimizers, and the state of their gradients.
+"""A backend composed of a `Strategy`: it pairs models with optimizers, and applies the strategy to them.
 
-Subclasses decide how a model is wrapped, and which object reduces its gradients.
+`SingleBackend`, `DDPBackend` and `FSDPBackend` are this class with three strategies.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.composed.prepared import ComposedPrepared
+from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
-from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions, GradientReducer, ParameterGradients
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker, group_models
-from drivetrain_backends.modules.autocast_forward import PreparedForward, prepare_forward, restore_forward
+from drivetrain_backends.modules.autocast_forward import PreparedForward
 from drivetrain_backends.modules.compile import unwrap_compiled
-from drivetrain_backends.modules.held_dtypes import (
-    Islands,
-    check_updates,
-    hold_model,
-    plan_islands,
-    updates_of,
-)
-from drivetrain_backends.modules.model_checks import check_new, check_values
+from drivetrain_backends.modules.held_dtypes import check_updates, updates_of
+from drivetrain_backends.modules.model_checks import check_new
 from drivetrain_backends.optim.host_optimizers import check_steps_parameters
 from drivetrain_backends.optim.parameter_matching import owners
 from drivetrain_backends.optim.scheduler import PreparedScheduler, Scheduler
 from drivetrain_backends.protocol import AutoValue
-from drivetrain_backends.torch.prepared import TorchPrepared
 from drivetrain_precision import Bf16Updates, LossScaler, Policy
 from drivetrain_precision.dtypes.dtype_policy import NAMES
 from drivetrain_precision.dtypes.fp32_islands import Fp32Island, matching_modules
 from drivetrain_state import Context
 
 
-class TorchBackend:
-    """The base class of all backends. Used alone, it neither wraps models nor changes gradients.
-
-    Without `settings`, the backend's section has its defaults. Without a `reducer`, torch's autograd alone runs
-    backwards.
-    """
+class ComposedBackend:
+    """A backend for models that torch's autograd trains. A subclass names its section and composes its strategy."""
 
     settings_section: ClassVar[str | None] = None
     settings_type: ClassVar[type[Any] | None] = None
     needs_group: ClassVar[bool] = False
 
     def __init__(
-        self,
-        context: Context,
-        policy: Policy,
-        *,
-        window: AccumulationWindow,
-        settings: Any = None,
-        reducer: GradientReducer | None = None,
+        self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
         if context.plan is not None and context.plan.expert > 1:
             raise ValueError(f"parallelism expert={context.plan.expert}: no backend divides experts yet")
@@ -65,59 +50,38 @@ class TorchBackend:
         self.context = context
         self.policy = policy
         self.window = window
-        self.settings: Any = self.settings_or_defaults(settings)
-        self._tracker = GradientTracker(
-            context, window, reducer or ParameterGradients(loss_scaler(context, policy)), policy.settings
+        self.settings: Any = (
+            settings if settings is not None or self.settings_type is None else self.settings_type()
         )
-        self.scaler = self._tracker.scaler
+        self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
+        self.strategy = self.compose()
+        self._tracker = GradientTracker(context, window, self.strategy.gradients, policy.settings)
         self._is_closed = False  # whether models were forgotten
-        self._prepared: list[TorchPrepared] = []
+        self._prepared: list[ComposedPrepared] = []
         self._trained: list[GradientGroup] = []  # groups with an optimizer
-        self._islands: Islands = {}  # of the models that are being prepared
         self._updates = updates_of(policy.dtypes)
 
-    @classmethod
-    def settings_or_defaults(cls, settings: Any) -> Any:
-        """Return the given settings, or the defaults of this class's section if None."""
-        return settings if settings is not None or cls.settings_type is None else cls.settings_type()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that the user calls. The model is already on its device and under autocast."""
-        return model
-
-    def make_prepared(self, model: nn.Module) -> TorchPrepared:
-        """Return the `Prepared` of a wrapped model."""
-        return TorchPrepared(model, context=self.context, tracker=self._tracker)
-
-    def check_models(self, models: Sequence[nn.Module], trained_by: Mapping[nn.Module, Optimizer]) -> None:
-        """Refuse models that cannot be placed, before any change; `trained_by` maps models to first optimizers."""
-        del trained_by
-        for model in models:
-            check_values(model)
-
-    def undo_prepare(self, placed: Sequence[TorchPrepared], error: BaseException) -> None:
-        """Restore the `placed` models after a failed `prepare`; note in `error` any change that cannot be undone."""
-        del error
-        for prepared in placed:
-            prepared.release()
-
-    def move_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's earlier state to the devices on which the parameters of its models are now placed."""
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())
+    def compose(self) -> Strategy:
+        """Return the strategy. Called once, when context, policy, window, settings and scaler are set."""
+        raise NotImplementedError(f"{type(self).__name__}.compose()")
 
     def building(self) -> AbstractContextManager[Any]:
-        """Create parameters directly on the backend's device in the block."""
-        return self.context.device
+        """Create parameters in the block where the strategy needs them; see `Backend.building`."""
+        return self.context.device if self.strategy.building is None else self.strategy.building()
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Scheduler]
-    ) -> tuple[TorchPrepared, ...]:
+    ) -> tuple[ComposedPrepared, ...]:
         """Prepare models with their optimizers and schedulers; see `Backend.prepare`. Called on all ranks.
 
+        In place of the user's module, a wrapper that `close` of this backend released may be given and is used again.
+
         Raises:
-            ValueError: A model is already prepared or cannot be placed. Models are unchanged except for their device.
+            ValueError: A model is already prepared or cannot be transformed. Models are unchanged except for their
+                device, and for what a note of the error names.
         """
+        for transform in self.strategy.transforms:
+            models = transform.recall(models, optimizers)
         known = [
             *optimizers,
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
@@ -126,19 +90,17 @@ class TorchBackend:
         check_steps_parameters(optimizers)
         check_schedulers(schedulers, known)
         pairs = self.pair(models, optimizers)
-        trained_by = {model: optimizer for optimizer, model in reversed(pairs)}
         check_updates(optimizers, self.policy.dtypes)
-        self.check_models(models, trained_by)
-        known_models = [prepared.unwrap() for prepared in self._prepared]
-        self._islands = plan_islands(models, self.policy, known=known_models)
+        trained_by = {model: optimizer for optimizer, model in reversed(pairs)}
+        self.plan(models, optimizers, trained_by)
         before = [(prepared, len(prepared.optimizers)) for prepared in self._prepared]
         try:
             for model in models:
-                self._prepared.append(self._place(model, trained_by.get(model)))
-            touched: list[TorchPrepared] = self._prepared[len(before) :]
+                self._prepared.append(self.place(model, trained_by.get(model)))
+            touched: list[ComposedPrepared] = self._prepared[len(before) :]
             for optimizer, model in pairs:
                 first = next(prepared for prepared in self._prepared if prepared.unwrap() is model)
-                self.move_optimizer_state(optimizer)
+                self.strategy.layout.adopt(optimizer)
                 first.add_optimizer(optimizer)
                 touched.append(first)
             for prepared in touched:
@@ -148,10 +110,11 @@ class TorchBackend:
             placed, self._prepared = self._prepared[len(before) :], [prepared for prepared, _ in before]
             for prepared, number in before:
                 del prepared.optimizers[number:]
-            self.undo_prepare(placed, error)
+            for prepared in placed:
+                self.release(prepared)
+            for transform in self.strategy.transforms:
+                transform.fail(error)
             raise
-        finally:
-            self._islands = {}
         for scheduler in schedulers:
             trained = ((p, o) for p in self._prepared for o in p.optimizers)
             prepared, optimizer = next(
@@ -169,6 +132,38 @@ class TorchBackend:
         """Return each optimizer with the first model that it trains, among new and earlier models."""
         plain = [*(p.unwrap() for p in self._prepared), *models]
         return [(optimizer, plain[owners(optimizer, plain)[0]]) for optimizer in optimizers]
+
+    def plan(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        trained_by: Mapping[nn.Module, Optimizer],
+    ) -> None:
+        """Plan every transform before any change; `trained_by` maps each model to its first optimizer."""
+        del trained_by
+        for transform in self.strategy.transforms:
+            transform.plan(models, optimizers)
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> ComposedPrepared:
+        """Apply every transform to a new model; `optimizer` is the first that trains it. Called on all ranks."""
+        del optimizer
+        applied: list[ModelTransform] = []
+        called = model
+        try:
+            for transform in self.strategy.transforms:
+                called = transform.apply(called)
+                applied.append(transform)
+        except BaseException:
+            for transform in reversed(applied):
+                transform.release(model)
+            raise
+        return ComposedPrepared(called, context=self.context, tracker=self._tracker, strategy=self.strategy)
+
+    def release(self, prepared: ComposedPrepared) -> None:
+        """Undo every transform of a model, as far as torch can."""
+        model = prepared.unwrap()
+        for transform in reversed(self.strategy.transforms):
+            transform.release(model)
 
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, options: BackwardOptions = ONCE
@@ -202,27 +197,25 @@ class TorchBackend:
         self._tracker.backward(loss, count, list(dict.fromkeys(chosen)), options=options)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Do nothing, because a single device needs no join; see `Backend.join`."""
-        del models
-        return nullcontext()
+        """Let ranks run out of batches at different steps in the block, if gradients allow it; see `Backend.join`."""
+        return self.strategy.gradients.join(models)
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the prepared models."""
-        return {
+        found: dict[str, object] = {
             "device": str(self.context.device),
             "gradient_accumulation_steps": self.window.next_num_micro_batches,
             "mixed_precision": self.policy.mode,
             "loss_scaling": self.scaler is not None,
             "nonfinite_gradients": self.window.nonfinite_gradients,
             **read_dtypes([prepared.unwrap() for prepared in self._prepared], self.policy, self._updates),
-            "reduce_dtype": self.reduce_dtype(),
+            "reduce_dtype": None
+            if self.policy.dtypes.reduce is None
+            else AutoValue(value=None, reason="one process has no gradients to add up"),
         }
-
-    def reduce_dtype(self) -> object:
-        """Return the dtype in which ranks add up gradients, by its name, for the effective plan."""
-        if self.policy.dtypes.reduce is None:
-            return None
-        return AutoValue(value=None, reason="one process has no gradients to add up")
+        for transform in self.strategy.transforms:
+            found |= transform.applied()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, if the run has a loss scale, and the reference count of counted losses."""
@@ -233,29 +226,18 @@ class TorchBackend:
         self._tracker.load_state_dict(state)
 
     def close(self) -> None:
-        """Restore every model's original class and forget all models."""
+        """Undo every transform as far as torch can, and forget all models."""
         for group in self._tracker.groups:
             group.skips.close()
         for prepared in self._prepared:
-            prepared.release()
+            self.release(prepared)
             for optimizer in prepared.optimizers:
                 optimizer.release()
         self._prepared, self._trained, self._tracker.groups = [], [], []
+        for part in (*self.strategy.transforms, *self.strategy.guards, self.strategy.gradients):
+            part.close()
         self.window.reset()
         self._is_closed = True
-
-    def _place(self, model: nn.Module, optimizer: Optimizer | None) -> TorchPrepared:
-        """Place a new model, with the first optimizer that trains it."""
-        del optimizer
-        model.to(self.context.device)
-        hold_model(model, self.policy, self.context.device, self._islands[model])
-        prepare_forward(model, self.policy, self.context.device, progress=self.context.progress)
-        try:
-            wrapped = self.wrap(model)
-        except BaseException:
-            restore_forward(model)
-            raise
-        return self.make_prepared(wrapped)
 
     def _groups(self) -> list[GradientGroup]:
         """Return the group of each prepared model; models that share an optimizer or a parameter are in one group."""
@@ -274,11 +256,6 @@ class TorchBackend:
             group.optimizers = [o.optimizer for p in self._prepared if p.group is group for o in p.optimizers]
         self._trained = [group for group in self._tracker.groups if group.optimizers]
         self._tracker.first_losses.renew()
-
-
-def loss_scaler(context: Context, policy: Policy) -> LossScaler | None:
-    """Return the loss scale of a run; None without fp16."""
-    return None if policy.scaling is None else LossScaler(context.device, policy.scaling)
 
 
 def check_schedulers(schedulers: Sequence[Scheduler], optimizers: Sequence[object]) -> None:

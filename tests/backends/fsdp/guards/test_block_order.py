@@ -53,11 +53,12 @@ def mismatch(
     )
     _, _, prepared = prepare_sgd(backend, Mixture(hidden))
     for step, by_rank in enumerate(orders):
-        before = [p.to_local().clone() for p in prepared.sharded.parameters.values()]
+        shards = list(prepared.model.parameters())
+        before = [p.to_local().clone() for p in shards]
         try:
             take_step(prepared, prepared.model(torch.ones(2, 8), by_rank[dist.get_rank()]).square().mean())
         except CollectiveMismatchError as error:
-            after = [p.to_local() for p in prepared.sharded.parameters.values()]
+            after = [p.to_local() for p in shards]
             assert all(map(torch.equal, before, after))
             backend.close()
             return str(error), step

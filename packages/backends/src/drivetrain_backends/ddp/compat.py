@@ -1,7 +1,7 @@
 """The private and undocumented names of torch's DistributedDataParallel that this backend uses, in one place.
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15 unless a function says otherwise.
-tests/backends/torch/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
+tests/backends/ddp/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
 """
 
 import re
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,19 +35,6 @@ def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
         "broadcast_buffers": getattr(ddp, BUFFERS_ARGUMENT),
         "bucket_size_mb": ddp.bucket_bytes_cap / 2**20,
     }
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have torch call a function at the end of the backward that this thread runs.
-
-    Queued functions run in their order, once every gradient is computed. When its last bucket is full, DDP's reducer
-    queues a function that waits for the other ranks. Any thread of autograd may run the functions; the current stream
-    is then that of the caller of backward.
-
-    Raises:
-        RuntimeError: The thread runs no backward.
-    """
-    Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
 
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:

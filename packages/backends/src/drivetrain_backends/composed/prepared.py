@@ -1,28 +1,28 @@
-"""A prepared model with its optimizers, trained by torch's autograd: the base class for all backends."""
+"""A prepared model with its optimizers, trained as the strategy of its backend says."""
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from drivetrain_backends.composed.strategy import Strategy
+from drivetrain_backends.gradients.multi_tensor import scale_to_norm, stored_values
 from drivetrain_backends.gradients.nonfinite import nonfinite_error
 from drivetrain_backends.gradients.tracker import GradientGroup, GradientTracker
-from drivetrain_backends.modules.autocast_forward import restore_forward
-from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.modules.module_proxy import ModuleProxy
 from drivetrain_backends.modules.parameter_guard import KnownParameters
 from drivetrain_backends.optim.host_optimizers import page_states
 from drivetrain_backends.optim.optimizer import PreparedOptimizer, StepResult
 from drivetrain_backends.optim.parameter_matching import parameter_names
 from drivetrain_backends.optim.scheduler import PreparedScheduler, check_numbers, load_progress, progress_of
-from drivetrain_backends.state_dict.dtensor import broadcast_parts
-from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state, named_state
+from drivetrain_backends.state_dict.dtensor import local
+from drivetrain_backends.state_dict.optimizer_state import check_named_state, load_named_state
 from drivetrain_precision import Bf16Updates, is_low_bit, optimizer_states
 from drivetrain_precision.optim.bf16_updates import forget_updates
 from drivetrain_state import Context, ProgressMark, gather_object
@@ -33,13 +33,12 @@ OPEN = StepResult(stepped=False, skipped=False)
 STEPPED = StepResult(stepped=True, skipped=False)
 
 
-class TorchPrepared:
-    """A model with its optimizers, trained by torch's autograd."""
+class ComposedPrepared:
+    """A model with its optimizers, trained by torch's autograd as a strategy says."""
 
-    # Whether all ranks step this model at the same time, so that they may gather an error.
-    steps_together = False
-
-    def __init__(self, model: nn.Module, *, context: Context, tracker: GradientTracker) -> None:
+    def __init__(
+        self, model: nn.Module, *, context: Context, tracker: GradientTracker, strategy: Strategy
+    ) -> None:
         self.model = model  # the module that the user calls
         self.optimizers: list[PreparedOptimizer] = []  # the prepared optimizers that train this model
         self.schedulers: list[PreparedScheduler] = []  # the prepared schedulers of those optimizers
@@ -51,12 +50,12 @@ class TorchPrepared:
         self._progress = context.progress
         self._tracker = tracker
         self._window = tracker.window
-        self._known = self.known_parameters()
+        self._gradients = strategy.gradients
+        self._layout = strategy.layout
+        self._guards = strategy.guards
+        self._direct = strategy.direct
+        self._known = KnownParameters(self.unwrap())  # as they are at the end of `prepare`
         self._untold = set[Optimizer]()  # low-bit ones, until their first step has made their states
-
-    def known_parameters(self) -> KnownParameters:
-        """Return the record of the model's parameters, as they are at the end of `prepare`."""
-        return KnownParameters(self.unwrap())
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add an optimizer that trains this model."""
@@ -69,13 +68,34 @@ class TorchPrepared:
         self._tracker.backward(loss, count, (self.group,))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing, because gradients are always local; see `Prepared.no_sync`."""
-        return nullcontext()
+        """Keep gradients local in the block; see `Prepared.no_sync`."""
+        return self._gradients.local(self.unwrap())
+
+    def trained_alone(self) -> AbstractContextManager[None]:
+        """Step on this rank's own gradients in the block; see `SupportsLocalSteps`. Called on all ranks."""
+        return self._gradients.alone(self.unwrap())
 
     def step(self, optimizer: Optimizer) -> StepResult:
-        """Step one optimizer if the window is closed; on a non-finite gradient, skip the step or end the run."""
+        """Step one optimizer if the window is closed; on a non-finite gradient, skip the step or end the run.
+
+        Called on all ranks.
+        """
         if not self._window.closing:
             return OPEN
+        group = self.group
+        for guard in self._guards:
+            guard.before_step(group, optimizer)
+        if self._direct is None:
+            result = self._step(optimizer)
+        else:
+            with self._direct(self.unwrap()):
+                result = self._step(optimizer)
+        if result.stepped:
+            for guard in self._guards:
+                guard.after_step(group, optimizer)
+        return result
+
+    def _step(self, optimizer: Optimizer) -> StepResult:
         group = self.group
         if self._known.look_now_and_then():
             self._known.look_at_unfrozen(group.optimizers)
@@ -108,8 +128,14 @@ class TorchPrepared:
         group = self.group
         if group.stage == "open" and group.is_accumulating:  # a call less in most steps
             return
-        optimizer.zero_grad(set_to_none)
+        if self._direct is None:
+            optimizer.zero_grad(set_to_none)
+        else:
+            with self._direct(self.unwrap()):
+                optimizer.zero_grad(set_to_none)
         group.clear(optimizer)
+        if group.stage == "empty":
+            self._gradients.cleared(group.models)
 
     def clip(
         self,
@@ -123,47 +149,50 @@ class TorchPrepared:
         check_clip(norm, norm_type, value)
         if not self._window.closing:
             return None
-        chosen = self._chosen(parameters)
+        for guard in self._guards:
+            guard.before_clip(self.group)
+        if self._direct is None:
+            return self._clip(parameters, norm, norm_type, value)
+        with self._direct(self.unwrap()):
+            return self._clip(parameters, norm, norm_type, value)
+
+    @torch.no_grad()
+    def _clip(
+        self, parameters: Iterable[Tensor] | None, norm: float | None, norm_type: float, value: float | None
+    ) -> Tensor | None:
+        chosen = self._layout.chosen(self.unwrap(), parameters)
         groups = self._tracker.finish_all_of(chosen)
         if not groups:
             raise ValueError(
                 f"clip over {len(chosen)} parameters, of which no prepared model trains one: pass model.parameters() "
                 "of what prepare() returned, each time anew"
             )
-        if value is not None:
-            if self._are_finite(groups):
-                self._clamp(chosen, value)
-            for group in groups:
-                group.record()
-            return None
-        assert norm is not None
-        total = self._norm_of(chosen, norm_type)
+        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+        total = None if norm is None else self._layout.norm(gradients, float(norm_type))
         if self._are_finite(groups, chosen, total):
-            self._scale(chosen, total, norm)
+            held = [stored_values(local(gradient)) for gradient in gradients]
+            if norm is not None and total is not None:
+                scale_to_norm(held, total, norm)
+            if value is not None:
+                for gradient in held:
+                    gradient.clamp_(-value, value)
         for group in groups:
-            group.set_norm(total)
+            if total is not None:
+                group.set_norm(total)
             group.record()
         return total
 
     def unwrap(self) -> nn.Module:
         """Return the user's module without a wrapper; it still computes in the run's precision."""
-        return (
-            self.model.module if isinstance(self.model, ModuleProxy | DistributedDataParallel) else self.model
-        )
+        return self.model.module if isinstance(self.model, ModuleProxy) else self.model
 
-    @contextmanager
-    def gathered(self, *, write: bool = False) -> Generator[None]:
-        """Run the block directly, because parameters are always full; see `Prepared.gathered`."""
-        yield
-        if write:
-            broadcast_parts(weights_of(self.unwrap()), self._context)
-
-    def release(self) -> nn.Module:
-        """Undo the preparation and return the user's module, with its original class restored."""
-        return restore_forward(self.unwrap())
+    def gathered(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Gather the full parameters in the block; see `Prepared.gathered`. Called on all ranks."""
+        return self._layout.gathered(self.unwrap(), write=write)
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers and schedulers, unless the model has parameters that were not prepared."""
+        self._layout.open(self.group.models, [one.optimizer for one in self.optimizers])
         self._known.look()
         return {**self._read_state(), **progress_of(self.optimizers, self.schedulers)}
 
@@ -172,6 +201,7 @@ class TorchPrepared:
 
         A state with other parameters, or another number of optimizers or schedulers, is refused before any change.
         """
+        self._layout.open(self.group.models)
         self._known.look()
         check_numbers(state, self.optimizers, self.schedulers, of=type(self.unwrap()).__name__)
         self._load_state(state)
@@ -179,19 +209,20 @@ class TorchPrepared:
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state of the model and its optimizers."""
-        names = self._names()
+        layout, names = self._layout, self._names()
         return {
-            "model": plain_state(self.unwrap()),
-            "optimizers": [named_state(o.optimizer, names) for o in self.optimizers],
+            "model": layout.model_state(self.unwrap()),
+            "optimizers": [layout.optimizer_state(one.optimizer, names) for one in self.optimizers],
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the model and its optimizers."""
         names = self._names()
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        divided = [self._layout.divide(saved, names) for saved in state["optimizers"]]
+        for optimizer, saved in zip(self.optimizers, divided, strict=True):
             check_named_state(optimizer.optimizer, names, saved)
-        self._load_model(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        self._layout.load_model(self.unwrap(), state["model"])
+        for optimizer, saved in zip(self.optimizers, divided, strict=True):
             notes = load_named_state(optimizer.optimizer, names, saved)
             page_states(optimizer.optimizer)
             if notes and self._context.topology.is_main:
@@ -205,20 +236,6 @@ class TorchPrepared:
                     repr(rounding) if rounding else "the optimizer's own updates",
                     num_dropped,
                 )
-
-    def _chosen(self, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """Return the parameters to clip: the given parameters; for None, those of the model."""
-        return list(weights_of(self.unwrap()) if parameters is None else parameters)
-
-    def _norm_of(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-
-    def _scale(self, parameters: Sequence[Tensor], total: Tensor, max_norm: float) -> None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-
-    def _clamp(self, parameters: Sequence[Tensor], value: float) -> None:
-        if any(parameter.grad is not None for parameter in parameters):  # torch needs at least one
-            nn.utils.clip_grad_value_(parameters, value)
 
     def _are_finite(
         self, groups: Sequence[GradientGroup], clipped: Sequence[Tensor] = (), norm: Tensor | None = None
@@ -275,7 +292,7 @@ class TorchPrepared:
 
         Unaveraged gradients may be bad on this rank alone, and a rank without batches does not step.
         """
-        return self._tracker.reducer.is_joined or not self.steps_together
+        return self._gradients.is_joined or not self._gradients.steps_together(self.unwrap())
 
     def _gather(self, value: Any) -> list[Any]:
         """Gather a value from the ranks that step together into a list. Called on all of them."""
@@ -285,17 +302,8 @@ class TorchPrepared:
         """Return the reduced gradient of a parameter, or this rank's part of a sharded one. Called on all ranks."""
         return parameter.grad
 
-    def _load_model(self, state: Mapping[str, Any]) -> None:
-        check_plain_state(self.unwrap(), state)
-        load_plain_state(self.unwrap(), state)
-
     def _names(self) -> dict[Tensor, str]:
         return parameter_names({str(i): model for i, model in enumerate(self.group.models)})
-
-
-def weights_of(module: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters of a module, even if the module overrides `parameters` and leaves some out."""
-    return [parameter for _, parameter in nn.Module.named_parameters(module)]
 
 
 def check_clip(norm: object, norm_type: object, value: object) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain_backends.torch import compat
+from drivetrain_backends.ddp import compat
 from plain_loop.backends import context
 
 
@@ -139,19 +139,3 @@ def test_parameters_are_left_out_of_a_replica() -> None:
         DistributedDataParallel(model)
     assert [layer.weight.item() for layer in model] == [dist.get_rank(), 0.0]
     assert "_ddp_params_and_buffers_to_ignore" not in vars(model)
-
-
-def test_functions_run_after_every_gradient_in_the_order_in_which_they_were_queued() -> None:
-    order: list[str] = []
-    layer = nn.Linear(2, 1)
-    layer.weight.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
-
-    def queue_more(_: torch.Tensor) -> None:
-        compat.call_after_backward(lambda: order.append("second"))
-
-    hidden = torch.ones(1, 2).requires_grad_()
-    hidden.register_hook(queue_more)
-    loss = layer(hidden).sum()
-    loss.register_hook(lambda _: compat.call_after_backward(lambda: order.append("first")))
-    loss.backward()
-    assert order == ["gradient", "first", "second"]

@@ -1,0 +1,1 @@
+"""The backend that is composed of a strategy, and the strategy of one device."""

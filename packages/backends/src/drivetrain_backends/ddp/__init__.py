@@ -1,0 +1,1 @@
+"""Data parallel training: a replica of each model on every rank."""

@@ -1,0 +1,394 @@
+"""Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain_backends.composed.backend import ComposedBackend
+from drivetrain_backends.composed.state_layout import StateLayout
+from drivetrain_backends.composed.strategy import ModelTransform, StepGuard, Strategy
+from drivetrain_backends.composed.transforms import on_one_device
+from drivetrain_backends.ddp import compat
+from drivetrain_backends.ddp.replica import Replica, ReplicatedGradients
+from drivetrain_backends.errors import AccumulationError, PairingError
+from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
+from drivetrain_backends.gradients.tracker import GradientGroup
+from drivetrain_backends.modules.batch_norm import (
+    batch_norms,
+    check_batch_norms,
+    restore_batch_norms,
+    synchronise_batch_norms,
+)
+from drivetrain_backends.modules.held_dtypes import reduced_in
+from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
+from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
+from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, check_replicas, replicas_of
+from drivetrain_backends.protocol import AutoValue
+from drivetrain_backends.settings import DDPSettings
+from drivetrain_backends.state_dict.dtensor import broadcast_parts
+from drivetrain_precision import DtypePolicy, PrecisionError
+from drivetrain_precision.dtypes.dtype_policy import NAMES
+from drivetrain_state import Context
+
+_HOOKS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+    }
+)
+_COMPRESSED = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
+
+
+class DDPBackend(ComposedBackend):
+    """A backend that replicates each model on every rank; a model without trainable parameters is only moved.
+
+    Raises:
+        RuntimeError: The context has no process group.
+        PrecisionError: The communication hook and the run's `reduce_dtype` set different dtypes.
+    """
+
+    settings_section: ClassVar[str | None] = "ddp"
+    settings_type: ClassVar[type[Any] | None] = DDPSettings
+    needs_group: ClassVar[bool] = True
+
+    def compose(self) -> Strategy:
+        """Return the strategy: a model on its device, in its dtypes, under autocast, and DDP around it."""
+        settings: DDPSettings = self.settings
+        dtypes = self.policy.dtypes
+        check_hook(settings, dtypes)
+        self._gradients = ReplicatedGradients(self.context, self.scaler, settings, dtypes.reduce)
+        self._replicate = Replicate(self.context, dtypes, settings, self._gradients)
+        return Strategy(
+            transforms=(
+                SynchroniseBatchNorms(self.context, is_enabled=settings.sync_batch_norm),
+                *on_one_device(self.context, self.policy),
+                self._replicate,
+            ),
+            gradients=self._gradients,
+            layout=StateLayout(self.context),
+            guards=(
+                FrozenGradientGuard(self._gradients),
+                DriftGuard(self.context, self._gradients, every=settings.check_drift_every),
+            ),
+        )
+
+    def replicas(self) -> ReplicatedWeights | None:
+        """Return the weights of all prepared models; see `SupportsReplicas`."""
+        return replicas_of(self.context, self._replicate.models)
+
+    def watch_waits(self, on_computed: Callable[[], None] | None) -> None:
+        """Call a function before each wait for other ranks in a backward; see `SupportsWaitWatch`."""
+        self._gradients.on_computed = on_computed
+
+    def backward_alone(self, loss: Tensor, *, options: BackwardOptions = ONCE) -> None:
+        """Add the gradients of a loss and average them, if the program itself steps; see `SupportsManualSteps`."""
+        tracker = self._tracker
+        if self.scaler is not None:
+            raise PairingError(
+                "backward() under fp16 without a prepared optimizer: the program's own would step on scaled "
+                "gradients. Pass it to prepare() with its model"
+            )
+        if not self._prepared:
+            raise AccumulationError("backward() before prepare(model): no ranks average its gradients")
+        if tracker.first_losses.num_left:
+            leaves = [(group, self._gradients.leaves(group.models)) for group in tracker.groups]
+            tracker.first_losses.follow(loss, leaves, is_stepped=False)
+        models = [prepared.unwrap() for prepared in self._prepared]
+        self._gradients.backward(loss, models, options=options)
+        replicas = self._gradients.replicas
+        self._gradients.average([one for one in models if one in replicas and not replicas[one].is_held])
+
+
+class SynchroniseBatchNorms(ModelTransform):
+    """Normalise over the batches of all ranks, if the settings say so."""
+
+    def __init__(self, context: Context, *, is_enabled: bool) -> None:
+        self._context, self._is_enabled = context, is_enabled
+        self._changed: dict[nn.Module, dict[nn.Module, type[nn.Module]]] = {}  # former classes, by model
+
+    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Refuse layers that cannot be synchronised."""
+        del optimizers
+        for model in models if self._is_enabled else ():
+            check_batch_norms(model, self._context.device)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Exchange the classes of the layers."""
+        if self._is_enabled:
+            group = self._context.ranks("counts").process_group
+            self._changed[model] = synchronise_batch_norms([model], group)
+        return model
+
+    def release(self, model: nn.Module) -> None:
+        """Restore the classes of the layers."""
+        restore_batch_norms(self._changed.pop(model, {}))
+
+
+class Replicate(ModelTransform):
+    """Wrap a model in DDP, with rank 0's parameters and buffers on every rank.
+
+    `models` are the user's modules that are prepared now, with those that are not trained and so not wrapped.
+    """
+
+    def __init__(
+        self, context: Context, dtypes: DtypePolicy, settings: DDPSettings, gradients: ReplicatedGradients
+    ) -> None:
+        self.models: list[nn.Module] = []
+        self._context, self._dtypes, self._settings, self._gradients = context, dtypes, settings, gradients
+        self._made = WeakSet[Replica]()
+        self._returning: dict[nn.Module, Replica] = {}  # wrappers to use again, by user module
+
+    def recall(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[nn.Module]:
+        """Return the module inside each wrapper that `release` left to the user, and use the wrapper again."""
+        del optimizers
+        self._returning = {m.module: m for m in models if isinstance(m, Replica) and m in self._made}
+        return [m.module if isinstance(m, Replica) and m in self._made else m for m in models]
+
+    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Refuse models that share a trained parameter, have no shapes yet, or write into parameters in forward."""
+        del optimizers
+        _check_shared([*self.models, *models])
+        for model in models:
+            check_not_lazy(model)
+            if self._context.ranks("counts").size > 1:
+                check_no_renormalising(
+                    model, "each rank scales its own batch's rows: the replicas drift apart"
+                )
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Broadcast rank 0's parameters and buffers, and wrap the model. Called on all ranks."""
+        wrapped = self._take_back(model) if model in self._returning else self._wrap(model)
+        self.models.append(model)
+        return wrapped
+
+    def release(self, model: nn.Module) -> None:
+        """Forget the wrapper, which the user may pass to `prepare` again."""
+        self.models.remove(model)
+        self._gradients.forget(model)
+
+    def fail(self, error: BaseException) -> None:
+        """Forget the wrappers that were to be used again."""
+        del error
+        self._returning = {}
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        context, gradients = self._context, self._gradients
+        frozen = {
+            parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
+        at_close = self._settings.reduce == "at_close"
+        if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
+            gradients.unreduced |= frozen
+        if not trained:
+            return model
+        # Before the replica, whose broadcast ends when all ranks are connected: a rank that closed the group earlier
+        # would break the connections that another is still making.
+        gradients.open()
+        packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
+        for weight in packed.values():
+            broadcast_parts(parts_of(weight), context)
+        # DDP broadcasts from the first of its own ranks, which are not all.
+        if context.ranks("counts").size < context.topology.world_size:
+            broadcast_parts(
+                (w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w)), context
+            )
+        with compat.leaving_out(model, packed):
+            replica = self._new_replica(model, at_close=at_close)
+        self._made.add(replica)
+        gradients.replicas[model] = replica
+        return replica
+
+    def _new_replica(self, model: nn.Module, *, at_close: bool) -> Replica:
+        """Return a new DDP wrapper of a model, configured by the settings."""
+        settings, device = self._settings, self._context.device
+        buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
+        replica = Replica(
+            model,
+            at_close=at_close,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=self._context.ranks("counts").process_group,
+            **buffers,
+            bucket_cap_mb=settings.bucket_size_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+        )
+        register_hook(replica, settings, reduced_in(self._dtypes))
+        return replica
+
+    def _take_back(self, model: nn.Module) -> Replica:
+        """Use a wrapper again; its reducer is unchanged. Called on all ranks."""
+        replica = self._returning.pop(model)
+        replica.known.look()
+        self._gradients.open()
+        if not replica.at_close:
+            self._gradients.unreduced |= replica.left_out()
+        replica.is_armed = replica.is_unreduced = False  # what earlier backwards left is not used
+        self._gradients.replicas[model] = replica
+        return replica
+
+    def applied(self) -> Mapping[str, object]:
+        """Return the values in force, read back from the first DDP wrapper."""
+        settings, said = self._settings, self._dtypes.said().get("reduce_dtype")
+        replica = next(iter(self._gradients.replicas.values()), None)
+        if replica is None:
+            return {"reduce_dtype": said}
+        reason = "gradients are averaged while backward runs; what comes around that, when the window closes"
+        by_default = AutoValue(value="overlap", reason=reason)
+        layers = [layer for model in self.models for _, layer in batch_norms(model)]
+        return {
+            **compat.applied_arguments(replica),
+            "sync_batch_norm": settings.sync_batch_norm
+            and all(isinstance(layer, nn.SyncBatchNorm) for layer in layers),
+            **applied_hook(replica),
+            "reduce": by_default
+            if settings.reduce is None
+            else "at_close"
+            if replica.at_close
+            else "overlap",
+            "check_drift_every": settings.check_drift_every,
+            "reduce_dtype": self._reduced_in(replica, said),
+        }
+
+    def _reduced_in(self, replica: Replica, said: object) -> object:
+        """Return the dtype in which ranks add up gradients."""
+        if said is None and self._dtypes.param is None:
+            return None
+        applied = self._gradients.dtype if replica.at_close else hook_dtype(replica)
+        name = None if applied is None else NAMES[applied]
+        if said is not None or name is None:
+            return name
+        return AutoValue(value=name, reason="param_dtype='bf16': sums in bf16 would lose small gradients")
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse models that share a trained parameter: DDP would raise in backward or average its gradient twice."""
+    holders: dict[Tensor, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            other = holders.setdefault(parameter, model)
+            if parameter.requires_grad and other is not model:
+                raise ValueError(
+                    f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp backend "
+                    "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
+                    "may have two optimizers), or freeze what they share"
+                )
+
+
+class FrozenGradientGuard(StepGuard):
+    """Refuse to step on a gradient of a parameter that was frozen when its model was replicated."""
+
+    def __init__(self, gradients: ReplicatedGradients) -> None:
+        self._gradients = gradients
+
+    def before_step(self, group: GradientGroup, optimizer: Optimizer) -> None:
+        """Look for such gradients, if there are such parameters."""
+        del group
+        if self._gradients.unreduced:
+            self._gradients.check_unreduced(optimizer)
+
+
+class DriftGuard(StepGuard):
+    """Compare the weights of replicas every `every` steps of a group's first optimizer; for None, at the first."""
+
+    def __init__(self, context: Context, gradients: ReplicatedGradients, *, every: int | None) -> None:
+        self._context, self._gradients, self._every = context, gradients, every
+        self._num_steps: WeakKeyDictionary[GradientGroup, int] = WeakKeyDictionary()
+
+    def after_step(self, group: GradientGroup, optimizer: Optimizer) -> None:
+        """Count the step, and compare if a comparison is due, for which the host waits."""
+        number, every, gradients = self._num_steps.get(group, 0) + 1, self._every, self._gradients
+        if optimizer is not group.optimizers[0] or (every is None and number > 1):
+            return
+        self._num_steps[group] = number
+        is_together = not gradients.is_joined and gradients.steps_together(group.models[0])
+        if number % every == 0 if every is not None else is_together:
+            check_replicas(self._context, group.models)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceIn:
+    """The state of `reduce_in_dtype`: the dtype of the sums, and the ranks."""
+
+    dtype: torch.dtype
+    group: ProcessGroup | None
+
+
+def reduce_in_dtype(state: ReduceIn, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Average a bucket's gradients over ranks in the dtype of `state`; a communication hook of DDP.
+
+    torch's own hooks compress to a half precision; this one also sums half-precision gradients in fp32.
+    """
+    gradients = bucket.buffer()
+    sums = gradients.to(state.dtype).div_(dist.get_world_size(state.group))
+    work = dist.all_reduce(sums, group=state.group, async_op=True)
+    assert work is not None  # only ranks outside the group get None
+
+    def write_back(sent: Future[Any]) -> Tensor:
+        value = sent.value()
+        return gradients if value[0] is gradients else gradients.copy_(value[0])
+
+    return work.get_future().then(write_back)
+
+
+def check_hook(settings: DDPSettings, dtypes: DtypePolicy) -> None:
+    """Refuse a communication hook that contradicts the dtype of the run's reduction."""
+    hook = settings.communication_hook
+    if dtypes.reduce is not None and hook != "none" and _COMPRESSED.get(hook) is not dtypes.reduce:
+        raise PrecisionError(
+            f"precision.reduce_dtype={dtypes.said()['reduce_dtype']!r} with ddp.communication_hook={hook!r}: both "
+            "say in what ranks add up gradients, and they differ; leave one of the two out"
+        )
+
+
+def register_hook(replica: DistributedDataParallel, settings: DDPSettings, dtype: torch.dtype | None) -> None:
+    """Register a replica's communication hook: the hook of the settings, or a hook that sums in `dtype`."""
+    hook = settings.communication_hook
+    if hook == "none":
+        reduced = {p.dtype for p in replica.module.parameters() if p.requires_grad}
+        if dtype is not None and reduced != {dtype}:
+            replica.register_comm_hook(ReduceIn(dtype, replica.process_group), reduce_in_dtype)
+        return
+    state: object = replica.process_group
+    if hook == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=replica.process_group,
+            matrix_approximation_rank=settings.power_sgd_rank,
+            start_powerSGD_iter=settings.power_sgd_start_step,
+        )
+    replica.register_comm_hook(state, _HOOKS[hook])
+
+
+def applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
+    """Return the settings of gradient compression, read back from DDP's hooks."""
+    names = {hook: name for name, hook in _HOOKS.items()} | {reduce_in_dtype: "none"}
+    found: dict[str, object] = {"communication_hook": "none"}
+    for hook, state in compat.communication_hooks(replica):
+        found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            found["power_sgd_rank"] = state.matrix_approximation_rank
+            found["power_sgd_start_step"] = state.start_powerSGD_iter
+    return found
+
+
+def hook_dtype(replica: DistributedDataParallel) -> torch.dtype | None:
+    """Return the dtype in which the reducer sums gradients, read back; None for several dtypes or PowerSGD."""
+    for hook, state in compat.communication_hooks(replica):
+        if isinstance(state, ReduceIn):
+            return state.dtype
+        name = next((name for name, known in _HOOKS.items() if known is hook), "")
+        return _COMPRESSED.get(name)
+    own = {p.dtype for p in replica.module.parameters() if p.requires_grad}
+    return next(iter(own)) if len(own) == 1 else None

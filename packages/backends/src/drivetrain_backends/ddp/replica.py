@@ -1,0 +1,400 @@
+"""A model replicated by DistributedDataParallel, and the gradients that its reducer averages during backward."""
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain_backends.compat import call_after_backward
+from drivetrain_backends.ddp import compat
+from drivetrain_backends.errors import AccumulationError, ReplacedParameterError, UnreducedGradientError
+from drivetrain_backends.gradients.averaging import average
+from drivetrain_backends.gradients.reducer import (
+    ONCE,
+    BackwardOptions,
+    ParameterGradients,
+    trainable_parameters,
+)
+from drivetrain_backends.gradients.snapshot import GradientVersions, versions_of
+from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.module_proxy import ModuleProxy
+from drivetrain_backends.modules.parameter_guard import STEPS_A_LOOK, KnownParameters
+from drivetrain_backends.settings import DDPSettings
+from drivetrain_precision import LossScaler
+from drivetrain_state import Context, ProgressMark
+
+logger = logging.getLogger(__name__)
+
+_NOT_AVERAGED = "and DDP averages the gradients of what it was prepared with"
+
+
+class Replica(ModuleProxy, DistributedDataParallel):
+    """A DDP wrapper that accepts a model frozen later, and names the parameters that got no gradient.
+
+    After each forward of the wrapper, DDP's reducer averages the first backward that reaches all parameters. The
+    gradients of other backwards stay local.
+    """
+
+    def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
+        super().__init__(module, **options)
+        # The parameters that DDP counts, whatever is frozen later.
+        self._reduced = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._reduced_parameters = tuple(self._reduced.values())
+        self.at_close = at_close  # whether gradients are averaged when their window closes
+        self.is_armed = False  # whether the reducer waits for a backward
+        self.is_unreduced = False  # whether there may be gradients that are not averaged over ranks
+        self.is_alone = False  # whether this rank steps on gradients of its own
+        self.is_held = False  # whether the code runs inside `no_sync`
+        # The record of the parameters that the model was replicated with.
+        self.known = KnownParameters(module)
+        self._attached = compat.accumulators(self._reduced_parameters)
+        self._num_backwards = 0
+        if at_close:
+            compat.disable_reducer(self)
+        self.forward_attributes()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; bypass DDP for a frozen model, whose gradients DDP would await in vain."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return self.module(*inputs, **kwargs)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if (named := self._explain(error)) is not None:
+                raise named from error
+            if not compat.in_functional_transform():
+                raise
+            # The gradients of a transform of torch.func are returned, and never in `.grad`.
+            return self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
+                compat.sync_buffers_next(self, not self.is_held)
+            elif compat.reduces(self):
+                self.is_armed = True
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Keep gradients local in the block; see DDP."""
+        was_held, self.is_held = self.is_held, True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.is_held = was_held
+
+    def left_out(self) -> dict[Tensor, str]:
+        """Return the parameters that the reducer does not average, because they were frozen, with their names."""
+        named = self.module.named_parameters()
+        return {parameter: name for name, parameter in named if name not in self._reduced}
+
+    def gradient_versions(self) -> GradientVersions:
+        """Return the versions of the gradients, which change when a backward reaches the model.
+
+        A reducer that waits requires a gradient for every parameter. One parameter is then enough, unless DDP itself
+        finds unused parameters.
+        """
+        if self.is_armed and not (self.find_unused_parameters or self.static_graph):
+            sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
+            return versions_of([] if sample is None else [sample])
+        return versions_of(self._reduced_parameters)
+
+    def record_backward(self, before: GradientVersions) -> None:
+        """Record a backward that has run."""
+        if before.are(self.gradient_versions()):
+            return
+        if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
+            raise UnreducedGradientError(
+                f"the first backward of {type(self.module).__name__} did not come from its call, model(batch), from "
+                "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
+                "--ddp-static-graph out"
+            )
+        self.is_unreduced = not self.is_armed
+        if self.is_armed:
+            self.is_armed = False
+            self._check_attached()
+
+    def _check_attached(self) -> None:
+        """Refuse a backward that the reducer did not see, because parameters were converted or moved.
+
+        Torch then delivers a parameter's gradient past the reducer, even after the parameter is converted back. The
+        reducer itself refuses a backward with only some of the parameters, unless its settings allow that.
+        """
+        self._num_backwards += 1
+        may_be_partial = self.find_unused_parameters or self.static_graph
+        all_now = may_be_partial and self._num_backwards % STEPS_A_LOOK in (1, 2)
+        sample = next((i for i, p in enumerate(self._reduced_parameters) if p.requires_grad), None)
+        if sample is not None and (
+            not compat.are_attached(
+                self._reduced_parameters[sample:][: None if all_now else 1], self._attached[sample:]
+            )
+        ):
+            self.refuse_converted()
+        if may_be_partial:
+            self.known.look_at_forms(_NOT_AVERAGED)
+
+    def refuse_converted(self, error: BaseException | None = None) -> None:
+        """Refuse parameters that the reducer no longer watches; see `_check_attached`."""
+        self.known.look_at_forms(_NOT_AVERAGED, error=error)
+        if not compat.are_attached(self._reduced_parameters, self._attached):
+            raise ReplacedParameterError(
+                f"the parameters of {type(self.module).__name__} were converted or moved after prepare(), and back, "
+                f"{_NOT_AVERAGED}. Convert and move a copy of the model, or free_memory() and prepare() again"
+            ) from error
+
+    def check_reduced(self) -> None:
+        """Refuse the gradients if the last backward reached only some parameters: DDP waits for the others."""
+        try:
+            compat.check_reduced(self)
+        except RuntimeError as error:
+            if (named := self._explain(error)) is None:
+                raise
+            raise named from error
+
+    def _explain(self, error: RuntimeError) -> UnreducedGradientError | None:
+        if (unreduced := compat.unreduced_parameters(error)) is None:
+            return None
+        self.refuse_converted(error)
+        self.known.look()  # a replaced layer gets no gradient either, and this error is clearer
+        names = list(self._reduced)
+        unused = ", ".join(names[index] for index in unreduced)
+        return UnreducedGradientError(
+            f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is not "
+            "trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step; "
+            "--ddp-reduce at_close averages what there is when the window closes"
+        )
+
+
+class ReplicatedGradients(ParameterGradients):
+    """The gradients that DDP leaves in `.grad`: averaged over all ranks as far as its reducer has seen them.
+
+    A loss from another method of the model, or the second of two backwards, bypasses the reducer. The mean over ranks
+    of `mean(a) + b` is `mean(a) + mean(b)`; all gradients of a replica are therefore averaged once more when its
+    window closes, if one of its backwards bypassed the reducer.
+    """
+
+    def __init__(
+        self, context: Context, scaler: LossScaler | None, settings: DDPSettings, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(scaler)
+        self.replicas: dict[nn.Module, Replica] = {}  # the DDP wrappers by user module
+        # The parameters whose gradients are not averaged over ranks, with their names: those frozen when their model
+        # was replicated.
+        self.unreduced: dict[Tensor, str] = {}
+        self.averages = context.ranks("counts").size > 1
+        # A function called in each backward that ranks wait for, before this rank waits; None for none.
+        self.on_computed: Callable[[], None] | None = None
+        self._context = context
+        self._settings = settings
+        # The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
+        self.dtype = dtype
+        self._group: ProcessGroup | None = None
+        self._rebuilt: set[Replica] = set()
+        self._has_told = False
+
+    def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
+        """Run torch's backward, and record which replicas it reached; see `GradientReducer.backward`."""
+        if options.create_graph and self.replicas:
+            raise AccumulationError(
+                f"backward({options.said}): DDP averages gradients in place, which a graph of their own forbids; "
+                "take them by torch.autograd.grad(loss, tensors, create_graph=True), add what follows from them to "
+                "the loss, and call backward(loss) once"
+            )
+        before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
+        on_computed = self.on_computed
+        if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
+            # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
+            def call_once_computed(_: Tensor) -> None:
+                call_after_backward(on_computed)
+
+            handle = loss.register_hook(call_once_computed)
+            try:
+                super().backward(loss, models, options=options)
+            finally:
+                handle.remove()
+        else:
+            try:
+                super().backward(loss, models, options=options)
+            except RuntimeError as error:
+                for replica in self.replicas.values():
+                    replica.refuse_converted(error)
+                raise
+        for replica, versions in before:
+            replica.record_backward(versions)
+
+    def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
+        """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`."""
+        if self.averages:
+            self._finish_replicas([self.replicas[model] for model in models if model in self.replicas])
+        return super().finalize(models, factor)
+
+    def local(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep gradients local in the block; see `GradientReducer.local`."""
+        replica = self.replicas.get(model)
+        # DDP learns a static graph from its first backward, which must therefore reduce (otherwise an internal
+        # assertion fails, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
+        if replica is None or (replica.static_graph and not compat.has_learnt_static_graph(replica)):
+            return nullcontext()
+        return replica.no_sync()
+
+    @contextmanager
+    def alone(self, model: nn.Module) -> Generator[None]:
+        """Step on this rank's own gradients in the block; see `SupportsLocalSteps`."""
+        replica = self.replicas.get(model)
+        if replica is None:
+            yield
+            return
+        if self._settings.check_drift_every is not None:
+            raise RuntimeError(
+                "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"
+            )
+        if replica.static_graph and not compat.has_learnt_static_graph(replica):
+            raise RuntimeError(
+                "--ddp-static-graph: train one step together first, from which DDP learns the graph"
+            )
+        replica.is_alone = True
+        try:
+            with replica.no_sync():
+                yield
+        finally:
+            replica.is_alone = False
+            # What is left was stepped on, and would be averaged with the next step's.
+            replica.is_unreduced = False
+
+    def steps_together(self, model: nn.Module) -> bool:
+        """Return whether all ranks step a model: it has a replica, which is not trained alone."""
+        return model in self.replicas and not self.replicas[model].is_alone
+
+    @contextmanager
+    def join(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Let ranks run out of batches at different steps; a finished rank joins the all-reduces of the others.
+
+        Gradients are the mean over the ranks that still have batches.
+
+        Raises:
+            RuntimeError: The settings average gradients when the window closes, or compare weights; a finished rank
+                cannot take part in either.
+        """
+        settings = self._settings
+        if settings.reduce == "at_close" or settings.check_drift_every is not None:
+            flag = "reduce at_close" if settings.reduce == "at_close" else "check-drift-every"
+            raise RuntimeError(
+                f"join_uneven_inputs with --ddp-{flag}: a rank without batches answers DDP's reducer alone. Leave "
+                "one of the two out, or prepare the loader, which gives every rank equally many batches"
+            )
+        found = (unwrap_compiled(model) for model in models)
+        joinable: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
+        self.is_joined = True
+        try:
+            with Join(joinable, divide_by_initial_world_size=False):
+                yield
+        finally:
+            self.is_joined = False
+
+    def have_moved(self, models: Sequence[nn.Module]) -> bool:
+        """Return whether DDP has rebuilt its buckets since the last call, which moves the gradients."""
+        rebuilt = {
+            replica
+            for model in models
+            if (replica := self.replicas.get(model)) is not None and compat.has_rebuilt_buckets(replica)
+        }
+        new = rebuilt - self._rebuilt
+        self._rebuilt |= new
+        return bool(new)
+
+    def mark_edited(self, models: Sequence[nn.Module]) -> None:
+        """Record that other code changed gradients, so that they are averaged when the window closes."""
+        for model in models:
+            if model in self.replicas:
+                self.replicas[model].is_unreduced = True
+
+    def are_averaged(self, models: Sequence[nn.Module]) -> bool:
+        """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
+        return not any(
+            self._awaits_average(self.replicas[model]) for model in models if model in self.replicas
+        )
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Average the gradients that other code changed. Called on all ranks."""
+        replicas = [self.replicas[model] for model in models if model in self.replicas]
+        if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
+            return
+        self._finish_replicas(replicas)
+
+    def check_unreduced(self, optimizer: Optimizer) -> None:
+        """Refuse to step on gradients that are not averaged over ranks."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.unreduced:
+                    raise UnreducedGradientError(
+                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
+                        "gradient now, which ranks do not average: their weights would drift apart. Set "
+                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                    )
+
+    def forget(self, model: nn.Module) -> None:
+        """Forget the replica of a model that could not be prepared."""
+        self.replicas.pop(model, None)
+        for parameter in model.parameters():
+            self.unreduced.pop(parameter, None)
+
+    def close(self) -> None:
+        """Forget the replicas, and destroy the process group for averaging. Called on all ranks."""
+        self.replicas.clear()
+        self.unreduced.clear()
+        self._rebuilt.clear()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def open(self) -> None:
+        """Create a group for averaging once, since the reducer's would match its all-reduces. Called on all ranks."""
+        if self._group is None and self.averages:
+            self._group = self._context.ranks("counts").new_group()
+
+    @staticmethod
+    def _awaits_average(replica: Replica) -> bool:
+        return not replica.is_alone and (replica.at_close or replica.is_unreduced)
+
+    def _finish_replicas(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            replica.check_reduced()
+        chosen = [replica for replica in replicas if self._awaits_average(replica)]
+        if parameters := trainable_parameters([replica.module for replica in chosen]):
+            self._average(parameters, chosen)
+        for replica in chosen:
+            replica.is_unreduced = False
+
+    def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
+        names = " and ".join(type(replica.module).__name__ for replica in replicas)
+        if self.is_joined:
+            raise UnreducedGradientError(
+                f"gradients of {names} came around DDP's reducer inside join_uneven_inputs, where a rank without "
+                "batches cannot average them: let each loss come from model(batch), one backward after each forward, "
+                "or prepare the loader, which gives every rank equally many batches"
+            )
+        if not self._has_told and not all(replica.at_close for replica in replicas):
+            self._has_told = True
+            logger.info(
+                "gradients of %s came around DDP's reducer (a loss of a method of the model, a second backward after "
+                "one forward, or an edit) and are averaged when their window closes; where that is so in every "
+                "step, --ddp-reduce at_close spares the reducer's own averaging",
+                names,
+            )
+        self._context.progress.mark(ProgressMark.AVERAGING)
+        average(
+            parameters,
+            self._context.device,
+            group=self._group,
+            bucket_bytes=self._settings.bucket_size_mb * 2**20,
+            dtype=self.dtype,
+        )
+        self._context.progress.mark(ProgressMark.AVERAGING_DONE)

@@ -1,0 +1,1 @@
+"""What FSDP would train wrongly, drop, or fail on with a cryptic error."""

@@ -1,1 +1,0 @@
-"""Train with torch's own autograd: one device, or DistributedDataParallel."""
