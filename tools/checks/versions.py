@@ -88,8 +88,8 @@ SELECTION = (
     "tests/precision/test_compat.py",
     "tests/state/test_compat.py",
     # shards as a program sees them: the part of torch that changed most
-    "tests/backends/fsdp/test_retained_models.py",
-    "tests/backends/fsdp/test_sharded_parameter.py",
+    "tests/backends/fsdp/models/test_retained_models.py",
+    "tests/backends/fsdp/models/test_sharded_parameter.py",
     # checkpoints
     "tests/checkpoint/saving/test_transaction.py",
     "tests/checkpoint/test_checkpointer.py",

@@ -1,8 +1,7 @@
 """Training by FSDP2: parameters, gradients and optimizer states sharded over ranks with torch's `fully_shard`.
 
-`mesh_plan` and `dtypes` plan without changing anything, as does `modules.wrap_policy`; `meta_init`, `scratch` and
-`shard` turn a model into shards, which `sharded_model` describes; `gradients`, `norms` and `prepared` train it;
-`block_order`, `assignment_guard`, `misuse`, `optimizer_probe` and `refused_parameters` refuse what would give wrong
-results; `parameter_hooks` and `buffers` make hooks and buffers behave as under DDP; `state` loads checkpoints;
-`applied` reads back the values in force; `compat` holds torch's private names; `backend` connects these modules.
+Read in this order: `backend` composes the strategy; `plan` chooses mesh and dtypes without changing anything; `shard`
+turns a model into shards, block by block; `gradients` corrects and measures what FSDP averages; `layout` saves, loads
+and gathers. `sharded_run` holds what they share, `models` is what a sharded model is made of, `guards` refuses what
+would give wrong results, `applied` reads back the values in force, and `compat` holds torch's private names.
 """

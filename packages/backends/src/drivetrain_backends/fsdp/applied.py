@@ -6,7 +6,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp import compat
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.modules.activation_checkpointing import checkpointing_of
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import AutoValue

@@ -17,17 +17,17 @@ from drivetrain_backends.fsdp.applied import read_back, reduction_dtype
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guards.block_order import BlockOrderGuard
 from drivetrain_backends.fsdp.guards.misuse import check_trainable, explain_ungathered
+from drivetrain_backends.fsdp.guards.sharded_steps import ShardGuard
 from drivetrain_backends.fsdp.layout import ShardedLayout, repoint
-from drivetrain_backends.fsdp.meta_init import parameters_on_meta
+from drivetrain_backends.fsdp.models.retained_models import RetainedModel, RetainedModels, shard_for_good
 from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
-from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedModels, shard_for_good
 from drivetrain_backends.fsdp.shard import check_dtypes, check_sources
-from drivetrain_backends.fsdp.shard_guard import ShardGuard
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import Islands, make_islands, plan_islands
+from drivetrain_backends.modules.meta_init import parameters_on_meta
 from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks, without_blocks
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings

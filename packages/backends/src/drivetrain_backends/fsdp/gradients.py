@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp import compat
 from drivetrain_backends.fsdp.guards.misuse import check_unconverted
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.gradients.averaging import average
 from drivetrain_backends.gradients.multi_tensor import multiply_by_device, norms, unscale_on_host

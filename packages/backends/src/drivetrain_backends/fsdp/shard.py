@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from drivetrain_backends.fsdp.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel, find_places
 from drivetrain_backends.fsdp.plan import DtypePlan, TensorStorage
-from drivetrain_backends.fsdp.sharded_model import ShardedModel, find_places
+from drivetrain_backends.modules.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts

@@ -6,12 +6,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.guards.assignments import AssignmentGuard
 from drivetrain_backends.fsdp.guards.block_order import CollectiveOrder
+from drivetrain_backends.fsdp.models.retained_models import RetainedModel
 from drivetrain_backends.fsdp.plan import MeshShape, plan_dtypes, plan_mesh
-from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.fsdp.shard import Sharding
+from drivetrain_backends.modules.shared_buffers import SharedBuffers
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_precision import Policy

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from drivetrain_backends.composed.strategy import StepGuard
-from drivetrain_backends.fsdp.buffers import SharedBuffers
 from drivetrain_backends.fsdp.compat import parameter_groups, wrap_collectives
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.gradients.nonfinite import list_ranks
 from drivetrain_backends.gradients.tracker import GradientGroup
+from drivetrain_backends.modules.shared_buffers import SharedBuffers
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_state import CollectiveMismatchError, Context, ProgressMark
 

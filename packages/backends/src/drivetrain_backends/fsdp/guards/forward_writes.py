@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.errors import UnshardedParameterError
 from drivetrain_backends.fsdp import compat
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.modules.parameter_guard import Writes
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_messages import list_some

@@ -14,7 +14,7 @@ from torch import nn
 from drivetrain_backends.compat import names_of_hooks
 from drivetrain_backends.errors import SecondDerivativeError, UnshardedParameterError
 from drivetrain_backends.fsdp import compat
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.modules.model_checks import check_no_renormalising, check_not_lazy
 from drivetrain_backends.modules.packed_weights import is_packed, is_wrapper
 from drivetrain_backends.modules.wrap_policy import class_name

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_backends.fsdp.compat import forward_is_open
-from drivetrain_backends.fsdp.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.guards.block_order import CollectiveOrder
 from drivetrain_backends.fsdp.guards.forward_writes import ForwardWrites
 from drivetrain_backends.fsdp.guards.misuse import refuse_misuse
+from drivetrain_backends.fsdp.models.fp8_gather import Fp8Gather
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_parameter import ParameterHooks, ProgramUse
 from drivetrain_backends.fsdp.shard import Sharding, shard_model
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
-from drivetrain_backends.fsdp.sharded_parameter import ParameterHooks, ProgramUse
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_precision.fp8.protocol import gathers_in_fp8

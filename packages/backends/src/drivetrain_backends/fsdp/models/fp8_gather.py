@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.compat import call_after_backward
 from drivetrain_backends.fsdp.compat import gather_as, tree_leaves
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.state_dict.dtensor import plain_values
 from drivetrain_precision import SupportsFp8Gather
 from drivetrain_precision.fp8.protocol import gathers_in_fp8

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.composed.strategy import StepGuard
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
 from drivetrain_backends.fsdp.guards.misuse import check_unconverted
-from drivetrain_backends.fsdp.retained_models import RetainedModel
+from drivetrain_backends.fsdp.models.retained_models import RetainedModel
 from drivetrain_backends.gradients.tracker import GradientGroup
 
 

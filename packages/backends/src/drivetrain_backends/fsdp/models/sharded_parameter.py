@@ -22,7 +22,7 @@ from drivetrain_backends.fsdp.compat import (
     run_as_dtensors,
     tree_map_only,
 )
-from drivetrain_backends.fsdp.sharded_model import ShardedModel
+from drivetrain_backends.fsdp.models.sharded_model import ShardedModel
 from drivetrain_backends.state_dict.dtensor import local, own_part, sharded_like
 
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
