@@ -2,13 +2,19 @@
 
 A `Backend` prepares models together with their optimizers and schedulers, and returns a `Prepared` for each model,
 through which the model is trained. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every
-rank, `FSDPBackend` shards it. Third-party backends are found through the entry point group `drivetrain.backends`.
+rank, `FSDPBackend` shards it: each is a `ComposedBackend` with a `Strategy` of its own. Third-party backends are found through the entry point group `drivetrain.backends`.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain_backends.composed.backend import ComposedBackend as ComposedBackend
     from drivetrain_backends.composed.single_device import SingleBackend as SingleBackend
+    from drivetrain_backends.composed.state_layout import StateLayout as StateLayout
+    from drivetrain_backends.composed.strategy import ModelTransform as ModelTransform
+    from drivetrain_backends.composed.strategy import StepGuard as StepGuard
+    from drivetrain_backends.composed.strategy import Strategy as Strategy
+    from drivetrain_backends.composed.transforms import on_one_device as on_one_device
     from drivetrain_backends.ddp.backend import DDPBackend as DDPBackend
     from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.fsdp.backend import FSDPBackend as FSDPBackend
     from drivetrain_backends.gradients.accumulation import AccumulationWindow as AccumulationWindow
     from drivetrain_backends.gradients.reducer import BackwardOptions as BackwardOptions
+    from drivetrain_backends.gradients.reducer import ParameterGradients as ParameterGradients
     from drivetrain_backends.modules.autocast_forward import restore_forward as restore_forward
     from drivetrain_backends.modules.compile import strip_wrapper_prefix as strip_wrapper_prefix
     from drivetrain_backends.modules.compile import unwrap_compiled as unwrap_compiled
@@ -58,13 +65,19 @@ if TYPE_CHECKING:
 
 # Module -> its public names.
 _NAMES = {
+    "composed.backend": "ComposedBackend",
+    "composed.single_device": "SingleBackend",
+    "composed.state_layout": "StateLayout",
+    "composed.strategy": "ModelTransform StepGuard Strategy",
+    "composed.transforms": "on_one_device",
+    "ddp.backend": "DDPBackend",
     "deepspeed.backend": "DeepSpeedBackend",
     "errors": "AccumulationError BackendNotInstalledError BatchMismatchError DriftedReplicasError EngineConfigError "
     "NonFiniteGradientError OptimizerStateError PairingError ReplacedParameterError SchedulerError "
     "SecondDerivativeError UnknownBackendError UnreducedGradientError UnshardedParameterError",
     "fsdp.backend": "FSDPBackend",
     "gradients.accumulation": "AccumulationWindow",
-    "gradients.reducer": "BackwardOptions",
+    "gradients.reducer": "BackwardOptions ParameterGradients",
     "modules.autocast_forward": "restore_forward",
     "modules.compile": "strip_wrapper_prefix unwrap_compiled",
     "modules.packed_weights": "is_packed packed_entries",
@@ -76,8 +89,6 @@ _NAMES = {
     "settings": "DDPSettings DeepSpeedSettings FSDPSettings",
     "state_dict.full_tensors": "full_model full_state_dict full_tensor iter_full_tensors load_full_state_dict",
     "testing.contract": "BackendContract",
-    "ddp.backend": "DDPBackend",
-    "composed.single_device": "SingleBackend",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -80,6 +80,7 @@ class ComposedBackend:
             ValueError: A model is already prepared or cannot be transformed. Models are unchanged except for their
                 device, and for what a note of the error names.
         """
+        check_steps_parameters(optimizers)
         for transform in self.strategy.transforms:
             models = transform.recall(models, optimizers)
         known = [
@@ -87,7 +88,6 @@ class ComposedBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
-        check_steps_parameters(optimizers)
         check_schedulers(schedulers, known)
         pairs = self.pair(models, optimizers)
         check_updates(optimizers, self.policy.dtypes)
