@@ -2,7 +2,8 @@
 
 A `Backend` prepares models together with their optimizers and schedulers, and returns a `Prepared` for each model,
 through which the model is trained. `SingleBackend` trains on one device, `DDPBackend` replicates the model on every
-rank, `FSDPBackend` shards it: each is a `ComposedBackend` with a `Strategy` of its own. Third-party backends are found through the entry point group `drivetrain.backends`.
+rank, `FSDPBackend` shards it: each is a `ComposedBackend` with a `Strategy`. Third-party backends are found through
+the entry point group `drivetrain.backends`.
 """
 
 from typing import TYPE_CHECKING

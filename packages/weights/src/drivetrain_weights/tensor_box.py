@@ -64,22 +64,32 @@ def is_dtensor(value: object) -> TypeGuard["DTensor"]:
 def box_of_dtensor(dtensor: Any, *, name: str = "a DTensor") -> Box:
     """Return the box of a DTensor that this rank holds. Works on the meta device.
 
+    Each dimension is cut by the outermost axis of the mesh first, or, where FSDP divides what tensor parallelism has
+    divided (torch's `_StridedShard`), by the innermost.
+
     Raises:
-        ValueError: The tensor has placements other than `Shard` and `Replicate`, or is not cut as `torch.chunk` cuts.
+        ValueError: The tensor has other placements, or is not cut as `torch.chunk` cuts.
     """
     offsets, sizes = [0] * len(dtensor.shape), list(dtensor.shape)
-    for axis, placement in enumerate(dtensor.placements):
+    mesh, placements = dtensor.device_mesh, list[Any](dtensor.placements)
+    kinds = [type(placement).__name__ for placement in placements]
+    axes, innermost_first = range(len(placements)), "_StridedShard" in kinds
+    for axis in reversed(axes) if innermost_first else axes:
+        placement, kind = placements[axis], kinds[axis]
         if placement.is_replicate():
             continue
-        # torch's own subclasses of Shard cut in other ways.
-        if type(placement).__name__ != "Shard":
+        dims = [getattr(each, "dim", None) for each in placements]
+        num_inner = prod(mesh.size(i) for i in axes[axis + 1 :] if dims[i] == dims[axis])
+        cut_before = placement.split_factor if kind == "_StridedShard" else 1
+        # torch's other subclasses of Shard cut in other ways.
+        if kind not in ("Shard", "_StridedShard") or (innermost_first and cut_before != num_inner):
             raise ValueError(
                 f"{name} of shape {tuple(dtensor.shape)} is placed as {placement}, which gives no rank a box: "
                 "redistribute() it to Shard or Replicate, or give its full_tensor()"
             )
         dim = placement.dim % len(sizes)
-        step = -(-sizes[dim] // dtensor.device_mesh.size(axis))  # torch.chunk's size of a chunk
-        start = min(step * dtensor.device_mesh.get_local_rank(axis), sizes[dim])
+        step = -(-sizes[dim] // mesh.size(axis))  # torch.chunk's size of a chunk
+        start = min(step * mesh.get_local_rank(axis), sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(step, sizes[dim] - start)
     box, here = Box(offsets=tuple(offsets), sizes=tuple(sizes)), tuple(dtensor.to_local().shape)

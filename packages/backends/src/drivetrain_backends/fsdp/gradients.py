@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.fsdp import compat
@@ -220,5 +220,5 @@ def _holders(gradient: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(
         gradient.device_mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if isinstance(placement, Shard)
+        if not placement.is_replicate()  # torch's strided shards are no `Shard`
     )
