@@ -27,6 +27,7 @@ from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
 from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
+from drivetrain_backends.gradients.reducer import ONCE
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_data.remainder import weigh
@@ -222,7 +223,6 @@ class Accelerator(Ranks, Training, Saving, Results):
         """Run the block so that models are constructed as the backend requires, directly on its device."""
         return self._parts.backend.building()
 
-    @needs_run
     def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
 
@@ -274,7 +274,6 @@ class Accelerator(Ranks, Training, Saving, Results):
                 stack.enter_context(prepared.no_sync())
             yield
 
-    @needs_run
     def backward(
         self,
         loss: Tensor,
@@ -305,15 +304,18 @@ class Accelerator(Ranks, Training, Saving, Results):
             PairingError: The loss trains a model that was not prepared, or whose optimizer was not prepared.
             TypeError, ValueError: The loss is not a scalar with a graph, or `count` is not a number of items.
         """
-        parts = self._parts
+        parts, progress = self._parts, self.context.progress
         if not self._micro_batch.is_open:
             parts.backend.window.begin_alone()
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = weigh(loss, count, batch, parts.shard.index)
-        progress = self.context.progress
-        progress.note(ProgressMark.BACKWARD)
-        options = options_of(retain_graph, create_graph, inputs)
+        options = ONCE
+        if retain_graph or create_graph or inputs is not None:
+            options = options_of(retain_graph, create_graph, inputs)
+        is_heard = progress.is_heard
+        if is_heard:
+            progress.note(ProgressMark.BACKWARD)
         try:
             if model is None:
                 parts.backend.backward(loss, count=count, options=options)
@@ -322,7 +324,8 @@ class Accelerator(Ranks, Training, Saving, Results):
                 trained = [parts.prepared.of(one) for one in owners]
                 parts.backend.backward_of(trained, loss, count=count, options=options)
         finally:
-            progress.note(ProgressMark.BACKWARD_DONE)
+            if is_heard:
+                progress.note(ProgressMark.BACKWARD_DONE)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -390,7 +393,7 @@ class Accelerator(Ranks, Training, Saving, Results):
             parts.context.close,
         ]
         with ExitStack() as stack:  # runs every step even if one fails; what is added last runs first
-            stack.callback(setattr, self, "_has_ended", True)
+            stack.callback(self._refuse_calls)
             for step in filter(None, reversed(steps)):
                 stack.callback(step)
 

@@ -65,18 +65,18 @@ class MicroBatch:
         reading.on_finish = partial(_check_end, window, self._pieces)
 
     def __enter__(self) -> None:
-        last = self.last
-        if self._window.next_num_micro_batches > 1 or not self._window.closing:
+        window, last = self._window, self.last
+        if window.next_num_micro_batches > 1 or not window.closing:
             ends = self._pieces.count(self._reading, is_told=last is not None)
             last = ends if last is None else last
             for optimizer in self._prepared.optimizers:  # whose rates must not change in an open window
                 # The previous micro-batch closed its window: this one begins the next.
-                if self._window.closing:
+                if window.closing:
                     optimizer.begin_window()
                 else:
                     optimizer.check_window()
-        self._window.begin(is_last=bool(last))
-        if not self._window.closing:
+        window.begin(is_last=bool(last))
+        if not window.closing:
             models = self._prepared.models
             chosen = [self._prepared.of(model) for model in self.models] if self.models else models
             self._held = ExitStack()

@@ -265,13 +265,8 @@ class Training(HasParts):
         self._parts.prepared.clear()
 
 
-_ONCE = BackwardOptions()
-
-
 def options_of(retain_graph: bool, create_graph: bool, inputs: Sequence[Tensor] | None) -> BackwardOptions:
     """Return the options of a backward from torch's arguments."""
-    if inputs is None and not (retain_graph or create_graph):
-        return _ONCE  # in most steps: making one takes a microsecond
     return BackwardOptions(
         retain_graph=retain_graph,
         create_graph=create_graph,
