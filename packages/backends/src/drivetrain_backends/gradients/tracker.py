@@ -88,7 +88,12 @@ class GradientGroup:
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
         if self.stage == "empty" and count is None and is_bad is None:  # in most steps
             self._num_failed = max(self._num_failed, window.num_failed_before)
-            self.losses, self.last_window, self.stage, self.final = _NO_LOSSES, window.number, "open", _UNCHECKED
+            self.losses, self.last_window, self.stage, self.final = (
+                _NO_LOSSES,
+                window.number,
+                "open",
+                _UNCHECKED,
+            )
             return
         if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
@@ -330,7 +335,7 @@ class GradientTracker:
         self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated
         self.in_backward = False  # whether a backward is running whose gradients are not final before its end
         self._until_look = 0
-        # Whether a mean in a window of one micro-batch needs no more than `add_loss` and torch's backward. For a small
+        # Whether a mean in a window of one micro-batch needs `add_loss` and torch's backward alone. For a small
         # model, the other checks would take as long as the backward.
         self._is_short = False
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from drivetrain.accelerator.batch_pieces import BatchPieces
 from drivetrain.accelerator.half_check import HalfCheck
-from drivetrain.parts.prepared import PreparedObjects
+from drivetrain.parts.parts import Parts
 from drivetrain_backends import AccumulationWindow
-from drivetrain_data import LoaderTracker
 from drivetrain_data.active_loaders import Planned
 
 
@@ -21,9 +20,7 @@ class MicroBatch:
     An Accelerator keeps one instance and enters it for every batch, so that the loop allocates no contexts.
 
     Args:
-        window: The accumulation window of the micro-batches.
-        reading: The loaders being read; the last micro-batch of a loader's last batch closes the window early.
-        prepared: The prepared objects.
+        parts: The parts of the Accelerator; the last micro-batch of a loader's last batch closes the window early.
         check: The check for operations in half precision; None if the settings do not ask for it.
 
     Attributes:
@@ -33,36 +30,17 @@ class MicroBatch:
         is_open: Whether the loop is inside the context.
     """
 
-    __slots__ = (
-        "_check",
-        "_held",
-        "_pieces",
-        "_prepared",
-        "_reading",
-        "_window",
-        "is_open",
-        "last",
-        "models",
-    )
-
-    def __init__(
-        self,
-        window: AccumulationWindow,
-        reading: LoaderTracker,
-        prepared: PreparedObjects,
-        *,
-        check: HalfCheck | None = None,
-    ) -> None:
+    def __init__(self, parts: Parts, *, check: HalfCheck | None = None) -> None:
         self.models: Sequence[nn.Module] = ()
         self.last: bool | None = None
         self.is_open = False
-        self._window = window
-        self._reading = reading
-        self._prepared = prepared
+        self._window = parts.backend.window
+        self._reading = parts.reading
+        self._prepared = parts.prepared
         self._check = check
         self._held: ExitStack | None = None
         self._pieces = BatchPieces()
-        reading.on_finish = partial(_check_end, window, self._pieces)
+        parts.reading.on_finish = partial(_check_end, self._window, self._pieces)
 
     def __enter__(self) -> None:
         window, last = self._window, self.last
