@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rounds import Table, installed, parse_arguments, repeated, report, take_turns
+from rounds import Goal, Table, installed, parse_arguments, repeated, report, take_turns
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -28,9 +28,9 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
     return model, optimizer, StepLR(optimizer, step_size=1000)
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model: nn.Module, inputs: Tensor = INPUTS) -> Tensor:
     """The loss on the one batch."""
-    return nn.functional.mse_loss(model(INPUTS), TARGETS)
+    return nn.functional.mse_loss(model(inputs), TARGETS)
 
 
 def raw_step(*, scheduled: bool) -> Step:
@@ -52,6 +52,20 @@ def drivetrain_step(*, scheduled: bool) -> Step:
     from drivetrain import Accelerator
 
     return accelerated_step(Accelerator(cpu=True), scheduled=scheduled)
+
+
+def train_step(*, scheduled: bool) -> Step:
+    """The same in one call of drivetrain's."""
+    from drivetrain import Accelerator
+
+    model, optimizer, scheduler = parts()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer, *([scheduler] if scheduled else []))
+
+    def step() -> None:
+        accelerator.train_step(INPUTS, loss=loss_of)
+
+    return step
 
 
 def accelerate_step(*, scheduled: bool) -> Step:
@@ -98,14 +112,24 @@ def main() -> None:
     """Time the loops without and with a scheduler."""
     arguments = parse_arguments(__doc__, rounds=51)
     torch.set_num_threads(1)
-    makers = {"raw PyTorch": raw_step, "drivetrain": drivetrain_step}
+    makers = {
+        "raw PyTorch": raw_step,
+        "drivetrain": drivetrain_step,
+        "drivetrain, train_step": train_step,
+    }
     makers |= {"Accelerate": accelerate_step} if installed("accelerate") else {}
     makers |= {"Lightning Fabric": fabric_step} if installed("lightning-fabric") else {}
     tables: list[Table] = []
     for scheduled in (False, True):
         turns = {name: repeated(make(scheduled=scheduled), times=STEPS) for name, make in makers.items()}
         title = f"One training step{' with a scheduler' if scheduled else ''}"
-        tables.append(Table(title=title, unit="us", measured=take_turns(turns, rounds=arguments.rounds)))
+        goals = [
+            Goal(of=name, beside="raw PyTorch", most=10e-6, added=True)
+            for name in makers
+            if "drivetrain" in name
+        ]
+        measured = take_turns(turns, rounds=arguments.rounds)
+        tables.append(Table(title=title, unit="us", measured=measured, goals=goals))
     report("step_overhead", tables, arguments)
 
 

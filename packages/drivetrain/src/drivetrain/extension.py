@@ -13,12 +13,4 @@ from drivetrain.saving.resume import RunState as RunState
 from drivetrain.saving.resume import frozen_names as frozen_names
 from drivetrain.saving.resume import reseed_generators as reseed_generators
 
-__all__ = [
-    "RunFormat",
-    "RunState",
-    "Stateful",
-    "as_in",
-    "frozen_names",
-    "mark_replicas",
-    "reseed_generators",
-]
+__all__ = ["RunFormat", "RunState", "Stateful", "as_in", "frozen_names", "mark_replicas", "reseed_generators"]

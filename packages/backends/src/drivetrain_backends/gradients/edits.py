@@ -50,7 +50,7 @@ class EditWatch:
         """Forget the gradients after they were cleared. With `keep`, record that no gradients exist."""
         if keep:
             self._snapshot.take()
-        else:
+        elif self._snapshot.is_taken:
             self._snapshot.drop()
 
     def record_again(self) -> None:

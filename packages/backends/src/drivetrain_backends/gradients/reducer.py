@@ -22,7 +22,7 @@ class BackwardOptions:
 
     retain_graph: bool = False
     create_graph: bool = False
-    inputs: tuple[Tensor, ...] | None = None
+    inputs: Sequence[Tensor] | None = None
 
     @property
     def said(self) -> str:

@@ -52,23 +52,21 @@ class GradientSnapshot:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.is_taken = False  # whether a snapshot was taken and not dropped
         self._parameters = parameters
         self._versions: GradientVersions | None = None
         self._sample: Tensor | None = None
-
-    @property
-    def is_taken(self) -> bool:
-        """True if a snapshot was taken and not dropped."""
-        return self._versions is not None
 
     def take(self) -> None:
         """Take the snapshot of the present gradients."""
         self._versions = versions_of(self._parameters)
         self._sample = _sample_of(self._parameters)
+        self.is_taken = True
 
     def drop(self) -> None:
         """Drop the snapshot until the next `take`."""
         self._versions = self._sample = None
+        self.is_taken = False
 
     def differs(self) -> bool:
         """Return whether the gradients changed since `take`; False without a snapshot."""

@@ -86,6 +86,15 @@ class GradientGroup:
     def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
         """Record a loss before its backward: a mean, or a sum over `count` items; `is_bad` if it is not finite."""
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
+        if self.stage == "empty" and count is None and is_bad is None:  # in most steps
+            self._num_failed = max(self._num_failed, window.num_failed_before)
+            self.losses, self.last_window, self.stage, self.final = (
+                _NO_LOSSES,
+                window.number,
+                "open",
+                _UNCHECKED,
+            )
+            return
         if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
@@ -115,7 +124,8 @@ class GradientGroup:
 
         Called on all ranks. Gradients that are not open do not change, except that ranks average edits of them.
         """
-        self.check_ended()
+        if self._tracker.in_backward:
+            self.check_ended()
         if self.stage != "open":
             self._edits.average(to_correct=self._is_corrected, are_empty=self.stage == "empty")
             return
@@ -173,14 +183,14 @@ class GradientGroup:
             self.final = self.final._replace(checked_for=None)
         if self.stage != "empty":
             self._cleared.add(id(optimizer))
-            if len(self._cleared) >= len(self.optimizers):
-                # Other ranks that step have nothing left to average: nor may this one.
-                self._edits.clear(keep=not was_used and self._edits.are_averaged)
-                self.stage = "empty"
-            else:
+            if len(self._cleared) < len(self.optimizers):
                 self._edits.record_again()
-        if self.stage == "empty":
-            self._num_failed = self._tracker.window.num_failed
+                return
+            # Other ranks that step have nothing left to average: nor may this one.
+            self._edits.clear(keep=not was_used and self._edits.are_averaged)
+            self._cleared.clear()
+            self.stage = "empty"
+        self._num_failed = self._tracker.window.num_failed
 
     def record(self) -> None:
         """Record the present gradients, to detect later changes by other code. Called after each pass over these."""
@@ -325,6 +335,9 @@ class GradientTracker:
         self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated
         self.in_backward = False  # whether a backward is running whose gradients are not final before its end
         self._until_look = 0
+        # Whether a mean in a window of one micro-batch needs `add_loss` and torch's backward alone. For a small
+        # model, the other checks would take as long as the backward.
+        self._is_short = False
 
     @property
     def groups(self) -> list[GradientGroup]:
@@ -334,6 +347,7 @@ class GradientTracker:
     @groups.setter
     def groups(self, groups: Iterable[GradientGroup]) -> None:
         self._groups = [ref(group) for group in groups]
+        self._is_short = False
 
     @property
     def was_counted_in_window(self) -> bool:
@@ -360,13 +374,16 @@ class GradientTracker:
         window = self.window
         if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
             check_loss(loss, count)
-        is_plain = self.is_plain and window.num_micro_batches == 1 and self.reference.number is None
-        if is_plain and len(owners) == 1 and count is None and not self.first_losses.num_left:
-            # Most steps: for a small model, the other checks would take as long as the backward.
+        if self._is_short and count is None and window.num_micro_batches == 1 and len(owners) == 1:
             owners[0].add_loss(None)
-            options.run(loss)
+            if options is ONCE:
+                loss.backward()
+            else:
+                options.run(loss)
         else:
             self._add(loss, count, owners, options=options)
+            has_reference = self.reference.number is not None
+            self._is_short = self.is_plain and not (has_reference or self.first_losses.num_left)
         self.last_backward = window.begun
 
     def _add(
@@ -460,6 +477,7 @@ class GradientTracker:
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        self._is_short = False
         reference: Tensor | None = state["reference_count"]
         self.reference.number = None if reference is None else reference.to(self.context.device)
 

@@ -95,15 +95,6 @@ def _call_of(
     # Without autocast a model computes in the dtype of its weights, which a batch must have too.
     input_dtype = policy.dtypes.param if is_plain else None
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if progress is None or not progress.is_heard:
-            return compute(self, *args, **kwargs)
-        progress.note_forward(self)
-        try:
-            return compute(self, *args, **kwargs)
-        finally:
-            progress.note(ProgressMark.FORWARD_DONE)
-
     def cast_and_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if input_dtype is not None:
             args, kwargs = cast_floating(args, input_dtype), cast_floating(kwargs, input_dtype)
@@ -112,7 +103,10 @@ def _call_of(
 
     run = called if input_dtype is None and output_dtype is None else cast_and_call
 
-    def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        heard = progress if progress is not None and progress.is_heard else None
+        if heard is not None:
+            heard.note_forward(self)
         try:
             if is_plain:
                 return run(self, *args, **kwargs)
@@ -132,6 +126,9 @@ def _call_of(
             if input_dtype in HALF and "dtype" in str(error):
                 error.add_note(_MIXED)
             raise
+        finally:
+            if heard is not None:
+                heard.note(ProgressMark.FORWARD_DONE)
 
     return call
 

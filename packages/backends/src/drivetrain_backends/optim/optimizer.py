@@ -1,6 +1,6 @@
 """A wrapper of the user's optimizer: steps go through the backend, all other calls to the user's optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,7 +72,7 @@ class PreparedOptimizer(Optimizer):
         last_result: The result of the last call to `step`; None before the first.
         before_step: A callback before each step, dropped once it returns True.
         schedule: The guard that refuses schedules that advance inside a window.
-        on_step: A callback at the end of each window, whether the parameters moved or the step was skipped.
+        on_step: Callbacks at the end of each window, whether the parameters moved or the step was skipped.
     """
 
     def __init__(self, optimizer: Optimizer, prepared: Stepper) -> None:
@@ -82,7 +82,7 @@ class PreparedOptimizer(Optimizer):
         self.num_steps = 0
         self.last_result: StepResult | None = None
         self.before_step: Callable[[], bool] | None = None
-        self.on_step: Callable[[], None] | None = None
+        self.on_step: Sequence[Callable[[], None]] = ()
         self.schedule = ScheduleGuard(self, optimizer)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -104,8 +104,8 @@ class PreparedOptimizer(Optimizer):
             self.num_steps += 1
         elif not result.skipped:
             return
-        if self.on_step is not None:
-            self.on_step()
+        for call in self.on_step:
+            call()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; keep those accumulated in an open window."""
@@ -119,7 +119,7 @@ class PreparedOptimizer(Optimizer):
     def release(self) -> None:
         """Release the model and refuse `step` from now on, because the backend is closed."""
         self.prepared = _Released()
-        self.before_step = self.on_step = None
+        self.before_step, self.on_step = None, ()
 
     @property
     def is_released(self) -> bool:

@@ -6,6 +6,7 @@ class holds the methods of one subject.
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
@@ -21,12 +22,14 @@ from drivetrain.accelerator.half_check import HalfCheck
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
 from drivetrain.accelerator.sections import read_layers, sections_in_code
-from drivetrain.accelerator.training import Training, options_of
+from drivetrain.accelerator.training import Training
 from drivetrain.parts.parts import Parts, needs_run
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
-from drivetrain_backends import AccumulationError, Backend, BackendRegistry, full_model
+from drivetrain_backends import AccumulationError, Backend, BackendRegistry, BackwardOptions, full_model
+from drivetrain_backends.gradients.reducer import ONCE
+from drivetrain_backends.train_step import StepLoss, TrainStepResult, train_step
 from drivetrain_config import Layers
 from drivetrain_data import DataSettings, ShardedLoader, skip_first_batches
 from drivetrain_data.remainder import weigh
@@ -121,8 +124,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         checks_half = parts.resolved["precision"].value.check_half
         is_main = parts.context.topology.is_main
         self._half_check = HalfCheck(parts.prepared, is_main=is_main) if checks_half else None
-        window = parts.backend.window
-        self._micro_batch = MicroBatch(window, parts.reading, parts.prepared, check=self._half_check)
+        self._micro_batch = MicroBatch(parts, check=self._half_check)
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
 
@@ -222,7 +224,6 @@ class Accelerator(Ranks, Training, Saving, Results):
         """Run the block so that models are constructed as the backend requires, directly on its device."""
         return self._parts.backend.building()
 
-    @needs_run
     def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.
 
@@ -274,7 +275,6 @@ class Accelerator(Ranks, Training, Saving, Results):
                 stack.enter_context(prepared.no_sync())
             yield
 
-    @needs_run
     def backward(
         self,
         loss: Tensor,
@@ -305,15 +305,18 @@ class Accelerator(Ranks, Training, Saving, Results):
             PairingError: The loss trains a model that was not prepared, or whose optimizer was not prepared.
             TypeError, ValueError: The loss is not a scalar with a graph, or `count` is not a number of items.
         """
-        parts = self._parts
+        parts, progress = self._parts, self.context.progress
         if not self._micro_batch.is_open:
             parts.backend.window.begin_alone()
         batch = parts.reading.plan(loader)
         if batch is not None and not batch.even:
             loss, count = weigh(loss, count, batch, parts.shard.index)
-        progress = self.context.progress
-        progress.note(ProgressMark.BACKWARD)
-        options = options_of(retain_graph, create_graph, inputs)
+        options = ONCE
+        if retain_graph or create_graph or inputs is not None:
+            options = BackwardOptions(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        is_heard = progress.is_heard
+        if is_heard:
+            progress.note(ProgressMark.BACKWARD)
         try:
             if model is None:
                 parts.backend.backward(loss, count=count, options=options)
@@ -322,7 +325,39 @@ class Accelerator(Ranks, Training, Saving, Results):
                 trained = [parts.prepared.of(one) for one in owners]
                 parts.backend.backward_of(trained, loss, count=count, options=options)
         finally:
-            progress.note(ProgressMark.BACKWARD_DONE)
+            if is_heard:
+                progress.note(ProgressMark.BACKWARD_DONE)
+
+    def train_step(
+        self,
+        batch: Any,
+        *,
+        loss: StepLoss,
+        model: nn.Module | None = None,
+        max_norm: float | None = None,
+        last: bool | None = None,
+    ) -> TrainStepResult:
+        """Train a model on a micro-batch: what the loop with `accumulate` does, in one call. Called on all ranks.
+
+        If the micro-batch closes its window, this clips, steps the model's optimizers and schedulers, and clears.
+
+        Args:
+            batch: The batch, which is passed to `loss`.
+            loss: A function of the model and the batch that returns a loss as `backward` takes it: a mean, or a sum
+                and its count in a tuple.
+            model: The model to train; may be left out if only one has optimizers.
+            max_norm: The norm to clip the model's gradients to; None clips nothing.
+            last: Whether the micro-batch closes the window before it is full; see `accumulate`.
+
+        Raises:
+            AccumulationError: Several models have optimizers, and `model` is not given.
+            PairingError: The model has no prepared optimizer.
+        """
+        trained, backward, models = self._parts.prepared.trained(model), self.backward, ()
+        if model is not None:
+            backward, models = partial(backward, model=model), (model,)
+        with self.accumulate(*models, last=last):
+            return train_step(trained, batch, loss=loss, max_norm=max_norm, model=model, backward=backward)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -390,7 +425,7 @@ class Accelerator(Ranks, Training, Saving, Results):
             parts.context.close,
         ]
         with ExitStack() as stack:  # runs every step even if one fails; what is added last runs first
-            stack.callback(setattr, self, "_has_ended", True)
+            stack.callback(self._refuse_calls)
             for step in filter(None, reversed(steps)):
                 stack.callback(step)
 

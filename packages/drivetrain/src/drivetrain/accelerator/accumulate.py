@@ -9,9 +9,8 @@ from torch import nn
 
 from drivetrain.accelerator.batch_pieces import BatchPieces
 from drivetrain.accelerator.half_check import HalfCheck
-from drivetrain.parts.prepared import PreparedObjects
+from drivetrain.parts.parts import Parts
 from drivetrain_backends import AccumulationWindow
-from drivetrain_data import LoaderTracker
 from drivetrain_data.active_loaders import Planned
 
 
@@ -21,9 +20,7 @@ class MicroBatch:
     An Accelerator keeps one instance and enters it for every batch, so that the loop allocates no contexts.
 
     Args:
-        window: The accumulation window of the micro-batches.
-        reading: The loaders being read; the last micro-batch of a loader's last batch closes the window early.
-        prepared: The prepared objects.
+        parts: The parts of the Accelerator; the last micro-batch of a loader's last batch closes the window early.
         check: The check for operations in half precision; None if the settings do not ask for it.
 
     Attributes:
@@ -33,50 +30,31 @@ class MicroBatch:
         is_open: Whether the loop is inside the context.
     """
 
-    __slots__ = (
-        "_check",
-        "_held",
-        "_pieces",
-        "_prepared",
-        "_reading",
-        "_window",
-        "is_open",
-        "last",
-        "models",
-    )
-
-    def __init__(
-        self,
-        window: AccumulationWindow,
-        reading: LoaderTracker,
-        prepared: PreparedObjects,
-        *,
-        check: HalfCheck | None = None,
-    ) -> None:
+    def __init__(self, parts: Parts, *, check: HalfCheck | None = None) -> None:
         self.models: Sequence[nn.Module] = ()
         self.last: bool | None = None
         self.is_open = False
-        self._window = window
-        self._reading = reading
-        self._prepared = prepared
+        self._window = parts.backend.window
+        self._reading = parts.reading
+        self._prepared = parts.prepared
         self._check = check
         self._held: ExitStack | None = None
         self._pieces = BatchPieces()
-        reading.on_finish = partial(_check_end, window, self._pieces)
+        parts.reading.on_finish = partial(_check_end, self._window, self._pieces)
 
     def __enter__(self) -> None:
-        last = self.last
-        if self._window.next_num_micro_batches > 1 or not self._window.closing:
+        window, last = self._window, self.last
+        if window.next_num_micro_batches > 1 or not window.closing:
             ends = self._pieces.count(self._reading, is_told=last is not None)
             last = ends if last is None else last
             for optimizer in self._prepared.optimizers:  # whose rates must not change in an open window
                 # The previous micro-batch closed its window: this one begins the next.
-                if self._window.closing:
+                if window.closing:
                     optimizer.begin_window()
                 else:
                     optimizer.check_window()
-        self._window.begin(is_last=bool(last))
-        if not self._window.closing:
+        window.begin(is_last=bool(last))
+        if not window.closing:
             models = self._prepared.models
             chosen = [self._prepared.of(model) for model in self.models] if self.models else models
             self._held = ExitStack()

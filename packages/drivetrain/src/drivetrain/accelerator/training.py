@@ -184,7 +184,8 @@ class Training(HasParts):
                 f"backward() without a prepared optimizer under {type(backend).__name__}: an unprepared optimizer "
                 "knows nothing of shards and windows. Pass it to prepare() with its model"
             )
-        backend.backward_alone(loss, options=options_of(retain_graph, create_graph, inputs))
+        options = BackwardOptions(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        backend.backward_alone(loss, options=options)
 
     @needs_run
     def find_executable_batch_size(
@@ -263,17 +264,3 @@ class Training(HasParts):
         """Forget the objects that a failed try has prepared."""
         self._parts.backend.close()
         self._parts.prepared.clear()
-
-
-_ONCE = BackwardOptions()
-
-
-def options_of(retain_graph: bool, create_graph: bool, inputs: Sequence[Tensor] | None) -> BackwardOptions:
-    """Return the options of a backward from torch's arguments."""
-    if inputs is None and not (retain_graph or create_graph):
-        return _ONCE  # in most steps: making one takes a microsecond
-    return BackwardOptions(
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        inputs=None if inputs is None else tuple(inputs),
-    )

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from drivetrain.parts.checkpointers import Checkpointers
 from drivetrain.parts.prepared import PreparedObjects
@@ -66,13 +66,18 @@ def needs_run(method: Method) -> Method:
     @wraps(method)
     def checked(self: "HasParts", *args: Any, **kwargs: Any) -> Any:
         if self._has_ended:  # pyright: ignore[reportPrivateUsage] of the class below
-            raise RuntimeError(
-                f"{method.__name__}() after end_training(), which has finished saves and trackers, released the "
-                "models and left the process group: call it before, or make a new Accelerator"
-            )
+            refuse_after_end(method.__name__)
         return method(self, *args, **kwargs)
 
     return cast("Method", checked)
+
+
+def refuse_after_end(name: str, /, *_: object, **__: object) -> Never:
+    """Refuse a call of a method after `end_training`."""
+    raise RuntimeError(
+        f"{name}() after end_training(), which has finished saves and trackers, released the models and left the "
+        "process group: call it before, or make a new Accelerator"
+    )
 
 
 class HasParts:
@@ -91,3 +96,9 @@ class HasParts:
         self._parts = parts
         self.context = parts.context
         self._has_ended = False
+
+    def _refuse_calls(self) -> None:
+        """Refuse what needs the run. The methods of a step are replaced: a check in each call would cost more."""
+        self._has_ended = True
+        for name in ("accumulate", "backward", "train_step"):
+            self.__dict__[name] = partial(refuse_after_end, name)

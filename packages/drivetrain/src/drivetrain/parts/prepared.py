@@ -8,6 +8,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from drivetrain_backends import (
+    AccumulationError,
     Prepared,
     PreparedOptimizer,
     PreparedScheduler,
@@ -46,6 +47,7 @@ class PreparedObjects:
         self.told_schedulers: set[PreparedScheduler] = set()
         self.evaluated: WeakSet[nn.Module] = WeakSet()
         self._holders: dict[Tensor, Prepared] = {}
+        self._trained: list[Prepared] = []  # the models with optimizers
         self.on_step = on_step
 
     def add(self, prepared: Sequence[Prepared], results: Sequence[object]) -> None:
@@ -64,18 +66,16 @@ class PreparedObjects:
                 for parameter in _parameters_of(one.unwrap()):
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
-                optimizer.on_step = self.on_step[0] if len(self.on_step) == 1 else _all_of(self.on_step)
+                optimizer.on_step = tuple(self.on_step)
+
+        self._trained = [one for one in self.models if one.optimizers]
 
     def clear(self) -> None:
         """Forget all objects. Models prepared for evaluation keep the run's precision until they are trained."""
-        self.models.clear()
-        self.optimizers.clear()
-        self.schedulers.clear()
-        self.loaders.clear()
-        self.lengths.clear()
-        self.counted_steps.clear()
-        self.told_schedulers.clear()
-        self._holders.clear()
+        for objects in (self.models, self.optimizers, self.schedulers, self.loaders, self._trained):
+            objects.clear()
+        for known in (self.lengths, self.counted_steps, self.told_schedulers, self._holders):
+            known.clear()
 
     def restore_evaluated(self, models: Sequence[nn.Module]) -> None:
         """Undo `prepare_evaluation` for models that are now to be trained."""
@@ -111,6 +111,16 @@ class PreparedObjects:
                 "what prepare() returned"
             )
         return found
+
+    def trained(self, model: nn.Module | None) -> Prepared:
+        """Find a model as `of` does; for None, return the only one with optimizers."""
+        if model is None and len(self._trained) != 1:
+            raise AccumulationError(
+                f"train_step() trains one model, and {len(self._trained)} prepared models have optimizers: prepare() "
+                "one with its optimizer, or say which one with model=; a loss of several models takes accumulate() and "
+                "backward()"
+            )
+        return self._trained[0] if model is None else self.of(model)
 
     def find(self, model: nn.Module) -> Prepared | None:
         """Find a model as `of` does; None if it is not prepared."""
@@ -150,14 +160,3 @@ class PreparedObjects:
 def _parameters_of(module: nn.Module) -> Iterator[Tensor]:
     """Return all parameters of a module, even if its class overrides `parameters` to leave some out."""
     return (parameter for _, parameter in nn.Module.named_parameters(module))
-
-
-def _all_of(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls all given ones, without a reference cycle through the prepared objects."""
-    several = tuple(functions)
-
-    def call() -> None:
-        for function in several:
-            function()
-
-    return call
