@@ -370,29 +370,25 @@ def zero_gradient_of_stage_3(optimizer: Any, parameter: Any) -> None:
     getattr(optimizer, _GRADIENTS_OF_STAGE_3)[parameter.ds_id].zero_()
 
 
-def has_gradient_of_stage_1(optimizer: Any, parameter: Tensor) -> bool:
-    """Return whether stage 1 holds a gradient of a parameter for its next reduction."""
-    return optimizer.get_gradient_for_reduction(parameter) is not None
+def parameters_without_gradient(optimizer: Any, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters for which stage 1 holds no gradient: no backward of this rank reached them."""
+    if adds_up_flat(optimizer):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
+        return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
+    return [p for p in parameters if optimizer.get_gradient_for_reduction(p) is None]
 
 
-def fill_gradient_of_stage_1(optimizer: Any, parameter: Any) -> None:
-    """Give stage 1 zeros as the gradient of a parameter."""
-    if optimizer.use_grad_accum_attribute:
-        parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-    else:
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def parameters_without_flat_gradient(optimizer: Any) -> list[Tensor]:
-    """Return the parameters that stage 1 with bf16 leaves out of the norm: no backward of this rank reached them."""
-    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
-    return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
-
-
-def count_all_flat_gradients(optimizer: Any) -> None:
-    """Make the norm of stage 1 with bf16 include the gradients of all parameters."""
-    for flags in optimizer.fp32_groups_has_gradients:
-        flags[:] = [True] * len(flags)
+def fill_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
+    """Give stage 1 zeros as the gradients of the parameters without one; in bf16 they only lack in its norm."""
+    if adds_up_flat(optimizer):
+        for flags in optimizer.fp32_groups_has_gradients:
+            flags[:] = [True] * len(flags)
+        return
+    for parameter in parameters:
+        if optimizer.use_grad_accum_attribute:
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _is_of_stage_1_or_2(optimizer: Any) -> bool:
