@@ -95,13 +95,7 @@ def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | Non
 
 def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
     """Have `call` run whenever a backward begins, before the engine does any work or raises an error."""
-    prologue = engine._backward_prologue
-
-    def call_and_begin() -> None:
-        call()
-        prologue()
-
-    engine._backward_prologue = call_and_begin
+    _call_before(engine, "_backward_prologue", call)
 
 
 def read_as_they_are(engine: Any) -> None:
@@ -339,13 +333,7 @@ def reductions_of(optimizer: Any, stage: int) -> Reductions:
 
 def call_before_reduction(optimizer: Any, reductions: Reductions, call: Callable[[], None]) -> None:
     """Have `call` run before each reduction of an optimizer, from now on."""
-    reduce = getattr(optimizer, reductions.method)
-
-    def call_and_reduce(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return reduce(*args, **kwargs)
-
-    setattr(optimizer, reductions.method, call_and_reduce)
+    _call_before(optimizer, reductions.method, call)
 
 
 def wrap_last_reduction(optimizer: Any, wrap: Callable[[Callable[[], None]], None]) -> None:
@@ -393,3 +381,13 @@ def fill_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
 
 def _is_of_stage_1_or_2(optimizer: Any) -> bool:
     return hasattr(optimizer, "scaled_global_norm")
+
+
+def _call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
+    run = getattr(owner, method)
+
+    def call_and_run(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return run(*args, **kwargs)
+
+    setattr(owner, method, call_and_run)

@@ -43,13 +43,8 @@ def check_elementwise(
         # By DeepSpeed's list, because deleting a copy of one of its optimizers would end the original.
         is_listed = is_zero_supported_optimizer(optimizer) and "muon" not in type(optimizer).__name__.lower()
         verdict = "" if is_listed else "DeepSpeed itself does not offer it there"
-    layout = _FlatParts(
-        device=device,
-        stage=stage,
-        num_parts=num_parts,
-        context=context,
-        refused=f"with deepspeed.stage={stage}",
-    )
+    refused = f"with deepspeed.stage={stage}"
+    layout = _FlatParts(device=device, stage=stage, num_parts=num_parts, context=context, refused=refused)
     check_alike(optimizer, layout, verdict=verdict)
 
 
@@ -76,7 +71,6 @@ class _FlatParts(Layout):
     num_steps: int = 6  # a Lookahead, for one, acts on every fifth step
     num_ranks: int = 2
     scales: tuple[float, ...] = (1.0, 30.0, 0.01, 1e3)  # so that one's influence on another parameter shows
-    fallback: torch.dtype | None = torch.float32
     unlike: str = "its step is not elementwise"
     advice: str = (
         "ZeRO steps on flat parts, in which parameters lie end to end and are cut, so that an optimizer must treat "
@@ -86,7 +80,7 @@ class _FlatParts(Layout):
     error: type[ValueError] = EngineConfigError
 
     def stand_ins(self, parameters: Sequence[Tensor]) -> list[StandIn]:
-        """Return two small tensors, first in fp64, for each number of dimensions among a group's parameters."""
+        """Return two small tensors for each number of dimensions among a group's parameters."""
         largest: dict[int, tuple[int, ...]] = {}
         for parameter in parameters:
             shape = tuple(full_shape(parameter))
@@ -100,7 +94,7 @@ class _FlatParts(Layout):
         smaller = [
             tuple(min(size, bound) for size, bound in zip(s, (3, 5, 2, 2), strict=False)) for s in found
         ]
-        return [(shape, torch.float64) for shape in (*smaller, *found)]
+        return [(shape, torch.float32) for shape in (*smaller, *found)]
 
     def divide(self, values: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Return a rank's parts, of odd sizes; the last is shorter, or they are empty."""

@@ -19,20 +19,9 @@ from drivetrain_backends.optim.trials import Layout, StandIn, check_alike
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
 # Elementwise, as a test checks; exactly these classes, because a subclass may do more.
-_KNOWN = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adamax,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.ASGD,
-    }
+_KNOWN = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
+    *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
 )
 _SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # after the first dim, which is sharded
 # Rows of a shard, and columns: 8-bit states begin at 4096 elements. A shard holds whole blocks, so that what is

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,15 @@ _SMALLEST_RATE_IN_HALF = 1.0  # in half precision, where rounding hides smaller 
 # The difference that rounding allows, relative to the movement and to the largest value; and the least movement that
 # counts as visible, as a multiple of the rounding of the largest value.
 _LIMITS = {
-    torch.float64: (1e-5, 1e-13, 30),  # with a state in fp32
     torch.float32: (1e-3, 1e-6, 30),
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
-# What optimizers raise for a dtype that they do not support.
-_UNSUPPORTED = (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError)
 
 StandIn = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a small tensor
+Rows = Sequence[
+    Sequence[Tensor]
+]  # of a group: the values of its small tensors, then their gradients for each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,6 @@ class Layout(ABC):
     num_steps: int
     num_ranks: int = 1  # the number of ranks whose parts this process steps in turn
     scales: tuple[float, ...] = (1.0,)  # the sizes of gradients, for one small tensor after the other
-    fallback: torch.dtype | None = (
-        None  # the dtype to try next if an optimizer cannot step those of the stand-ins
-    )
     refused: str  # what the optimizer cannot do, after its name
     unlike: str  # how its step differs
     advice: str  # what to do about it, in whole sentences
@@ -77,13 +74,6 @@ class Layout(ABC):
         """Gather a text from all ranks. Called on all ranks."""
 
 
-class _SmallTensor(NamedTuple):
-    """A small tensor that stands for parameters: its value, and its gradient for each step."""
-
-    value: Tensor
-    gradients: list[Tensor]
-
-
 def check_alike(optimizer: Optimizer, layout: Layout, *, verdict: str | None = None) -> None:
     """Refuse an optimizer whose step on the parts of a layout differs from its step on full tensors.
 
@@ -101,7 +91,7 @@ def check_alike(optimizer: Optimizer, layout: Layout, *, verdict: str | None = N
     if found is None:
         try:
             with _run_eagerly(), torch.enable_grad():
-                found = _try(optimizer, layout)
+                found = _compare(optimizer, layout)
         except Exception as error:  # noqa: BLE001 whatever the optimizer answers with; raised on all ranks below
             raised, first = error, (str(error).splitlines() or [""])[0]
             found = f"tried on small tensors, and failed: {type(error).__name__}: {first[:120]}"
@@ -112,31 +102,20 @@ def check_alike(optimizer: Optimizer, layout: Layout, *, verdict: str | None = N
         raise layout.error(refusal or next(filter(None, told))) from raised
 
 
-def _try(optimizer: Optimizer, layout: Layout) -> str:
+def _compare(optimizer: Optimizer, layout: Layout) -> str:
     """Return how an optimizer's steps on parts differ from those on full tensors; "" if they are alike."""
-    try:
-        return _compare(optimizer, layout)
-    except _UNSUPPORTED:
-        if layout.fallback is None:
-            raise
-        return _compare(optimizer, layout, layout.fallback)
-
-
-def _compare(optimizer: Optimizer, layout: Layout, dtype: torch.dtype | None = None) -> str:
     made, scales = torch.Generator().manual_seed(0), cycle(layout.scales)
-    groups = [
-        [
-            _make_small(shape, dtype or own, next(scales), layout.num_steps, made)
-            for shape, own in layout.stand_ins(group["params"])
-        ]
-        for group in optimizer.param_groups
-    ]
+    groups: list[Rows] = []
+    for group in optimizer.param_groups:
+        stand_ins = layout.stand_ins(group["params"])
+        small = [_make_small(one, next(scales), layout.num_steps, made) for one in stand_ins]
+        groups.append([[rows[index] for rows in small] for index in range(1 + layout.num_steps)])
     run = partial(_step_copy, optimizer, groups, layout)
     full = run(
         lambda values: [value.clone().to(layout.device) for value in values], lambda own, _: own.step()
     )
     by_rank = [run(partial(layout.divide, rank=rank), layout.step) for rank in range(layout.num_ranks)]
-    start = [small.value.to(layout.device) for group in groups for small in group]
+    start = [value.to(layout.device) for values, *_ in groups for value in values]
     moved, before = [0.0] * len(start), start
     for whole, *parts in zip(full, *by_rank, strict=True):
         now = [tensor for group in whole for tensor in group]
@@ -163,11 +142,10 @@ def _compare(optimizer: Optimizer, layout: Layout, dtype: torch.dtype | None = N
     return ""
 
 
-def _make_small(
-    shape: tuple[int, ...], dtype: torch.dtype, scale: float, num_steps: int, made: torch.Generator
-) -> _SmallTensor:
-    """Return a small tensor with random gradients: large ones in the third step, half zeros in the fourth."""
-    value = torch.randn(shape, generator=made).to(dtype)
+def _make_small(stand_in: StandIn, scale: float, num_steps: int, made: torch.Generator) -> list[Tensor]:
+    """Return random values and a gradient for each step: large ones in the third step, half zeros in the fourth."""
+    shape, dtype = stand_in
+    value = torch.randn(shape, generator=made)
     # Scaled by position, so that the norm of a part differs from that of the full gradient.
     slope = scale * torch.linspace(0.1, 2.0, value.numel()).reshape(shape)
     gradients = [torch.randn(shape, generator=made) * slope for _ in range(num_steps)]
@@ -175,12 +153,12 @@ def _make_small(
         large *= 100
     for sparse in gradients[3:4]:
         sparse *= torch.rand(shape, generator=made) < 0.5
-    return _SmallTensor(value, [gradient.to(dtype) for gradient in gradients])
+    return [one.to(dtype) for one in (value, *gradients)]
 
 
 def _step_copy(
     optimizer: Optimizer,
-    groups: Sequence[Sequence[_SmallTensor]],
+    groups: Sequence[Rows],
     layout: Layout,
     lay_out: Callable[[Sequence[Tensor]], list[Tensor]],
     step: Callable[[Any, list[list[nn.Parameter]]], None],
@@ -189,17 +167,14 @@ def _step_copy(
 
     Each copy begins with the same random numbers.
     """
-    parameters = [
-        [nn.Parameter(one) for one in lay_out([small.value for small in group])] for group in groups
-    ]
+    parameters = [[nn.Parameter(one) for one in lay_out(values)] for values, *_ in groups]
     copied = _copy_over(optimizer, parameters)
     found: list[list[list[Tensor]]] = []
     kind = layout.device.type
     with torch.random.fork_rng(devices=[] if kind == "cpu" else [layout.device], device_type=kind):
         for index in range(layout.num_steps):
-            for own, group in zip(parameters, groups, strict=True):
-                gradients = lay_out([small.gradients[index] for small in group])
-                for parameter, gradient in zip(own, gradients, strict=True):
+            for own, (_, *gradients) in zip(parameters, groups, strict=True):
+                for parameter, gradient in zip(own, lay_out(gradients[index]), strict=True):
                     parameter.grad = gradient
             step(copied, parameters)
             found.append([[parameter.detach().clone() for parameter in own] for own in parameters])
