@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.deepspeed.compat import full_shape, num_elements
 from drivetrain_backends.errors import EngineConfigError
-from drivetrain_backends.optim.trials import Layout, StandIn, check_alike
+from drivetrain_backends.optim.trials import ParameterLayout, StandIn, check_alike
 from drivetrain_state import Context, gather_object
 
 # Above 4096 elements, where 8-bit states begin, and 128 rows, where some statistics are factored; below the size at
@@ -62,7 +62,7 @@ def parts_of(config: Mapping[str, Any], optimizer: Optimizer, context: Context) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatParts(Layout):
+class _FlatParts(ParameterLayout):
     """Parts of each group's concatenated parameters, as of two ranks; several parts for a rank in stage 3."""
 
     stage: int

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from drivetrain_backends.fsdp.plan import is_plain
 from drivetrain_backends.fsdp.state import turn_off_mixed_foreach
-from drivetrain_backends.optim.trials import Layout, StandIn, check_alike
+from drivetrain_backends.optim.trials import ParameterLayout, StandIn, check_alike
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
 # Elementwise, as a test checks; exactly these classes, because a subclass may do more.
@@ -39,7 +39,7 @@ def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shards(Layout):
+class _Shards(ParameterLayout):
     """Shards over the last axis of a mesh, replicated along the others."""
 
     mesh: DeviceMesh

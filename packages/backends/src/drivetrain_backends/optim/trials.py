@@ -41,7 +41,7 @@ Rows = Sequence[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(ABC):
+class ParameterLayout(ABC):
     """The parts of parameters that a backend's optimizers step, and the words that refuse an optimizer."""
 
     device: torch.device
@@ -74,7 +74,7 @@ class Layout(ABC):
         """Gather a text from all ranks. Called on all ranks."""
 
 
-def check_alike(optimizer: Optimizer, layout: Layout, *, verdict: str | None = None) -> None:
+def check_alike(optimizer: Optimizer, layout: ParameterLayout, *, verdict: str | None = None) -> None:
     """Refuse an optimizer whose step on the parts of a layout differs from its step on full tensors.
 
     The optimizer and the random generators stay unchanged. Called on all ranks, which refuse together.
@@ -102,7 +102,7 @@ def check_alike(optimizer: Optimizer, layout: Layout, *, verdict: str | None = N
         raise layout.error(refusal or next(filter(None, told))) from raised
 
 
-def _compare(optimizer: Optimizer, layout: Layout) -> str:
+def _compare(optimizer: Optimizer, layout: ParameterLayout) -> str:
     """Return how an optimizer's steps on parts differ from those on full tensors; "" if they are alike."""
     made, scales = torch.Generator().manual_seed(0), cycle(layout.scales)
     groups: list[Rows] = []
@@ -159,7 +159,7 @@ def _make_small(stand_in: StandIn, scale: float, num_steps: int, made: torch.Gen
 def _step_copy(
     optimizer: Optimizer,
     groups: Sequence[Rows],
-    layout: Layout,
+    layout: ParameterLayout,
     lay_out: Callable[[Sequence[Tensor]], list[Tensor]],
     step: Callable[[Any, list[list[nn.Parameter]]], None],
 ) -> list[list[list[Tensor]]]:
