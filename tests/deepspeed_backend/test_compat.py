@@ -179,10 +179,10 @@ def test_reductions_are_seen_before_they_run(mode: str, stage: int) -> None:
     said: list[object] = []
     with engine_of(stage=stage, mode=mode, accumulation=2) as (made, model, prepared):
         optimizer = prepared.engine.optimizer
-        how = compat.reductions_of(optimizer, stage)
+        in_backward = stage > 1
 
         def tell() -> None:
-            if not how.in_backward:
+            if not in_backward:
                 said.append("reduce")
                 return
             waiting: list[Tensor] = compat.waiting_parameters(optimizer, stage)
@@ -193,9 +193,7 @@ def test_reductions_are_seen_before_they_run(mode: str, stage: int) -> None:
             said.append("last")
             reduce()
 
-        compat.call_before_reduction(optimizer, how, tell)
-        if how.in_backward:
-            compat.wrap_last_reduction(optimizer, last)
+        assert compat.watch_reductions(optimizer, stage, before=tell, last=last) is in_backward
         for _ in range(2):
             made.window.begin()
             prepared.backward(prepared.model(X))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getclosurevars
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -315,31 +315,23 @@ def drop_gradients(engine: Any) -> None:
 # Reductions
 
 
-class Reductions(NamedTuple):
-    """The methods by which a stage's optimizer reduces gradients."""
+def watch_reductions(
+    optimizer: Any, stage: int, *, before: Callable[[], None], last: Callable[[Callable[[], None]], None]
+) -> bool:
+    """Have `before` run before each reduction of an optimizer of stage 1 to 3, from now on.
 
-    method: str  # the name of the optimizer's method
-    in_backward: bool  # whether it runs during backward
-
-
-def reductions_of(optimizer: Any, stage: int) -> Reductions:
-    """Return the methods by which an optimizer of stage 1 to 3 reduces gradients."""
-    if adds_up_flat(optimizer):
-        return Reductions("get_grads_for_reduction", in_backward=False)
-    if stage == 1 and not optimizer.overlap_comm:
-        return Reductions("reduce_gradients", in_backward=False)
-    return Reductions(_REDUCE_OF_STAGE_3 if stage == 3 else "reduce_ipg_grads", in_backward=True)
-
-
-def call_before_reduction(optimizer: Any, reductions: Reductions, call: Callable[[], None]) -> None:
-    """Have `call` run before each reduction of an optimizer, from now on."""
-    _call_before(optimizer, reductions.method, call)
-
-
-def wrap_last_reduction(optimizer: Any, wrap: Callable[[Callable[[], None]], None]) -> None:
-    """Have `wrap` run in place of the last reduction of each backward; its argument is that reduction."""
-    reduce_rest = optimizer.independent_gradient_partition_epilogue
-    optimizer.independent_gradient_partition_epilogue = lambda: wrap(reduce_rest)
+    If reductions run during backward, `last` runs in place of the last one of each backward, which is its argument.
+    Return whether they do.
+    """
+    in_backward = not adds_up_flat(optimizer) and (stage > 1 or optimizer.overlap_comm)
+    if in_backward:
+        reduce_rest = optimizer.independent_gradient_partition_epilogue
+        optimizer.independent_gradient_partition_epilogue = lambda: last(reduce_rest)
+        method = _REDUCE_OF_STAGE_3 if stage == 3 else "reduce_ipg_grads"
+    else:
+        method = "get_grads_for_reduction" if adds_up_flat(optimizer) else "reduce_gradients"
+    _call_before(optimizer, method, before)
+    return in_backward
 
 
 def backward_of_window(optimizer: Any) -> int:

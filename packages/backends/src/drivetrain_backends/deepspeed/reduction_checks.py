@@ -37,13 +37,9 @@ class ReachedParameters:
         self._is_watching = False  # whether reductions run during backward
         if not self._stage:
             return
-        optimizer = self._optimizer
-        reductions = compat.reductions_of(optimizer, self._stage)
-        self._is_watching = reductions.in_backward
-        if self._is_watching:
-            compat.wrap_last_reduction(optimizer, self._reduce_rest)
-        check = self._hold_against_others if self._is_watching else self._fill_in_zeros
-        compat.call_before_reduction(optimizer, reductions, check)
+        self._is_watching = compat.watch_reductions(
+            self._optimizer, self._stage, before=self._check_reduction, last=self._reduce_rest
+        )
 
     def check(self) -> None:
         """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen."""
@@ -95,8 +91,11 @@ class ReachedParameters:
         for parameter in lacking if number == 0 else ():
             compat.zero_gradient_of_stage_3(self._optimizer, parameter)
 
-    def _hold_against_others(self) -> None:
+    def _check_reduction(self) -> None:
         """Refuse a reduction if ranks reduce other parameters or in another order. Called on all ranks."""
+        if not self._is_watching:
+            self._fill_in_zeros()
+            return
         waiting = compat.waiting_parameters(self._optimizer, self._stage)
         order = [self._positions[id(parameter)] for parameter in waiting]
         self._reached.setdefault(compat.backward_of_window(self._optimizer), set()).update(order)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.compat import as_they_are
 from drivetrain_backends.deepspeed import compat
-from drivetrain_backends.modules.compile import load_plain_state, plain_state
-from drivetrain_backends.modules.packed_weights import packed_entries
+from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.state_dict.block_tensors import as_values
 from drivetrain_backends.state_dict.full_tensors import full_tensor
 from drivetrain_backends.state_dict.optimizer_state import (
@@ -219,16 +218,8 @@ def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
     from deepspeed import zero
 
     module: nn.Module = engine.module
-    own = plain_state(module, keep_vars=True)
-    for name in packed_entries(module, own):
-        del own[name]
-    if odd := sorted(set(own) ^ set(state)):
-        raise ValueError(f"the checkpoint's {type(module).__name__} differs from this one by {odd[:5]}")
-    for name, value in own.items():
-        if isinstance(value, nn.Parameter) and (shape := compat.full_shape(value)) != state[name].shape:
-            raise ValueError(
-                f"the checkpoint's {name} is of shape {tuple(state[name].shape)}, not {tuple(shape)}"
-            )
+    check_plain_state(module, state, is_exact=True, shape_of=compat.full_shape)
+    own = {name: value for name, value in plain_state(module, keep_vars=True).items() if name in state}
     for name, value in own.items():
         if not isinstance(value, nn.Parameter):
             continue

@@ -35,9 +35,8 @@ _LIMITS = {
 }
 
 StandIn = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a small tensor
-Rows = Sequence[
-    Sequence[Tensor]
-]  # of a group: the values of its small tensors, then their gradients for each step
+# Of a group: the values of its small tensors, then their gradients for each step.
+Rows = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
