@@ -264,10 +264,8 @@ def test_prepare_refuses_an_optimizer_on_all_ranks_before_anything_is_changed(st
         model, is_last = nn.Linear(3, 3), one.context.topology.rank == 1
         given = TrustRatio(model.parameters()) if is_last else SGD(model.parameters(), lr=0.1)
         said = f"TrustRatio with deepspeed.stage={stage}: its step is not elementwise"
-        given_up = (
-            "the preparation of the optimizer was given up on every rank: rank 1 failed with EngineConfigErr"
-        )
-        with pytest.raises(EngineConfigError, match=f"^{said if is_last else f'{given_up}or: {said}'}"):
+        ending = "" if is_last else r".* \(of rank 1's optimizer\)$"
+        with pytest.raises(EngineConfigError, match=f"^{said}{ending}"):
             one.prepare([model], [given], [])
         (prepared,) = one.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
         assert prepared.unwrap() is model

@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO as a backend: its configuration is derived from the run, its engine implements the protocol.
 
-Read in this order: `library` imports DeepSpeed; `config`, `keys` and `possible` make and check an engine's
-configuration; `backend` starts an engine for each model; the user calls `model`; `engine_backward` runs backwards and
-`gradients` corrects and clips gradients; `prepared` steps; `optimizer` wraps the user's optimizer; `state` and
-`partitions` gather a checkpoint; `applied` reads back the values in force. `checks` and `elementwise` refuse what
-ZeRO would train wrongly, `reached` refuses gradients that ZeRO would mix, and `written` copies values that a user
-wrote in place to the fp32 masters.
+Read in this order: `library` imports DeepSpeed; `config` makes an engine's configuration, and `config_checks` checks
+it; `checks` and `elementwise` refuse what ZeRO would train wrongly; `backend` starts an engine for each model. The
+user calls `model`; `engine_backward` runs backwards, `reduction_checks` refuses gradients that ZeRO would mix, and
+`gradients` corrects and clips them; `prepared` steps. `master_weights` copies values that a user wrote in place,
+`partitioned_parameter` guards the empty parameters of stage 3, and `state` reads and loads a checkpoint. `compat`
+holds the private names of DeepSpeed.
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getclosurevars
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,13 +95,7 @@ def master_fragment(parameter: Any, key: str | None) -> tuple[int, Tensor] | Non
 
 def call_before_backward(engine: Any, call: Callable[[], None]) -> None:
     """Have `call` run whenever a backward begins, before the engine does any work or raises an error."""
-    prologue = engine._backward_prologue
-
-    def call_and_begin() -> None:
-        call()
-        prologue()
-
-    engine._backward_prologue = call_and_begin
+    _call_before(engine, "_backward_prologue", call)
 
 
 def read_as_they_are(engine: Any) -> None:
@@ -321,37 +315,23 @@ def drop_gradients(engine: Any) -> None:
 # Reductions
 
 
-class Reductions(NamedTuple):
-    """The methods by which a stage's optimizer reduces gradients."""
+def watch_reductions(
+    optimizer: Any, stage: int, *, before: Callable[[], None], last: Callable[[Callable[[], None]], None]
+) -> bool:
+    """Have `before` run before each reduction of an optimizer of stage 1 to 3, from now on.
 
-    method: str  # the name of the optimizer's method
-    in_backward: bool  # whether it runs during backward
-
-
-def reductions_of(optimizer: Any, stage: int) -> Reductions:
-    """Return the methods by which an optimizer of stage 1 to 3 reduces gradients."""
-    if adds_up_flat(optimizer):
-        return Reductions("get_grads_for_reduction", in_backward=False)
-    if stage == 1 and not optimizer.overlap_comm:
-        return Reductions("reduce_gradients", in_backward=False)
-    return Reductions(_REDUCE_OF_STAGE_3 if stage == 3 else "reduce_ipg_grads", in_backward=True)
-
-
-def call_before_reduction(optimizer: Any, reductions: Reductions, call: Callable[[], None]) -> None:
-    """Have `call` run before each reduction of an optimizer, from now on."""
-    reduce = getattr(optimizer, reductions.method)
-
-    def call_and_reduce(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return reduce(*args, **kwargs)
-
-    setattr(optimizer, reductions.method, call_and_reduce)
-
-
-def wrap_last_reduction(optimizer: Any, wrap: Callable[[Callable[[], None]], None]) -> None:
-    """Have `wrap` run in place of the last reduction of each backward; its argument is that reduction."""
-    reduce_rest = optimizer.independent_gradient_partition_epilogue
-    optimizer.independent_gradient_partition_epilogue = lambda: wrap(reduce_rest)
+    If reductions run during backward, `last` runs in place of the last one of each backward, which is its argument.
+    Return whether they do.
+    """
+    in_backward = not adds_up_flat(optimizer) and (stage > 1 or optimizer.overlap_comm)
+    if in_backward:
+        reduce_rest = optimizer.independent_gradient_partition_epilogue
+        optimizer.independent_gradient_partition_epilogue = lambda: last(reduce_rest)
+        method = _REDUCE_OF_STAGE_3 if stage == 3 else "reduce_ipg_grads"
+    else:
+        method = "get_grads_for_reduction" if adds_up_flat(optimizer) else "reduce_gradients"
+    _call_before(optimizer, method, before)
+    return in_backward
 
 
 def backward_of_window(optimizer: Any) -> int:
@@ -370,30 +350,36 @@ def zero_gradient_of_stage_3(optimizer: Any, parameter: Any) -> None:
     getattr(optimizer, _GRADIENTS_OF_STAGE_3)[parameter.ds_id].zero_()
 
 
-def has_gradient_of_stage_1(optimizer: Any, parameter: Tensor) -> bool:
-    """Return whether stage 1 holds a gradient of a parameter for its next reduction."""
-    return optimizer.get_gradient_for_reduction(parameter) is not None
+def parameters_without_gradient(optimizer: Any, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters for which stage 1 holds no gradient: no backward of this rank reached them."""
+    if adds_up_flat(optimizer):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
+        return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
+    return [p for p in parameters if optimizer.get_gradient_for_reduction(p) is None]
 
 
-def fill_gradient_of_stage_1(optimizer: Any, parameter: Any) -> None:
-    """Give stage 1 zeros as the gradient of a parameter."""
-    if optimizer.use_grad_accum_attribute:
-        parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-    else:
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def parameters_without_flat_gradient(optimizer: Any) -> list[Tensor]:
-    """Return the parameters that stage 1 with bf16 leaves out of the norm: no backward of this rank reached them."""
-    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
-    return [p for group, flags in groups for p, has in zip(group, flags, strict=True) if not has]
-
-
-def count_all_flat_gradients(optimizer: Any) -> None:
-    """Make the norm of stage 1 with bf16 include the gradients of all parameters."""
-    for flags in optimizer.fp32_groups_has_gradients:
-        flags[:] = [True] * len(flags)
+def fill_gradients(optimizer: Any, parameters: Iterable[Any]) -> None:
+    """Give stage 1 zeros as the gradients of the parameters without one; in bf16 they only lack in its norm."""
+    if adds_up_flat(optimizer):
+        for flags in optimizer.fp32_groups_has_gradients:
+            flags[:] = [True] * len(flags)
+        return
+    for parameter in parameters:
+        if optimizer.use_grad_accum_attribute:
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _is_of_stage_1_or_2(optimizer: Any) -> bool:
     return hasattr(optimizer, "scaled_global_norm")
+
+
+def _call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
+    run = getattr(owner, method)
+
+    def call_and_run(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return run(*args, **kwargs)
+
+    setattr(owner, method, call_and_run)

@@ -172,22 +172,16 @@ def _keys(settings: DeepSpeedSettings, run: EngineRun, stage: Key) -> dict[str, 
 
 def _scaling_keys(scaling: PrecisionSettings) -> dict[str, Key]:
     """Return the keys that a given `fp16` section must match: the run's loss scale, kept outside the engine."""
-    own = {
-        "loss_scale": (0, "a loss scale that moves"),
-        "initial_scale_power": (
-            log2(scaling.initial_scale),
-            f"precision.initial_scale={scaling.initial_scale}",
-        ),
-        "loss_scale_window": (
-            scaling.growth_interval,
-            f"precision.growth_interval={scaling.growth_interval}",
-        ),
-        "hysteresis": (1, "a loss scale that falls at each overflow"),
-        "consecutive_hysteresis": (False, "a loss scale that falls at each overflow"),
-        "min_loss_scale": (scaling.min_scale, f"precision.min_scale={scaling.min_scale}"),
-        "auto_cast": (False, "autocast inside the model, which casts inputs"),
+    initial, interval, least = scaling.initial_scale, scaling.growth_interval, scaling.min_scale
+    return {
+        "fp16.loss_scale": Key(0, "a loss scale that moves"),
+        "fp16.initial_scale_power": Key(log2(initial), f"precision.initial_scale={initial}"),
+        "fp16.loss_scale_window": Key(interval, f"precision.growth_interval={interval}"),
+        "fp16.hysteresis": Key(1, "a loss scale that falls at each overflow"),
+        "fp16.consecutive_hysteresis": Key(False, "a loss scale that falls at each overflow"),
+        "fp16.min_loss_scale": Key(least, f"precision.min_scale={least}"),
+        "fp16.auto_cast": Key(False, "autocast inside the model, which casts inputs"),
     }
-    return {f"fp16.{name}": Key(value, said) for name, (value, said) in own.items()}
 
 
 def _zero_keys(settings: DeepSpeedSettings, run: EngineRun, stage: int) -> dict[str, Key]:

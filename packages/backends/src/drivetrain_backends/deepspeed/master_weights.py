@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backends.compat import as_they_are, version_of
 from drivetrain_backends.deepspeed.compat import flat_groups, read_as_they_are
 from drivetrain_backends.errors import AccumulationError, ReplacedParameterError
+from drivetrain_backends.modules.parameter_guard import Writes
 from drivetrain_messages import list_some
 from drivetrain_state import Context, gather_object
 
@@ -50,14 +50,13 @@ class WrittenToFlat(WrittenValues):
         self._parameters = [parameter for group in self._flat.parameters for parameter in group]
         self._places: list[int] = []
         self._names, self._context = names, context
+        self._writes = Writes({name: parameter for parameter, name in names.items()})
         self._num_writes: Counter[str] = Counter()
         self.note()
 
     def copy_to_masters(self) -> None:
         """Copy changed elements to the masters; see `WrittenValues.copy_to_masters`."""
-        if self._versions != (versions := _versions(self._names)):
-            self._num_writes.update(_find_changed(self._names, self._versions, versions))
-            self._versions = versions
+        self._num_writes.update(self._writes.since())
         if self._places != (places := list(map(Tensor.data_ptr, self._parameters))):
             self._bring_back(places)
         flat = self._flat
@@ -76,7 +75,7 @@ class WrittenToFlat(WrittenValues):
         places = list(map(Tensor.data_ptr, self._parameters))
         if places != self._places:
             self._places, self._homes = places, [parameter.data for parameter in self._parameters]
-        self._versions = _versions(self._names)
+        self._writes.since()
 
     def compare(self) -> None:
         """Compare the counts; see `WrittenValues.compare`."""
@@ -112,8 +111,8 @@ class WrittenOutsideGathered(WrittenValues):
     """The record for stage 3, where writes outside `gathered(write=True)` reach no master."""
 
     def __init__(self, engine: Any, names: Mapping[Tensor, str]) -> None:
-        self._names = names
-        self.note()
+        self._writes = Writes({name: parameter for parameter, name in names.items()})
+        self._written: list[str] = []
         load = engine.load_checkpoint
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -126,19 +125,19 @@ class WrittenOutsideGathered(WrittenValues):
 
     def copy_to_masters(self) -> None:
         """Refuse writes to parameters; see `WrittenValues.copy_to_masters`."""
-        if (versions := _versions(self._names)) == self._versions:
-            return
-        changed = _find_changed(self._names, self._versions, versions)
-        raise AccumulationError(
-            f"{', '.join(changed[:5])}: written in place since the last step, which DeepSpeed's stage 3 undoes at "
-            "the next, whether the loop wrote it, the forward (as embeddings with max_norm do) or a hook of "
-            "backward (an optimizer that steps there): ranks hold parts of it and of its fp32 master. Write inside "
-            "accelerator.gathered(model, write=True); a saved state goes in with load_state()"
-        )
+        self._written += self._writes.since()
+        if self._written:
+            raise AccumulationError(
+                f"{', '.join(self._written[:5])}: written in place since the last step, which DeepSpeed's stage 3 "
+                "undoes at the next, whether the loop wrote it, the forward (as embeddings with max_norm do) or a "
+                "hook of backward (an optimizer that steps there): ranks hold parts of it and of its fp32 master. "
+                "Write inside accelerator.gathered(model, write=True); a saved state goes in with load_state()"
+            )
 
     def note(self) -> None:
-        """Record the versions; see `WrittenValues.note`."""
-        self._versions = _versions(self._names)
+        """Record the writes; see `WrittenValues.note`."""
+        self._writes.since()
+        self._written.clear()
 
 
 def written_values(engine: Any, names: Mapping[Tensor, str], context: Context) -> WrittenValues:
@@ -158,12 +157,3 @@ def converted(names: list[str]) -> str:
         f"{list_some(names)}: converted to another dtype after prepare(), by model.to(dtype) or .data, while the "
         "DeepSpeed engine keeps the earlier one: choose mixed_precision, or convert the model before prepare()"
     )
-
-
-def _versions(parameters: Mapping[Tensor, str]) -> list[int]:
-    with as_they_are():
-        return list(map(version_of, parameters))
-
-
-def _find_changed(parameters: Mapping[Tensor, str], before: list[int], now: list[int]) -> list[str]:
-    return [name for name, old, new in zip(parameters.values(), before, now, strict=True) if old != new]

@@ -184,14 +184,9 @@ def _refuse(parameter: Any, what: str) -> NoReturn:
     """Refuse an operation, described by `what`, that needs the values of a divided parameter."""
     name = parameter.__dict__.get("full_name", "a parameter")
     raise UnshardedParameterError(
-        f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's "
-        f"stage 3 divides it among ranks. {_INSTEAD}"
+        f"{what} of {name}, of shape {tuple(compat.full_shape(parameter))}: DeepSpeed's stage 3 divides it among "
+        "ranks. Read and write full values inside accelerator.gathered(model, write=True), on all ranks; a copy, a "
+        "file or an average of the weights is made of accelerator.get_state_dict(model), and a saved one goes in "
+        "with load_state(). A term of the loss that reads weights belongs into the forward of the module that holds "
+        "them; dtypes and devices are chosen before prepare()"
     )
-
-
-_INSTEAD = (
-    "Read and write full values inside accelerator.gathered(model, write=True), on all ranks; a copy, a file or an "
-    "average of the weights is made of accelerator.get_state_dict(model), and a saved one goes in with load_state(). "
-    "A term of the loss that reads weights belongs into the forward of the module that holds them; dtypes and "
-    "devices are chosen before prepare()"
-)

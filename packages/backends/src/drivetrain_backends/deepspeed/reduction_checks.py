@@ -37,14 +37,9 @@ class ReachedParameters:
         self._is_watching = False  # whether reductions run during backward
         if not self._stage:
             return
-        optimizer = self._optimizer
-        reductions = compat.reductions_of(optimizer, self._stage)
-        self._is_watching = reductions.in_backward
-        check = self._count_zeros_in_bf16 if compat.adds_up_flat(optimizer) else self._fill_in_zeros
-        if reductions.in_backward:
-            check = self._hold_against_others
-            compat.wrap_last_reduction(optimizer, self._reduce_rest)
-        compat.call_before_reduction(optimizer, reductions, check)
+        self._is_watching = compat.watch_reductions(
+            self._optimizer, self._stage, before=self._check_reduction, last=self._reduce_rest
+        )
 
     def check(self) -> None:
         """Refuse a step of a window that did not reach every parameter, or in which a parameter is frozen."""
@@ -72,40 +67,35 @@ class ReachedParameters:
         self._reached.clear()
 
     def _reduce_rest(self, reduce: Callable[[], None]) -> None:
-        """Run the last reduction of a backward, after its checks."""
+        """Run the last reduction of a backward, after its checks; then check what it left out in stage 3.
+
+        Stage 3 (0.19) reduces the other parameters wrongly if one is frozen in a backward. It keeps the last window's
+        gradients of parameters that the first backward of this window did not reach: these become zeros.
+        """
         self._is_last = True
         try:
             reduce()
         finally:
             self._is_last = False
-        if self._stage == 3:
-            self._refuse_frozen()
-            self._clear_left_out()
-
-    def _refuse_frozen(self) -> None:
-        """Refuse a backward with frozen parameters: stage 3 (0.19) would reduce the other parameters wrongly."""
-        found = self._reached.get(compat.backward_of_window(self._optimizer), set())
-        if len(found) == len(self._names):
+        if self._stage < 3:
             return
-        lacking = [(p, name) for index, (p, name) in enumerate(self._names.items()) if index not in found]
-        if frozen := [name for parameter, name in lacking if not parameter.requires_grad]:
+        number = compat.backward_of_window(self._optimizer)
+        found = self._reached.get(number, set())
+        lacking = {p: name for index, (p, name) in enumerate(self._names.items()) if index not in found}
+        if frozen := [name for parameter, name in lacking.items() if not parameter.requires_grad]:
             raise AccumulationError(
                 f"{list_some(frozen)}: frozen since prepare(), in a backward of this window: DeepSpeed's stage 3 "
                 "expects gradients of all parameters that it was prepared with. Freeze before prepare(), or detach "
                 "what is not to be trained in this micro-batch; stages 1 and 2 take it"
             )
+        for parameter in lacking if number == 0 else ():
+            compat.zero_gradient_of_stage_3(self._optimizer, parameter)
 
-    def _clear_left_out(self) -> None:
-        """Zero the last window's gradients of parameters that the first backward of this window did not reach."""
-        found = self._reached.get(0, set())
-        if compat.backward_of_window(self._optimizer) or len(found) == len(self._names):
-            return
-        for index, parameter in enumerate(self._names):
-            if index not in found:
-                compat.zero_gradient_of_stage_3(self._optimizer, parameter)
-
-    def _hold_against_others(self) -> None:
+    def _check_reduction(self) -> None:
         """Refuse a reduction if ranks reduce other parameters or in another order. Called on all ranks."""
+        if not self._is_watching:
+            self._fill_in_zeros()
+            return
         waiting = compat.waiting_parameters(self._optimizer, self._stage)
         order = [self._positions[id(parameter)] for parameter in waiting]
         self._reached.setdefault(compat.backward_of_window(self._optimizer), set()).update(order)
@@ -121,30 +111,22 @@ class ReachedParameters:
         raise AccumulationError(_describe_branches(gathered, self._stage))
 
     def _fill_in_zeros(self) -> None:
-        """Set zero gradients for parameters that only other ranks' backwards reached. Called on all ranks."""
-        lacking = [p for p in self._names if not compat.has_gradient_of_stage_1(self._optimizer, p)]
-        self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
-        for parameter in lacking:
-            compat.fill_gradient_of_stage_1(self._optimizer, parameter)
-
-    def _count_zeros_in_bf16(self) -> None:
-        """Make the norm include gradients that came only from other ranks' backwards. Called on all ranks."""
-        lacking = compat.parameters_without_flat_gradient(self._optimizer)
-        self._refuse_left_out(self._find_left_out([p for p in self._names if p.requires_grad], lacking))
-        compat.count_all_flat_gradients(self._optimizer)
-
-    def _find_left_out(self, parameters: list[Tensor], lacking: list[Tensor]) -> list[str]:
-        """Return the names of the parameters without a gradient on any rank. Called on all ranks."""
+        """Give zero gradients to parameters that only other ranks' backwards reached. Called on all ranks."""
+        lacking = compat.parameters_without_gradient(self._optimizer, self._names)
         missing = set(map(id, lacking))
+        trained = [p for p in self._names if p.requires_grad]
         reached = torch.tensor(
-            [id(p) not in missing for p in parameters], dtype=torch.uint8, device=self._device
+            [id(p) not in missing for p in trained], dtype=torch.uint8, device=self._device
         )
         if dist.get_world_size() > 1:
             dist.all_reduce(reached, dist.ReduceOp.MAX)
-        return [self._names[p] for p, has in zip(parameters, reached.tolist(), strict=True) if not has]
+        self._refuse_left_out(
+            [self._names[p] for p, has in zip(trained, reached.tolist(), strict=True) if not has]
+        )
+        compat.fill_gradients(self._optimizer, lacking)
 
     def _refuse_left_out(self, names: list[str]) -> None:
-        """Refuse to step parameters without a gradient."""
+        """Refuse to step parameters that no rank's backward reached."""
         if names:
             raise AccumulationError(
                 f"{list_some(names)}: reached by no loss of this window, on any rank, and DeepSpeed's stage "

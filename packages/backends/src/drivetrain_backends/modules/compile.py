@@ -4,7 +4,8 @@
 Checkpoints leave this part out, so that compiled and plain models share checkpoints. `module.compile()` keeps names.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,24 +65,30 @@ def _tensors_of(model: nn.Module) -> Set[Tensor]:
     return {*model.parameters(), *model.buffers()}
 
 
-def check_plain_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+def check_plain_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    is_exact: bool = False,
+    shape_of: Callable[[Any], torch.Size] = attrgetter("shape"),
+) -> None:
     """Compare the names and shapes of a `state_dict`, of a compiled or plain model, with those of a model.
 
-    Call this before a load: torch reports misfits only after it has loaded the tensors that fit.
+    Call this before a load: torch reports misfits only after it has loaded the tensors that fit. Unless `is_exact`,
+    names may differ if a module changes a state before it loads it. `shape_of` returns the full shape of a tensor.
     """
-    own, saved = plain_state(model), {strip_wrapper_prefix(name): value for name, value in state.items()}
+    own = plain_state(model, keep_vars=True)
+    saved = {strip_wrapper_prefix(name): value for name, value in state.items()}
     kind = type(unwrap_compiled(model)).__name__
     for name in packed_entries(model, own):
         del own[name]
-    if own.keys() != saved.keys() and not any(map(has_load_hooks, model.modules())):
+    if own.keys() != saved.keys() and (is_exact or not any(map(has_load_hooks, model.modules()))):
         missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
         raise ValueError(
             f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
             "model it was saved from"
         )
     for name, value in own.items():
-        there = saved.get(name)
-        if isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape != there.shape:
-            raise ValueError(
-                f"{kind}: {name} is of shape {tuple(value.shape)}, in the checkpoint {tuple(there.shape)}"
-            )
+        there = getattr(saved.get(name), "shape", None)
+        if isinstance(value, Tensor) and there is not None and (shape := shape_of(value)) != there:
+            raise ValueError(f"{kind}: {name} is of shape {tuple(shape)}, in the checkpoint {tuple(there)}")

@@ -95,10 +95,6 @@ class PreparedScheduler:
         """The number of optimizer steps since the last call to `step`."""
         return self._optimizer.num_steps - self._seen_steps
 
-    def catch_up(self, lag: int) -> None:
-        """Treat the optimizer's last `lag` steps as not yet counted. Called after both states were loaded."""
-        self._seen_steps = self._optimizer.num_steps - lag
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the user's scheduler."""
         return self.scheduler.state_dict()
@@ -107,8 +103,12 @@ class PreparedScheduler:
         """Load a state dict into the user's scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state. The saved run may have made the schedule for another length than this program."""
+    def resume(self, saved: Mapping[str, Any], *, lag: int = 0) -> None:
+        """Go on from a saved state; the optimizer's last `lag` steps are not yet counted. Called after it has loaded.
+
+        The saved run may have made the schedule for another length than this program.
+        """
+        self._seen_steps = self._optimizer.num_steps - lag
         own, total = self.scheduler.state_dict(), total_of(self.scheduler)
         self.scheduler.load_state_dict(dict(saved))
         was = total_of(self.scheduler)
@@ -175,5 +175,4 @@ def load_progress(
         optimizer.num_steps = steps
         optimizer.schedule.forget()
     for scheduler, saved, lag in zip(schedulers, state["schedulers"], state["scheduler_lags"], strict=True):
-        scheduler.resume(saved)
-        scheduler.catch_up(lag)
+        scheduler.resume(saved, lag=lag)

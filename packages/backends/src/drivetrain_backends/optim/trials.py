@@ -1,4 +1,4 @@
-"""Trials of an optimizer on small tensors: does it step the parts of a layout in the same way as full tensors?
+"""A trial of an optimizer on small tensors: does it step the parts of a layout in the same way as full tensors?
 
 Torch steps each rank's shard of a parameter, and ZeRO each rank's part of a group laid end to end. Norms, factored
 moments, blocks of quantised values and orthogonal updates then cover other elements than in a plain loop. An
@@ -6,14 +6,19 @@ optimizer's interface does not tell whether it uses these. A copy of the optimiz
 both layouts, at learning rates that move them visibly, because a warm-up may begin at 0.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,87 +29,158 @@ _SMALLEST_RATE_IN_HALF = 1.0  # in half precision, where rounding hides smaller 
 # The difference that rounding allows, relative to the movement and to the largest value; and the least movement that
 # counts as visible, as a multiple of the rounding of the largest value.
 _LIMITS = {
-    torch.float64: (1e-5, 1e-13, 30),  # with a state in fp32
     torch.float32: (1e-3, 1e-6, 30),
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
 
-Layout = Callable[
-    [Sequence[Tensor]], list[Tensor]
-]  # returns what is stepped in place of a group's full tensors
-Moments = list[list[list[Tensor]]]  # [step][group][tensor]
+StandIn = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a small tensor
+# Of a group: the values of its small tensors, then their gradients for each step.
+Rows = Sequence[Sequence[Tensor]]
 
 
-class UnlikeError(Exception):
-    """The error for layouts that give different values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout(ABC):
+    """The parts of parameters that a backend's optimizers step, and the words that refuse an optimizer."""
+
+    device: torch.device
+    num_steps: int
+    num_ranks: int = 1  # the number of ranks whose parts this process steps in turn
+    scales: tuple[float, ...] = (1.0,)  # the sizes of gradients, for one small tensor after the other
+    refused: str  # what the optimizer cannot do, after its name
+    unlike: str  # how its step differs
+    advice: str  # what to do about it, in whole sentences
+    error: type[ValueError] = ValueError
+
+    @abstractmethod
+    def stand_ins(self, parameters: Sequence[Tensor]) -> list[StandIn]:
+        """Return the small tensors that stand for the parameters of a group."""
+
+    @abstractmethod
+    def divide(self, values: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Return a rank's parts of the full tensors of a group."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, parts: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Step an optimizer over the parts of each group, as the backend does."""
+
+    @abstractmethod
+    def pair(self, full: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Pair values of each full tensor of a group with the same values in the parts, which are given by rank."""
+
+    @abstractmethod
+    def gather(self, told: str) -> Sequence[str]:
+        """Gather a text from all ranks. Called on all ranks."""
 
 
-class UnmovedError(Exception):
-    """The error for a tensor that moves too little in either layout."""
+def check_alike(optimizer: Optimizer, layout: ParameterLayout, *, verdict: str | None = None) -> None:
+    """Refuse an optimizer whose step on the parts of a layout differs from its step on full tensors.
 
+    The optimizer and the random generators stay unchanged. Called on all ranks, which refuse together.
 
-class SmallTensor(NamedTuple):
-    """A small tensor that stands for parameters: its value, and its gradient for each step."""
-
-    value: Tensor
-    gradients: list[Tensor]
-
-
-def step_copy(
-    optimizer: Optimizer,
-    groups: Sequence[Sequence[SmallTensor]],
-    lay_out: Layout,
-    *,
-    num_steps: int,
-    step: Callable[[Any, list[list[nn.Parameter]]], None],
-) -> Moments:
-    """Step a copy of an optimizer on small tensors in a layout; return each group's tensors after each step."""
-    parameters = [
-        [nn.Parameter(one) for one in lay_out([small.value for small in group])] for group in groups
-    ]
-    copied = _copy_over(optimizer, parameters)
-    found: Moments = []
-    for index in range(num_steps):
-        for own, group in zip(parameters, groups, strict=True):
-            gradients = lay_out([small.gradients[index] for small in group])
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
-        step(copied, parameters)
-        found.append([[parameter.detach().clone() for parameter in own] for own in parameters])
-    return found
-
-
-def check_alike(
-    start: Sequence[Tensor], full: Sequence[Sequence[Tensor]], held: Sequence[Sequence[tuple[Tensor, Tensor]]]
-) -> None:
-    """Compare both layouts after each step; `held` pairs a part of each full tensor with the other layout's values.
+    Args:
+        optimizer: The optimizer. A copy with the same options takes the steps.
+        layout: The layout of the parts.
+        verdict: The outcome if it is known without a trial: a reason to refuse, or "" to allow.
 
     Raises:
-        UnlikeError: A part differs by more than rounding.
-        UnmovedError: The layouts agree, but the movements of a tensor are within rounding in all steps.
+        ValueError: The steps differ, fail, or move too little to tell; the layout chooses the class.
     """
+    raised, found = None, verdict
+    if found is None:
+        try:
+            with _run_eagerly(), torch.enable_grad():
+                found = _compare(optimizer, layout)
+        except Exception as error:  # noqa: BLE001 whatever the optimizer answers with; raised on all ranks below
+            raised, first = error, (str(error).splitlines() or [""])[0]
+            found = f"tried on small tensors, and failed: {type(error).__name__}: {first[:120]}"
+    refusal = found and f"{type(optimizer).__name__} {layout.refused}: {found}. {layout.advice}"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    told = layout.gather(refusal and f"{refusal} (of rank {rank}'s optimizer)")
+    if any(told):
+        raise layout.error(refusal or next(filter(None, told))) from raised
+
+
+def _compare(optimizer: Optimizer, layout: ParameterLayout) -> str:
+    """Return how an optimizer's steps on parts differ from those on full tensors; "" if they are alike."""
+    made, scales = torch.Generator().manual_seed(0), cycle(layout.scales)
+    groups: list[Rows] = []
+    for group in optimizer.param_groups:
+        stand_ins = layout.stand_ins(group["params"])
+        small = [_make_small(one, next(scales), layout.num_steps, made) for one in stand_ins]
+        groups.append([[rows[index] for rows in small] for index in range(1 + layout.num_steps)])
+    run = partial(_step_copy, optimizer, groups, layout)
+    full = run(
+        lambda values: [value.clone().to(layout.device) for value in values], lambda own, _: own.step()
+    )
+    by_rank = [run(partial(layout.divide, rank=rank), layout.step) for rank in range(layout.num_ranks)]
+    start = [value.to(layout.device) for values, *_ in groups for value in values]
     moved, before = [0.0] * len(start), start
-    for now, pairs in zip(full, held, strict=True):
-        for index, (old, new, (own, found)) in enumerate(zip(before, now, pairs, strict=True)):
+    for whole, *parts in zip(full, *by_rank, strict=True):
+        now = [tensor for group in whole for tensor in group]
+        pairs = [pair for group, *own in zip(whole, *parts, strict=True) for pair in layout.pair(group, own)]
+        for old, new, (expected, found) in zip(before, now, pairs, strict=True):
             of_update, of_value, _ = _LIMITS.get(new.dtype, _LIMITS[torch.float32])
-            distance = _largest(new - old)
-            moved[index] = max(moved[index], distance)
-            bound = of_update * distance + of_value * _largest(new)
-            if not torch.allclose(found, own, rtol=0.0, atol=bound, equal_nan=True):
-                apart = float((found - own).abs().max())
-                raise UnlikeError(
-                    f"a trial step on a tensor of shape {tuple(new.shape)} differs by {apart:.1e}; the update is "
-                    f"{distance:.1e}"
+            update = _largest(new - old)
+            bound = of_update * update + of_value * _largest(new)
+            if not torch.allclose(found, expected, rtol=0.0, atol=bound, equal_nan=True):
+                apart = float((found - expected).abs().max())
+                return (
+                    f"{layout.unlike} (a trial step on a tensor of shape {tuple(new.shape)} differs by {apart:.1e}; "
+                    f"the update is {update:.1e})"
                 )
+        moved = [max(far, _largest(new - old)) for far, new, old in zip(moved, now, start, strict=True)]
         before = now
     for new, distance in zip(before, moved, strict=True):
         _, of_value, visible = _LIMITS.get(new.dtype, _LIMITS[torch.float32])
         if not distance > visible * of_value * _largest(new):
-            raise UnmovedError(f"one of shape {tuple(new.shape)} by {distance:.0e}")
+            return (
+                f"tried on small tensors, it moved one of shape {tuple(new.shape)} by {distance:.0e} in "
+                f"{layout.num_steps} steps, which is too little to tell"
+            )
+    return ""
 
 
-def run_eagerly() -> AbstractContextManager[object]:
+def _make_small(stand_in: StandIn, scale: float, num_steps: int, made: torch.Generator) -> list[Tensor]:
+    """Return random values and a gradient for each step: large ones in the third step, half zeros in the fourth."""
+    shape, dtype = stand_in
+    value = torch.randn(shape, generator=made)
+    # Scaled by position, so that the norm of a part differs from that of the full gradient.
+    slope = scale * torch.linspace(0.1, 2.0, value.numel()).reshape(shape)
+    gradients = [torch.randn(shape, generator=made) * slope for _ in range(num_steps)]
+    for large in gradients[2:3]:
+        large *= 100
+    for sparse in gradients[3:4]:
+        sparse *= torch.rand(shape, generator=made) < 0.5
+    return [one.to(dtype) for one in (value, *gradients)]
+
+
+def _step_copy(
+    optimizer: Optimizer,
+    groups: Sequence[Rows],
+    layout: ParameterLayout,
+    lay_out: Callable[[Sequence[Tensor]], list[Tensor]],
+    step: Callable[[Any, list[list[nn.Parameter]]], None],
+) -> list[list[list[Tensor]]]:
+    """Step a copy of an optimizer on small tensors; return each group's tensors after each step.
+
+    Each copy begins with the same random numbers.
+    """
+    parameters = [[nn.Parameter(one) for one in lay_out(values)] for values, *_ in groups]
+    copied = _copy_over(optimizer, parameters)
+    found: list[list[list[Tensor]]] = []
+    kind = layout.device.type
+    with torch.random.fork_rng(devices=[] if kind == "cpu" else [layout.device], device_type=kind):
+        for index in range(layout.num_steps):
+            for own, (_, *gradients) in zip(parameters, groups, strict=True):
+                for parameter, gradient in zip(own, lay_out(gradients[index]), strict=True):
+                    parameter.grad = gradient
+            step(copied, parameters)
+            found.append([[parameter.detach().clone() for parameter in own] for own in parameters])
+    return found
+
+
+def _run_eagerly() -> AbstractContextManager[object]:
     """Run a compiled step in eager mode in the block, because to compile a step for each shape takes minutes.
 
     Does nothing unless the compiler is already imported: the import takes seconds, and a compiled step implies it.

@@ -74,15 +74,13 @@ def as_stored(value: Any) -> Any:
     if type(value) is Tensor:
         return value
     if has_parts(value):
-        return _store(value, value.shape, None)
+        return _store(value, value)
     if is_dtensor(value):
         if not has_parts(shard := local(value)):
             return value
         (block_size, _), span = _layout(shard), _span(value)
-        is_divisible = (
-            block_size and span is not None and not span[0] % block_size and not span[1] % block_size
-        )
-        return _store(shard, value.shape, value) if is_divisible else value
+        is_divisible = block_size and span is not None and not any(end % block_size for end in span)
+        return _store(shard, value) if is_divisible else value
     if type(value) is dict:
         return {key: as_stored(one) for key, one in cast("dict[Any, Any]", value).items()}
     if type(value) in (list, tuple):
@@ -91,27 +89,22 @@ def as_stored(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _store(tensor: Any, shape: torch.Size, sharded: Any | None) -> dict[str, Any]:
+def _store(tensor: Any, whole: Any) -> dict[str, Any]:
+    """Return the plain form of a tensor, which is `whole` or its local shard: a range of whole blocks."""
     names, context = tensor.__tensor_flatten__()
     block_size, per_block = _layout(tensor)
+    start, _ = _span(whole) or (0, 0)
     parts: dict[str, Any] = {}
     for name, count in per_block.items():
-        flat = getattr(tensor, name).detach().reshape(-1)
-        parts[name] = flat
-        if sharded is not None:
-            span = _span(sharded)
-            assert span is not None
-            start, size = span[0] // block_size * count, shape.numel() // block_size * count
-            parts[name] = BlockPart(sharded, flat, start=start, size=size)
+        part = getattr(tensor, name).detach().reshape(-1)
+        if whole is not tensor:
+            size = whole.numel() // block_size * count
+            part = BlockPart(whole, part, start=start // block_size * count, size=size)
+        parts[name] = part
     return {
         _CLASS: f"{type(tensor).__module__}:{type(tensor).__qualname__}",
-        "shape": shape,
-        "context": [
-            _SHAPE
-            if isinstance(one, tuple) and tuple(cast("tuple[Any, ...]", one)) == tuple(tensor.shape)
-            else one
-            for one in context
-        ],
+        "shape": whole.shape,
+        "context": [_SHAPE if isinstance(one, tuple) and one == tensor.shape else one for one in context],
         "shaped": [name for name in names if getattr(tensor, name).shape == tensor.shape],
         "block_size": block_size,
         "parts": parts,

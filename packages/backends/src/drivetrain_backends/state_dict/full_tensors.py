@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.protocol import Prepared
-from drivetrain_backends.state_dict.dtensor import local, write_from_first
+from drivetrain_backends.state_dict.dtensor import local, whole_of, write_from_first
 from drivetrain_state import Context, broadcast_object
 from drivetrain_weights import find_ties
 
@@ -21,11 +21,9 @@ def full_tensor(value: Any) -> Tensor:
     """
     if not hasattr(value, "full_tensor"):
         return value
-    if isinstance(value, Tensor):
-        # A DTensor, which may be offloaded while its mesh communicates on another device. Importing DTensor takes as
-        # long as importing torch.
-        from drivetrain_backends.state_dict.dtensor import whole_of
-
+    if isinstance(
+        value, Tensor
+    ):  # a DTensor, which may be offloaded while its mesh communicates on another device
         return whole_of(value, torch.device(cast("Any", value).device_mesh.device_type))
     return value.full_tensor()
 
@@ -129,11 +127,12 @@ def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | Non
         raise ValueError(said)
     for name, target in own.items():
         value = tensors[name] if context.topology.is_main and tensors is not None else None
-        odd = (
-            "" if value is None or value.shape == target.shape else f"{name} is of shape {tuple(value.shape)}"
-        )
-        if said := broadcast_object(context, odd):
-            raise ValueError(f"{said}, not {tuple(target.shape)}; the tensors before it are already loaded")
+        shape = broadcast_object(context, target.shape if value is None else value.shape)
+        if shape != target.shape:
+            raise ValueError(
+                f"{name} is of shape {tuple(shape)}, not {tuple(target.shape)}; the tensors before it are already "
+                "loaded"
+            )
         write_from_first(target, value, context)
 
 

@@ -13,31 +13,22 @@ tensors, such as those of low-bit optimizers, are in the plain form of `block_te
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain_backends.compat import changes_states
+from drivetrain_backends.compat import changes_states, tree_leaves
 from drivetrain_backends.errors import OptimizerStateError
 from drivetrain_backends.state_dict.block_tensors import Restored, as_stored
 
 # Options that schedulers add, and that optimizers fill in if a state from another version lacks them.
-_OPTIONAL = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-    | {
-        "amsgrad",
-        "capturable",
-        "decoupled_weight_decay",
-        "differentiable",
-        "foreach",
-        "fused",
-        "maximize",
-        "nesterov",
-    }
-)
+_OPTIONAL = """
+    initial_lr max_lr min_lr base_momentum max_momentum swa_lr
+    amsgrad capturable decoupled_weight_decay differentiable foreach fused maximize nesterov
+"""
 _OTHERS, _BESIDE, _OWN = "others", "beside", "own"
 
 
@@ -171,7 +162,7 @@ def check_groups(
                 f"{' and others' if len(odd) > 5 else ''}; build it over the same parameters"
             )
     for group, saved_group in zip(optimizer.param_groups, saved if not only_parameters else (), strict=False):
-        if lacking := sorted(set(group) - set(saved_group) - _OPTIONAL):
+        if lacking := sorted(set(group) - set(saved_group) - set(_OPTIONAL.split())):
             raise ValueError(
                 f"the optimizer's groups have {lacking}, which the checkpoint's have not: it was saved with another "
                 f"kind of optimizer than {type(optimizer).__name__}; build the one that was saved"
@@ -253,18 +244,6 @@ def _form(state: Mapping[str, Any]) -> str:
     return "of a form of its own" if _OWN in state else "kept by parameter"
 
 
-def _values_in(value: Any) -> Iterable[Any]:
-    """Yield the leaves of nested containers."""
-    if isinstance(value, Mapping):
-        for one in cast("Mapping[Any, Any]", value).values():
-            yield from _values_in(one)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for one in cast("Iterable[Any]", value):
-            yield from _values_in(one)
-    else:
-        yield value
-
-
 def _may_be_by_place(extra: Any) -> bool:
     """Return whether part of a state may depend on the order of the parameters; False for scalars by key."""
     if not isinstance(extra, Mapping):
@@ -275,4 +254,4 @@ def _may_be_by_place(extra: Any) -> bool:
 
 def _holds_elements(value: Any) -> bool:
     """Return whether a value contains a tensor or array of more than one element."""
-    return any(math.prod(one.shape) > 1 for one in _values_in(value) if hasattr(one, "shape"))
+    return any(math.prod(one.shape) > 1 for one in tree_leaves(value) if hasattr(one, "shape"))
