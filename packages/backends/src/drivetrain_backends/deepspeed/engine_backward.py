@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,11 @@ class _TrainedModel:
 
 class EngineReducer(GradientReducer):
     """A reducer that runs backwards through the models' engines, one at a time; see `GradientReducer`."""
+
+    not_alone = (
+        "its DeepSpeed engine averages gradients at each step; use backend='ddp' for steps without averaging"
+    )
+    not_joined = "DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose tails keep ranks in step"
 
     def __init__(
         self, window: AccumulationWindow, scaler: LossScaler | None, progress: ProgressRecord
@@ -183,21 +188,6 @@ class EngineReducer(GradientReducer):
                 "engine has all gradients: remove the hook (register_post_accumulate_grad_hook, register_hook), and "
                 "call optimizer.step() and zero_grad() after accelerator.backward()"
             )
-
-    def alone(self, model: nn.Module) -> NoReturn:
-        """Refuse, with a RuntimeError: an engine averages whenever it steps; see `SupportsLocalSteps`."""
-        raise RuntimeError(
-            f"the DeepSpeed engine of {type(model).__name__} averages gradients at each of its steps: use "
-            "backend='ddp' for steps without averaging"
-        )
-
-    def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refuse, with a RuntimeError: all ranks must step equally often; see `Backend.join`."""
-        del models
-        raise RuntimeError(
-            "join_uneven_inputs: DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose "
-            "tails keep ranks in step"
-        )
 
     def steps_together(self, model: nn.Module) -> bool:
         """Return True, because engines step on all ranks."""

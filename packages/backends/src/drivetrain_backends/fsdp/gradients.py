@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,12 @@ from drivetrain_precision import LossScaler
 
 class ShardedGradients(ParameterGradients):
     """The gradients that FSDP leaves in `.grad`: shards of the mean over ranks; full ones for plain parameters."""
+
+    not_alone = "no rank holds a model of its own to step; use backend='ddp' for steps without averaging"
+    not_joined = (
+        "sharded ranks wait for each other in every forward, so none may run out early; prepare the loader, whose "
+        "tails keep ranks in step, or use backend='ddp'"
+    )
 
     def __init__(self, scaler: LossScaler | None, run: ShardedRun) -> None:
         super().__init__(scaler)
@@ -99,21 +105,6 @@ class ShardedGradients(ParameterGradients):
         finally:
             self._holding.discard(model)
             root.set_requires_gradient_sync(True)
-
-    def alone(self, model: nn.Module) -> NoReturn:
-        """Refuse, with a RuntimeError: no rank has a model of its own; see `SupportsLocalSteps`."""
-        raise RuntimeError(
-            f"{class_name(model)} is sharded, and no rank could step it alone: use backend='ddp' for steps without "
-            "averaging"
-        )
-
-    def join(self, models: Sequence[nn.Module]) -> NoReturn:
-        """Refuse, with a RuntimeError: all ranks must gather and reduce equally often; see `Backend.join`."""
-        del models
-        raise RuntimeError(
-            "join_uneven_inputs: sharded ranks wait for each other in every forward, so none may run out early; "
-            "prepare the loader, whose tails keep ranks in step, or use backend='ddp'"
-        )
 
     def steps_together(self, model: nn.Module) -> bool:
         """Return True, because every rank holds a part of the model."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -48,7 +49,14 @@ class GradientReducer:
     """An object that runs backwards, averages their gradients over ranks, and makes them final. Called on all ranks.
 
     The base class is that of one process, which averages nothing. `model` is the user's module.
+
+    Attributes:
+        not_alone: The reason why no rank can step alone, for the error; None if it can.
+        not_joined: The reason why no rank may run out of batches early; None if it may.
     """
+
+    not_alone: ClassVar[str | None] = None
+    not_joined: ClassVar[str | None] = None
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self.scaler = scaler  # the loss scale, for fp16
@@ -90,12 +98,15 @@ class GradientReducer:
 
     def alone(self, model: nn.Module) -> AbstractContextManager[None]:
         """Step a model on this rank's own gradients in the block; see `SupportsLocalSteps`."""
-        del model
+        if self.not_alone is not None:
+            raise RuntimeError(f"{type(model).__name__}: {self.not_alone}")
         return nullcontext()
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Let ranks run out of batches at different steps in the block; see `Backend.join`."""
         del models
+        if self.not_joined is not None:
+            raise RuntimeError(f"join_uneven_inputs: {self.not_joined}")
         return nullcontext()
 
     def steps_together(self, model: nn.Module) -> bool:
