@@ -93,7 +93,10 @@ class EngineReducer(GradientReducer):
     not_alone = (
         "its DeepSpeed engine averages gradients at each step; use backend='ddp' for steps without averaging"
     )
-    not_joined = "DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose tails keep ranks in step"
+    not_joined = (
+        "DeepSpeed's engines hang when a rank steps less often; prepare the loader, whose tails "
+        "keep ranks in step"
+    )
 
     def __init__(
         self, window: AccumulationWindow, scaler: LossScaler | None, progress: ProgressRecord
