@@ -31,7 +31,7 @@ class EditWatch:
         self._window = window
         self._reducer = reducer if isinstance(reducer, ParameterGradients) else None
         self._is_scaled = reducer.scaler is not None
-        self._snapshot = GradientSnapshot(parameters)
+        self.snapshot = GradientSnapshot(parameters)
 
     @property
     def are_averaged(self) -> bool:
@@ -43,27 +43,27 @@ class EditWatch:
         """Record the present gradients if later changes matter. Called after each pass over the gradients."""
         reducer = self._reducer
         if reducer is not None and (reducer.averages or to_correct):
-            self._snapshot.take()
+            self.snapshot.take()
             reducer.have_moved(self._models)  # resets it: the snapshot includes the move
 
     def clear(self, *, keep: bool) -> None:
         """Forget the gradients after they were cleared. With `keep`, record that no gradients exist."""
         if keep:
-            self._snapshot.take()
-        elif self._snapshot.is_taken:
-            self._snapshot.drop()
+            self.snapshot.take()
+        elif self.snapshot.is_taken:
+            self.snapshot.drop()
 
     def record_again(self) -> None:
         """Update the record, if one exists, after some of the gradients were cleared."""
-        if self._snapshot.is_taken:
-            self._snapshot.take()
+        if self.snapshot.is_taken:
+            self.snapshot.take()
 
     def found(self, *, to_correct: bool) -> bool:
         """Return whether other code changed the gradients since the last record."""
-        if self._reducer is None or not self._snapshot.differs():
+        if self._reducer is None or not self.snapshot.differs():
             return False
         if to_correct and self._reducer.have_moved(self._models):
-            self._snapshot.take()
+            self.snapshot.take()
             return False
         return True
 
@@ -76,10 +76,10 @@ class EditWatch:
         reducer = self._reducer
         if reducer is None or not reducer.averages:
             return
-        if self.found(to_correct=to_correct) or (are_empty and not self._snapshot.is_taken):
+        if self.found(to_correct=to_correct) or (are_empty and not self.snapshot.is_taken):
             reducer.mark_edited(self._models)
             reducer.average(self._models)
-            self._snapshot.take()
+            self.snapshot.take()
 
     def accept(self) -> None:
         """Accept the changed gradients, which need no correction, and have ranks average them."""
@@ -91,7 +91,7 @@ class EditWatch:
 
         Return whether any gradient is left, to which the loss will add.
         """
-        edits = self._snapshot.edits()
+        edits = self.snapshot.edits()
         is_midway = self._window.num_micro_batches > 1 and is_same_window
         if edits.edited or (is_midway and edits.cleared):
             raise self._error([*edits.edited, *edits.cleared])
@@ -101,12 +101,12 @@ class EditWatch:
 
     def check_before_correction(self) -> None:
         """Refuse changed gradients that still need a correction; cleared gradients are allowed."""
-        if edited := self._snapshot.edits().edited:
+        if edited := self.snapshot.edits().edited:
             raise self._error(edited)
 
     def check_unscaled(self) -> None:
         """Refuse shards scaled without a new version; see `GradientSnapshot.were_scaled`. May synchronise."""
-        if self._snapshot.were_scaled():
+        if self.snapshot.were_scaled():
             raise self._error([])
 
     def _error(self, places: Sequence[int]) -> AccumulationError:

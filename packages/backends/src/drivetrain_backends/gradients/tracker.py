@@ -86,15 +86,6 @@ class GradientGroup:
     def add_loss(self, count: Tensor | float | None, *, is_bad: Tensor | None = None) -> None:
         """Record a loss before its backward: a mean, or a sum over `count` items; `is_bad` if it is not finite."""
         window, losses, is_counted = self._tracker.window, self.losses, count is not None
-        if self.stage == "empty" and count is None and is_bad is None:  # in most steps
-            self._num_failed = max(self._num_failed, window.num_failed_before)
-            self.losses, self.last_window, self.stage, self.final = (
-                _NO_LOSSES,
-                window.number,
-                "open",
-                _UNCHECKED,
-            )
-            return
         if self.stage == "final" and self.last_window == window.number and window.begun:
             raise AccumulationError(
                 "backward() after the gradients of this window were clipped: they are final; clip after its last loss"
@@ -182,13 +173,15 @@ class GradientGroup:
         if not was_used and self.final.checked_for is not None:
             self.final = self.final._replace(checked_for=None)
         if self.stage != "empty":
-            self._cleared.add(id(optimizer))
-            if len(self._cleared) < len(self.optimizers):
-                self._edits.record_again()
-                return
-            # Other ranks that step have nothing left to average: nor may this one.
-            self._edits.clear(keep=not was_used and self._edits.are_averaged)
-            self._cleared.clear()
+            if len(self.optimizers) > 1:
+                self._cleared.add(id(optimizer))
+                if len(self._cleared) < len(self.optimizers):
+                    self._edits.record_again()
+                    return
+                self._cleared.clear()
+            if not was_used or self._edits.snapshot.is_taken:
+                # Other ranks that step have nothing left to average: nor may this one.
+                self._edits.clear(keep=not was_used and self._edits.are_averaged)
             self.stage = "empty"
         self._num_failed = self._tracker.window.num_failed
 
@@ -375,7 +368,11 @@ class GradientTracker:
         if count is not None or type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
             check_loss(loss, count)
         if self._is_short and count is None and window.num_micro_batches == 1 and len(owners) == 1:
-            owners[0].add_loss(None)
+            if (group := owners[0]).stage == "empty" and not window.num_failed:  # `add_loss`, in most steps
+                group.losses, group.last_window = _NO_LOSSES, window.number
+                group.stage, group.final = "open", _UNCHECKED
+            else:
+                group.add_loss(None)
             if options is ONCE:
                 loss.backward()
             else:

@@ -117,8 +117,8 @@ class PreparedObjects:
         if model is None and len(self._trained) != 1:
             raise AccumulationError(
                 f"train_step() trains one model, and {len(self._trained)} prepared models have optimizers: prepare() "
-                "one with its optimizer, or say which one with model=; a loss of several models takes accumulate() and "
-                "backward()"
+                "one with its optimizer, or say which one with model=; a loss of several models needs accumulate() "
+                "and backward()"
             )
         return self._trained[0] if model is None else self.of(model)
 
