@@ -1,6 +1,6 @@
 """The FSDP2 backend: each model's parameters, gradients and optimizer states are sharded over the ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -59,13 +59,22 @@ class FSDPBackend(ComposedBackend):
 
     def compose(self) -> Strategy:
         """Return the strategy: activations checkpointed, blocks sharded and compiled, inputs cast by FSDP itself."""
-        run = ShardedRun.of(self.context, self.policy, self.settings)
+        settings: FSDPSettings = self.settings
+        run = ShardedRun.of(self.context, self.policy, settings)
         gradients = ShardedGradients(self.scaler, run)
+
+        def checkpoint(block: nn.Module) -> None:
+            checkpoint_activations([block], settings.activation_checkpointing)
+
+        def compile_forward(block: nn.Module) -> None:
+            if settings.compile_regions:
+                block.forward = torch.compile(block.forward, backend=settings.compile_backend)
+
         return Strategy(
             transforms=(
-                CheckpointBlocks(run),
+                ChangeBlocks(run, checkpoint),  # FSDP's hooks run around what is recomputed
                 ShardBlocks(run, gradients),
-                CompileBlocks(run),
+                ChangeBlocks(run, compile_forward),  # and around what is compiled
                 CastForwards(run),
             ),
             gradients=gradients,
@@ -76,29 +85,18 @@ class FSDPBackend(ComposedBackend):
         )
 
 
-class CheckpointBlocks(ModelTransform):
-    """Recompute the activations of each block in backward; before FSDP's hooks, so that these run around it."""
+class ChangeBlocks(ModelTransform):
+    """Change each block of a new model, or the whole model if it has none."""
 
-    def __init__(self, run: ShardedRun) -> None:
-        self._run = run
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Exchange the classes of the blocks of a new model."""
-        checkpoint_activations(_regions(model, self._run), self._run.settings.activation_checkpointing)
-        return model
-
-
-class CompileBlocks(ModelTransform):
-    """Compile the forward of each block; inside FSDP's hooks, so that these run as they are."""
-
-    def __init__(self, run: ShardedRun) -> None:
-        self._run = run
+    def __init__(self, run: ShardedRun, change: Callable[[nn.Module], None]) -> None:
+        self._run, self._change = run, change
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Compile the forwards of a new model's blocks, if the settings say so."""
-        settings = self._run.settings
-        for block in _regions(model, self._run) if settings.compile_regions else ():
-            block.forward = torch.compile(block.forward, backend=settings.compile_backend)
+        """Change the blocks, in place; a model that was sharded before has been changed then."""
+        if model in self._run.blocks:
+            inner = unwrap_compiled(model)
+            for block in [inner.get_submodule(name) for name in self._run.blocks[model].blocks] or [inner]:
+                self._change(block)
         return model
 
 
@@ -266,11 +264,3 @@ class ShardBlocks(ModelTransform):
                     f"{type(unwrap_compiled(model)).__name__} is prepared already: it is sharded; prepare() a model "
                     "once, or build it anew"
                 )
-
-
-def _regions(model: nn.Module, run: ShardedRun) -> list[nn.Module]:
-    """Return the blocks of a new model, or the whole model if it has none; nothing for a model sharded before."""
-    if model not in run.blocks:
-        return []
-    inner = unwrap_compiled(model)
-    return [inner.get_submodule(name) for name in run.blocks[model].blocks] or [inner]

@@ -14,7 +14,7 @@ from drivetrain_backends.composed.state_layout import StateLayout
 from drivetrain_backends.errors import OptimizerStateError, UnshardedParameterError
 from drivetrain_backends.fsdp.gradients import global_norm
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
-from drivetrain_backends.modules.compile import load_plain_state, plain_state
+from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
 from drivetrain_backends.modules.packed_weights import packed_entries
 from drivetrain_backends.state_dict.block_tensors import (
     Restored,
@@ -148,31 +148,18 @@ class ShardedLayout(StateLayout):
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Copy saved tensors into the shards, one at a time."""
-        load_model(self._models[model].sharded.module, state, self.context.device)
-
-
-def load_model(model: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Copy saved tensors into a sharded model, one at a time. Called on all ranks."""
-    own = plain_state(model)
-    for name in packed_entries(model, own):
-        del own[name]
-    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
-    kind = type(model).__name__
-    if missing or unexpected:
-        raise ValueError(
-            f"the checkpoint is not of this {kind}: missing {missing[:5]}, unexpected {unexpected[:5]}; build the "
-            "model it was saved from"
-        )
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    for name, target in tensors.items():
-        if state[name].shape != target.shape:
-            raise ValueError(
-                f"{kind}: {name} is of shape {tuple(target.shape)}, in the checkpoint {tuple(state[name].shape)}"
-            )
-    for name, target in tensors.items():
-        write(target, state[name], device)
-    if rest := {name: state[name] for name in own if name not in tensors}:
-        load_plain_state(model, rest, strict=False)
+        module, own = self._models[model].sharded.module, plain_state(model)
+        check_plain_state(module, state, is_exact=True)
+        for name in packed_entries(module, own):
+            del own[name]
+        rest: dict[str, Any] = {}
+        for name, target in own.items():
+            if isinstance(target, Tensor):
+                write(target, state[name], self.context.device)
+            else:
+                rest[name] = state[name]
+        if rest:
+            load_plain_state(module, rest, strict=False)
 
 
 def divided_like(
