@@ -255,7 +255,10 @@ def test_windows_of_micro_batches_with_clipping_train_as_whole_batches(
 ) -> None:
     expected = run(tmp_path / "whole", name, 0, 3, backend="ddp")
     found = run(tmp_path / "parts", name, 0, 3, backend=backend, gradient_accumulation_steps=2)
-    assert found == pytest.approx(expected, abs=2e-4)
+    apart = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    # Sums in another order round a few codes otherwise.
+    assert max(apart) < 1e-3
+    assert sum(apart) / len(apart) < 1e-6
 
 
 @pytest.mark.ranks(2)
