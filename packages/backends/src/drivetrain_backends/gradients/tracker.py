@@ -330,7 +330,7 @@ class GradientTracker:
         self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated
         self.in_backward = False  # whether a backward is running whose gradients are not final before its end
         self._until_look = 0
-        # Whether a mean in a window of one micro-batch needs no other checks: they would take as long as its backward.
+        # Whether a mean in a window of one micro-batch needs no other checks: they would take as long as it.
         self._is_short = False
 
     @property
