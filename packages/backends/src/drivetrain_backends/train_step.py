@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from drivetrain_backends.errors import PairingError
 from drivetrain_backends.protocol import Prepared
 
-# From the model and the batch, a mean of shape (), or a sum of shape () with the number of items in it.
 StepLoss: TypeAlias = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 
@@ -43,11 +42,9 @@ def train_step(
     Raises:
         PairingError: The model has no prepared optimizer.
     """
-    optimizers = prepared.optimizers
-    if not optimizers:
+    if not prepared.optimizers:
         raise PairingError(
-            f"train_step() of {type(prepared.unwrap()).__name__}, with which no optimizer was prepared: prepare() "
-            "one, or name the model that was prepared with it"
+            f"train_step() of {type(prepared.unwrap()).__name__}: no optimizer was prepared with it; prepare() one"
         )
     found = loss(prepared.model if model is None else model, batch)
     value, count = found if isinstance(found, tuple) else (found, None)
@@ -55,12 +52,12 @@ def train_step(
     if max_norm is not None:
         prepared.clip(norm=max_norm)
     stepped, skipped, norm = False, False, None
-    for optimizer in optimizers:
+    for optimizer in prepared.optimizers:
         optimizer.step()
         if (result := optimizer.last_result) is not None:
             stepped, skipped, norm = stepped or result.stepped, skipped or result.skipped, result.grad_norm
     for scheduler in prepared.schedulers:
         scheduler.step()
-    for optimizer in optimizers:
+    for optimizer in prepared.optimizers:
         optimizer.zero_grad()
     return TrainStepResult(value.detach(), stepped, skipped, norm)

@@ -46,18 +46,6 @@ class EditWatch:
             self.snapshot.take()
             reducer.have_moved(self._models)  # resets it: the snapshot includes the move
 
-    def clear(self, *, keep: bool) -> None:
-        """Forget the gradients after they were cleared. With `keep`, record that no gradients exist."""
-        if keep:
-            self.snapshot.take()
-        elif self.snapshot.is_taken:
-            self.snapshot.drop()
-
-    def record_again(self) -> None:
-        """Update the record, if one exists, after some of the gradients were cleared."""
-        if self.snapshot.is_taken:
-            self.snapshot.take()
-
     def found(self, *, to_correct: bool) -> bool:
         """Return whether other code changed the gradients since the last record."""
         if self._reducer is None or not self.snapshot.differs():

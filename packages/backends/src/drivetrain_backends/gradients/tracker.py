@@ -173,15 +173,17 @@ class GradientGroup:
         if not was_used and self.final.checked_for is not None:
             self.final = self.final._replace(checked_for=None)
         if self.stage != "empty":
-            if len(self.optimizers) > 1:
-                self._cleared.add(id(optimizer))
-                if len(self._cleared) < len(self.optimizers):
-                    self._edits.record_again()
-                    return
-                self._cleared.clear()
-            if not was_used or self._edits.snapshot.is_taken:
-                # Other ranks that step have nothing left to average: nor may this one.
-                self._edits.clear(keep=not was_used and self._edits.are_averaged)
+            snapshot = self._edits.snapshot
+            self._cleared.add(id(optimizer))
+            if len(self._cleared) < len(self.optimizers):
+                if snapshot.is_taken:
+                    snapshot.take()
+                return
+            self._cleared.clear()
+            if not was_used and self._edits.are_averaged:
+                snapshot.take()  # other ranks that step have nothing left to average: nor may this one
+            elif snapshot.is_taken:
+                snapshot.drop()
             self.stage = "empty"
         self._num_failed = self._tracker.window.num_failed
 
@@ -328,8 +330,7 @@ class GradientTracker:
         self.has_stepped = False  # whether an optimizer stepped since the loss scale was last updated
         self.in_backward = False  # whether a backward is running whose gradients are not final before its end
         self._until_look = 0
-        # Whether a mean in a window of one micro-batch needs `add_loss` and torch's backward alone. For a small
-        # model, the other checks would take as long as the backward.
+        # Whether a mean in a window of one micro-batch needs no other checks: they would take as long as it.
         self._is_short = False
 
     @property
@@ -379,8 +380,8 @@ class GradientTracker:
                 options.run(loss)
         else:
             self._add(loss, count, owners, options=options)
-            has_reference = self.reference.number is not None
-            self._is_short = self.is_plain and not (has_reference or self.first_losses.num_left)
+            is_settled = self.reference.number is None and not self.first_losses.num_left
+            self._is_short = self.is_plain and is_settled
         self.last_backward = window.begun
 
     def _add(
