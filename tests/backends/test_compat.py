@@ -80,16 +80,6 @@ def test_every_batch_normalisation_has_the_one_base(layer: nn.Module) -> None:
     assert not isinstance(nn.InstanceNorm1d(2), compat.BatchNorm)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
-def test_modules_fill_their_parameters_by_one_of_the_methods(module: nn.Module) -> None:
-    weight = next(p for p in module.parameters() if p.dim() == 2)
-    with torch.no_grad():
-        weight.fill_(7.0)
-    for name in compat.RESET_METHODS:
-        getattr(module, name, lambda: None)()
-    assert not weight.eq(7.0).any()
-
-
 def test_a_modules_dicts_are_its_own_and_follow_it() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     layer = module[0]

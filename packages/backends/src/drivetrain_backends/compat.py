@@ -92,8 +92,6 @@ def take_hooks(parameter: Any) -> tuple[Hooks | None, Hooks | None]:
 
 # The base of every batch normalisation, lazy ones and SyncBatchNorm included.
 BatchNorm = _BatchNorm
-# The methods by which torch's modules fill their parameters; nn.MultiheadAttention has the private one.
-RESET_METHODS = ("reset_parameters", "_reset_parameters")
 # The name under which a `torch.compile` wrapper holds the module.
 COMPILED_MODULE = "_orig_mod"
 # How the names of an optimizer's dicts of hooks begin.

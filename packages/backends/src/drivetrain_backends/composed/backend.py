@@ -194,6 +194,10 @@ class ComposedBackend:
     ) -> None:
         """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
+        if not chosen:
+            raise AccumulationError(
+                "backward() of models that this backend has not prepared, or has released"
+            )
         self._tracker.backward(loss, count, list(dict.fromkeys(chosen)), options=options)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
@@ -209,9 +213,6 @@ class ComposedBackend:
             "loss_scaling": self.scaler is not None,
             "nonfinite_gradients": self.window.nonfinite_gradients,
             **read_dtypes([prepared.unwrap() for prepared in self._prepared], self.policy, self._updates),
-            "reduce_dtype": None
-            if self.policy.dtypes.reduce is None
-            else AutoValue(value=None, reason="one process has no gradients to add up"),
         }
         for transform in self.strategy.transforms:
             found |= transform.applied()

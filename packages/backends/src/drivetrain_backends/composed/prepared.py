@@ -54,7 +54,7 @@ class ComposedPrepared:
         self._layout = strategy.layout
         self._guards = strategy.guards
         self._direct = strategy.direct
-        self._known = KnownParameters(self.unwrap())  # as they are at the end of `prepare`
+        self._known = KnownParameters(self.unwrap())  # as the transforms have left them
         self._untold = set[Optimizer]()  # low-bit ones, until their first step has made their states
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -88,7 +88,7 @@ class ComposedPrepared:
         if self._direct is None:
             result = self._step(optimizer)
         else:
-            with self._direct(self.unwrap()):
+            with self._direct():
                 result = self._step(optimizer)
         if result.stepped:
             for guard in self._guards:
@@ -131,7 +131,7 @@ class ComposedPrepared:
         if self._direct is None:
             optimizer.zero_grad(set_to_none)
         else:
-            with self._direct(self.unwrap()):
+            with self._direct():
                 optimizer.zero_grad(set_to_none)
         group.clear(optimizer)
         if group.stage == "empty":
@@ -153,7 +153,7 @@ class ComposedPrepared:
             guard.before_clip(self.group)
         if self._direct is None:
             return self._clip(parameters, norm, norm_type, value)
-        with self._direct(self.unwrap()):
+        with self._direct():
             return self._clip(parameters, norm, norm_type, value)
 
     @torch.no_grad()

@@ -1,12 +1,14 @@
 """The backend for training on one device."""
 
 import logging
+from collections.abc import Mapping
 
 from drivetrain_backends.composed.backend import ComposedBackend
 from drivetrain_backends.composed.state_layout import StateLayout
 from drivetrain_backends.composed.strategy import Strategy
 from drivetrain_backends.composed.transforms import on_one_device
 from drivetrain_backends.gradients.reducer import ParameterGradients
+from drivetrain_backends.protocol import AutoValue
 
 logger = logging.getLogger(__name__)
 
@@ -35,3 +37,8 @@ class SingleBackend(ComposedBackend):
             gradients=ParameterGradients(self.scaler),
             layout=StateLayout(self.context),
         )
+
+    def applied(self) -> Mapping[str, object]:
+        """Return the values in force; see `Backend.applied`."""
+        unused = AutoValue(value=None, reason="one process has no gradients to add up")
+        return {**super().applied(), "reduce_dtype": None if self.policy.dtypes.reduce is None else unused}

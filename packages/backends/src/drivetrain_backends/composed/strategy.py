@@ -2,12 +2,14 @@
 
 `ComposedBackend` and `ComposedPrepared` call the parts of a strategy on all ranks in this order:
 
-1. `prepare`: `recall` and `plan` of each transform, before any change; then, for each model, `apply` of each
-   transform in the order of the tuple; then `StateLayout.adopt` for each optimizer. After an error: `release` in
-   reverse order, then `fail`.
-2. A micro-batch: `GradientReducer.backward`, inside `GradientReducer.local` unless the window closes.
-3. A closed window: in `clip`, `StepGuard.before_clip`, `StateLayout.chosen` and `norm`; in `step`,
-   `StepGuard.before_step`, the optimizer, `StepGuard.after_step`; in `zero_grad`, `GradientReducer.cleared`.
+1. `prepare`: `recall`, then `plan`, of each transform, before any change; then, for each model, `apply` of each
+   transform in the order of the tuple; then `StateLayout.adopt` for each optimizer. After an error: `release` of the
+   transforms that were applied, in reverse order, then `fail` of every transform.
+2. A micro-batch: `GradientReducer.leaves` for the first losses, then `backward`, inside `local` unless the window
+   closes.
+3. A closed window: in `clip`, `StepGuard.before_clip`, then `StateLayout.chosen`, `GradientReducer.finalize` and
+   `StateLayout.norm`; in `step`, `StepGuard.before_step`, then `finalize` unless a clip has called it, the optimizer,
+   and, if it has stepped, `StepGuard.after_step`; in `zero_grad`, `GradientReducer.cleared` once all optimizers are.
 4. A checkpoint: `StateLayout.open`, then `model_state` and `optimizer_state`, or `divide` and `load_model`.
 5. `close`: `release` of each model by each transform in reverse order; then `close` of transforms, guards, gradients.
 """
@@ -41,7 +43,7 @@ class ModelTransform:
         """Plan the changes of new models, and refuse what cannot be changed. Nothing is changed yet."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Change a model; return the module that the user calls."""
+        """Change a model, in full or, after an error, not at all; return the module that the user calls."""
         return model
 
     def release(self, model: nn.Module) -> None:
@@ -59,7 +61,7 @@ class ModelTransform:
 
 
 class StepGuard:
-    """A check around the use of the gradients of a closed window; see `drivetrain_backends.guards`.
+    """A check around the use of the gradients of a closed window, such as `DriftGuard` of `ddp`.
 
     A guard overrides the methods that it needs; each does nothing by default.
     """
@@ -83,13 +85,15 @@ class Strategy:
 
     Attributes:
         transforms: The changes of each model, in the order in which they are applied.
-        gradients: What runs a backward, averages its gradients over ranks, and makes them final.
+        gradients: What runs a backward, averages its gradients over ranks, and makes them final. It gets the
+            backend's `scaler`. Gradients that stay in `.grad` are those of a `ParameterGradients`, which also notices
+            edits.
         layout: How the tensors of models and optimizers are divided among ranks.
         guards: The checks around a step, in the order in which they run.
         building: Returns a context in which the user constructs models; None for one that creates tensors on the
             run's device.
-        direct: Returns a context in which torch's own code handles the parameters of a model, for steps and clips;
-            None if it always does.
+        direct: Returns a context in which torch's own code handles all parameters, for a step, a clip and
+            `zero_grad`; None if it always does.
     """
 
     transforms: tuple[ModelTransform, ...]
@@ -97,4 +101,4 @@ class Strategy:
     layout: StateLayout
     guards: tuple[StepGuard, ...] = ()
     building: Callable[[], AbstractContextManager[Any]] | None = None
-    direct: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    direct: Callable[[], AbstractContextManager[None]] | None = None

@@ -56,6 +56,10 @@ class HoldDtypes(ModelTransform):
     def fail(self, error: BaseException) -> None:
         """Forget the models that were to be cast."""
         del error
+        self.close()
+
+    def close(self) -> None:
+        """Forget the models of a refused `prepare`."""
         self._islands.clear()
 
 

@@ -168,7 +168,7 @@ class Replicate(ModelTransform):
                 )
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's parameters and buffers, and wrap the model. Called on all ranks."""
+        """Broadcast rank 0's parameters and buffers, and wrap the model, or take its wrapper back."""
         wrapped = self._take_back(model) if model in self._returning else self._wrap(model)
         self.models.append(model)
         return wrapped
@@ -181,20 +181,21 @@ class Replicate(ModelTransform):
     def fail(self, error: BaseException) -> None:
         """Forget the wrappers that were to be used again."""
         del error
+        self.close()
+
+    def close(self) -> None:
+        """Forget the wrappers that a refused `prepare` was given."""
         self._returning = {}
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         context, gradients = self._context, self._gradients
-        frozen = {
-            parameter: name for name, parameter in model.named_parameters() if not parameter.requires_grad
-        }
+        frozen: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if not p.requires_grad}
+        is_trained = any(p.requires_grad for p in model.parameters())
         at_close = self._settings.reduce == "at_close"
-        if not (trained := any(p.requires_grad for p in model.parameters())) or not at_close:
-            gradients.unreduced |= frozen
-        if not trained:
+        if not is_trained:
+            gradients.frozen[model] = frozen
             return model
-        # Before the replica, whose broadcast ends when all ranks are connected: a rank that closed the group earlier
-        # would break the connections that another is still making.
+        # Opened before DDP is built, whose broadcast all ranks reach before any can close the group again.
         gradients.open()
         packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
         for weight in packed.values():
@@ -208,6 +209,8 @@ class Replicate(ModelTransform):
             replica = self._new_replica(model, at_close=at_close)
         self._made.add(replica)
         gradients.replicas[model] = replica
+        if not at_close:  # which averages whatever is trained when the window closes
+            gradients.frozen[model] = frozen
         return replica
 
     def _new_replica(self, model: nn.Module, *, at_close: bool) -> Replica:
@@ -234,8 +237,10 @@ class Replicate(ModelTransform):
         replica.known.look()
         self._gradients.open()
         if not replica.at_close:
-            self._gradients.unreduced |= replica.left_out()
+            self._gradients.frozen[model] = replica.left_out()
         replica.is_armed = replica.is_unreduced = False  # what earlier backwards left is not used
+        own = (*model.parameters(), *model.buffers())
+        broadcast_parts((part for weight in own for part in parts_of(weight)), self._context)
         self._gradients.replicas[model] = replica
         return replica
 
@@ -245,7 +250,7 @@ class Replicate(ModelTransform):
         replica = next(iter(self._gradients.replicas.values()), None)
         if replica is None:
             return {"reduce_dtype": said}
-        reason = "gradients are averaged while backward runs; what comes around that, when the window closes"
+        reason = "averaged during backward; gradients that bypass the reducer, when the window closes"
         by_default = AutoValue(value="overlap", reason=reason)
         layers = [layer for model in self.models for _, layer in batch_norms(model)]
         return {
@@ -296,8 +301,8 @@ class FrozenGradientGuard(StepGuard):
     def before_step(self, group: GradientGroup, optimizer: Optimizer) -> None:
         """Look for such gradients, if there are such parameters."""
         del group
-        if self._gradients.unreduced:
-            self._gradients.check_unreduced(optimizer)
+        if any(self._gradients.frozen.values()):
+            self._gradients.check_frozen(optimizer)
 
 
 class DriftGuard(StepGuard):
@@ -312,8 +317,9 @@ class DriftGuard(StepGuard):
         number, every, gradients = self._num_steps.get(group, 0) + 1, self._every, self._gradients
         if optimizer is not group.optimizers[0] or (every is None and number > 1):
             return
-        self._num_steps[group] = number
-        is_together = not gradients.is_joined and gradients.steps_together(group.models[0])
+        is_together = not gradients.is_joined and any(map(gradients.steps_together, group.models))
+        if every is not None or is_together:
+            self._num_steps[group] = number
         if number % every == 0 if every is not None else is_together:
             check_replicas(self._context, group.models)
 

@@ -186,9 +186,9 @@ class ReplicatedGradients(ParameterGradients):
     ) -> None:
         super().__init__(scaler)
         self.replicas: dict[nn.Module, Replica] = {}  # the DDP wrappers by user module
-        # The parameters whose gradients are not averaged over ranks, with their names: those frozen when their model
-        # was replicated.
-        self.unreduced: dict[Tensor, str] = {}
+        # By model: the parameters that were frozen when it was replicated, whose gradients no rank averages, with
+        # their names. Models may share a frozen parameter.
+        self.frozen: dict[nn.Module, dict[Tensor, str]] = {}
         self.averages = context.ranks("counts").size > 1
         # A function called in each backward that ranks wait for, before this rank waits; None for none.
         self.on_computed: Callable[[], None] | None = None
@@ -209,24 +209,22 @@ class ReplicatedGradients(ParameterGradients):
                 "the loss, and call backward(loss) once"
             )
         before = [(replica, replica.gradient_versions()) for replica in self.replicas.values()]
-        on_computed = self.on_computed
+        on_computed, handle = self.on_computed, None
         if on_computed is not None and any(replica.is_armed for replica in self.replicas.values()):
             # The hook is the first thing that runs in the backward, so that the call comes before the reducer's.
             def call_once_computed(_: Tensor) -> None:
                 call_after_backward(on_computed)
 
             handle = loss.register_hook(call_once_computed)
-            try:
-                super().backward(loss, models, options=options)
-            finally:
+        try:
+            super().backward(loss, models, options=options)
+        except RuntimeError as error:
+            for replica in self.replicas.values():
+                replica.refuse_converted(error)
+            raise
+        finally:
+            if handle is not None:
                 handle.remove()
-        else:
-            try:
-                super().backward(loss, models, options=options)
-            except RuntimeError as error:
-                for replica in self.replicas.values():
-                    replica.refuse_converted(error)
-                raise
         for replica, versions in before:
             replica.record_backward(versions)
 
@@ -294,7 +292,7 @@ class ReplicatedGradients(ParameterGradients):
         joinable: list[Joinable] = [model for model in found if isinstance(model, DistributedDataParallel)]
         self.is_joined = True
         try:
-            with Join(joinable, divide_by_initial_world_size=False):
+            with Join(joinable, divide_by_initial_world_size=False) if joinable else nullcontext():
                 yield
         finally:
             self.is_joined = False
@@ -329,27 +327,27 @@ class ReplicatedGradients(ParameterGradients):
             return
         self._finish_replicas(replicas)
 
-    def check_unreduced(self, optimizer: Optimizer) -> None:
+    def check_frozen(self, optimizer: Optimizer) -> None:
         """Refuse to step on gradients that are not averaged over ranks."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self.unreduced:
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        for parameter in parameters:
+            for frozen in self.frozen.values():
+                if parameter in frozen:
                     raise UnreducedGradientError(
-                        f"{self.unreduced[parameter]} was frozen when prepare() replicated its model, and has a "
-                        "gradient now, which ranks do not average: their weights would drift apart. Set "
-                        "requires_grad before prepare(); to unfreeze later, free_memory() and prepare() again"
+                        f"{frozen[parameter]} was frozen when prepare() replicated its model, and has a gradient "
+                        "now, which ranks do not average: their weights would drift apart. Set requires_grad before "
+                        "prepare(); to unfreeze later, free_memory() and prepare() again"
                     )
 
     def forget(self, model: nn.Module) -> None:
-        """Forget the replica of a model that could not be prepared."""
+        """Forget the replica of a model."""
         self.replicas.pop(model, None)
-        for parameter in model.parameters():
-            self.unreduced.pop(parameter, None)
+        self.frozen.pop(model, None)
 
     def close(self) -> None:
         """Forget the replicas, and destroy the process group for averaging. Called on all ranks."""
         self.replicas.clear()
-        self.unreduced.clear()
+        self.frozen.clear()
         self._rebuilt.clear()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

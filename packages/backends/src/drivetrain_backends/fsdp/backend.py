@@ -27,12 +27,12 @@ from drivetrain_backends.modules.activation_checkpointing import checkpoint_acti
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import Islands, make_islands, plan_islands
-from drivetrain_backends.modules.meta_init import parameters_on_meta
 from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks, without_blocks
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
 from drivetrain_precision import DtypePolicy
+from drivetrain_weights.meta_init import parameters_on_meta
 
 _UNCOPYABLE = (
     "is sharded: FSDP casts and gathers its parameters by itself, so that neither a copy nor "
@@ -81,7 +81,7 @@ class FSDPBackend(ComposedBackend):
             layout=ShardedLayout(run),
             guards=(BlockOrderGuard(run.order, run.buffers), ShardGuard(run.models)),
             building=parameters_on_meta,
-            direct=lambda model: run.models[model].use.paused(),
+            direct=run.direct,
         )
 
 
@@ -184,8 +184,8 @@ class ShardBlocks(ModelTransform):
         """Shard a new model, or take up the shards of one that was sharded before. Called on all ranks."""
         inner = unwrap_compiled(model)  # a torch.compile wrapper traces its module at the call
         retained = self._retained.find(inner) or self._shard(model, inner)
-        self._run.models[model] = retained
         self._run.order.open(retained.sharded)
+        self._run.models[model] = retained
         self._run.buffers.watch(inner)
         self._run.assignments.watch(inner)
         self._placed.append(class_name(inner))
@@ -193,7 +193,9 @@ class ShardBlocks(ModelTransform):
 
     def release(self, model: nn.Module) -> None:
         """Forget the model; its parameters stay sharded and its blocks wrapped."""
-        retained = self._run.models.pop(model)
+        retained, inner = self._run.models.pop(model), unwrap_compiled(model)
+        self._run.buffers.forget(inner)
+        self._run.assignments.forget(inner)
         retained.sharded.reshard()
         retained.sharded.drop_held()
         retained.fp8_gather.close()
@@ -220,9 +222,8 @@ class ShardBlocks(ModelTransform):
         return {**read, "reduce_dtype": said if reduced is None else reduced}
 
     def close(self) -> None:
-        """Stop watching assignments and buffers."""
+        """Stop watching assignments."""
         self._run.assignments.close()
-        self._run.buffers.clear()
         self._run.blocks.clear()
         self._islands.clear()
 

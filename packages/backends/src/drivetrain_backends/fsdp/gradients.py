@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -39,7 +39,7 @@ class ShardedGradients(ParameterGradients):
         super().__init__(scaler)
         self._device = run.context.device
         self._ranks = run.context.ranks("counts")
-        self._models = run.models
+        self._run, self._models = run, run.models
         # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
         self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
         self._dtype = run.policy.dtypes.reduce
@@ -79,9 +79,8 @@ class ShardedGradients(ParameterGradients):
             for block in self._without_dtypes
             if all(map(compat.give_gradient_dtypes, compat.parameter_groups(block)))
         }
-        with ExitStack() as stack:
+        with self._run.direct():
             for one in self._models.values():
-                stack.enter_context(one.use.paused())
                 one.hooks.carry()
             try:
                 super().backward(loss, models)
@@ -97,6 +96,9 @@ class ShardedGradients(ParameterGradients):
     @contextmanager
     def local(self, model: nn.Module) -> Generator[None]:
         """Keep full gradients on their ranks in the block; see `GradientReducer.local`."""
+        if model in self._holding:  # the block around this one ends it
+            yield
+            return
         root = self._models[model].sharded.blocks[-1]
         root.set_requires_gradient_sync(False)
         self._holding.add(model)

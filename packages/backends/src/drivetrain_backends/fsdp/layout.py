@@ -24,7 +24,7 @@ from drivetrain_backends.state_dict.block_tensors import (
     values_of_shard,
 )
 from drivetrain_backends.state_dict.dtensor import (
-    broadcast_from_first,
+    broadcast_parts,
     local,
     own_part,
     plain_dtensor,
@@ -84,7 +84,7 @@ class ShardedLayout(StateLayout):
             yield
             with torch.no_grad():
                 for parameter, values in whole.items() if write else ():
-                    broadcast_from_first(values.detach(), self.context)
+                    broadcast_parts([values.detach()], self.context)
                     if values is not parameter:
                         local(parameter).copy_(own_part(values, parameter))
         finally:

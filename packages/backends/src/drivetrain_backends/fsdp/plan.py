@@ -14,7 +14,7 @@ from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 from drivetrain_precision.dtypes.holding import held_dtype
 from drivetrain_state import MeshPlan, Topology
 
-Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
+ShardingStrategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 _AXES = ("data", "shard")  # the axes of the run's own mesh that FSDP uses, outermost first
 
 
@@ -22,7 +22,7 @@ _AXES = ("data", "shard")  # the axes of the run's own mesh that FSDP uses, oute
 class MeshShape:
     """The division of ranks into replicas and shards."""
 
-    strategy: Strategy
+    strategy: ShardingStrategy
     num_replicas: int  # the number of replicas of the parameters
     shard_size: int  # the number of ranks that share a replica
     reason: str = ""  # the reason for the chosen strategy; empty if the settings give one

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from drivetrain_backends.fsdp.models.sharded_model import ShardedModel, find_places
 from drivetrain_backends.fsdp.plan import DtypePlan, TensorStorage
-from drivetrain_backends.modules.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts
 from drivetrain_precision.fp8.protocol import gathers_in_fp8
 from drivetrain_state import Context
+from drivetrain_weights.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU tensors
 

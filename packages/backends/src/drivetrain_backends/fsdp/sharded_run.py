@@ -1,5 +1,7 @@
 """What the parts of the FSDP2 strategy share: the plan of the run, and the models that it trains."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -38,6 +40,18 @@ class ShardedRun:
     blocks: dict[nn.Module, BlockPlan] = field(default_factory=dict[nn.Module, BlockPlan])
     # Unsharded parameters, with their shards.
     successors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    @contextmanager
+    def direct(self) -> Generator[None]:
+        """Leave every operation on parameters in the block to torch: a step reads thousands of their attributes."""
+        uses = [retained.use for retained in self.models.values()]
+        for use in uses:
+            use.end()
+        try:
+            yield
+        finally:
+            for use in uses:
+                use.begin()
 
     @classmethod
     def of(cls, context: Context, policy: Policy, settings: FSDPSettings) -> "ShardedRun":

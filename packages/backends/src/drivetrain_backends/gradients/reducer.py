@@ -122,7 +122,7 @@ class GradientReducer:
 
 
 class ParameterGradients(GradientReducer):
-    """The full gradients that torch's autograd leaves in `.grad` on every rank; other code may change them there."""
+    """The gradients that a backward leaves in `.grad`, in full or as this rank's shards; other code may edit them."""
 
     averages = False  # whether ranks hold replicas, so that gradients changed by other code must be averaged
 

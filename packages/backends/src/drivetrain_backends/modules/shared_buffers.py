@@ -18,31 +18,31 @@ class SharedBuffers:
     def __init__(self, context: Context, *, enabled: bool) -> None:
         self._context = context
         self.is_enabled = enabled
-        self._models: list[_Buffers] = []
+        self._models: dict[nn.Module, _Buffers] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model's buffers from now on; they must be the same on all ranks."""
         if self.is_enabled and self._context.ranks("counts").size > 1:
-            self._models.append(_Buffers(model))
+            self._models[model] = _Buffers(model)
 
     def news(self) -> int:
         """Return the models whose buffers have changed on this rank, as an integer with a bit for each model."""
         bits = 0
-        for index, buffers in enumerate(self._models):
+        for index, buffers in enumerate(self._models.values()):
             if buffers.have_changed():
                 bits |= 1 << min(index, _MOST_MODELS)
         return bits
 
     def share(self, news: Sequence[int]) -> None:
         """Broadcast rank 0's buffers of the models that are in the `news` of any rank. Called on all ranks."""
-        for index, buffers in enumerate(self._models):
+        for index, buffers in enumerate(self._models.values()):
             bit = 1 << min(index, _MOST_MODELS)
             if any(bits & bit for bits in news):
                 buffers.follow_first(self._context)
 
-    def clear(self) -> None:
-        """Forget all models."""
-        self._models.clear()
+    def forget(self, model: nn.Module) -> None:
+        """Stop watching a model."""
+        self._models.pop(model, None)
 
 
 class _Buffers:

@@ -29,6 +29,11 @@ class AssignmentGuard:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 self._names[module] = name
 
+    def forget(self, model: nn.Module) -> None:
+        """Stop watching a model."""
+        for module in model.modules():
+            self._names.pop(module, None)
+
     @contextmanager
     def paused(self) -> Generator[None]:
         """Allow parameters to be assigned in the block."""

@@ -41,7 +41,7 @@ class RetainedModels:
     """The models that a backend has sharded; a model is kept only as long as the program holds it."""
 
     def __init__(self) -> None:
-        # Weak references, since a value holds its key; a forward hook of the module holds the value.
+        # Weak values too, because a RetainedModel holds its module, whose forward hook holds the RetainedModel.
         self._found: WeakKeyDictionary[nn.Module, ref[RetainedModel]] = WeakKeyDictionary()
 
     def find(self, model: nn.Module) -> RetainedModel | None:

@@ -5,8 +5,7 @@ a shard: it delivers this rank's full gradient to the gathered parameter, as DDP
 user's hooks therefore run on the gathered parameter, before ranks average, with tensors of full shape.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -141,15 +140,6 @@ class ProgramUse:
     def end(self) -> None:
         """Leave every operation to torch, from now on."""
         self._class.__torch_function__ = _AS_IT_IS
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Leave every operation in the block to torch: a step reads thousands of attributes of parameters."""
-        self.end()
-        try:
-            yield
-        finally:
-            self.begin()
 
 
 def _compute(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

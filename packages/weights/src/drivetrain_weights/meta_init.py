@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.compat import RESET_METHODS
+# The methods by which torch's modules fill their parameters; nn.MultiheadAttention has the private one.
+_RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
         return
     fillable: set[Tensor] = set()
     for module in model.modules():
-        if any(callable(getattr(module, name, None)) for name in RESET_METHODS):
+        if any(callable(getattr(module, name, None)) for name in _RESET_METHODS):
             fillable.update(tensors_of(module).values())
     for prefix, module in model.named_modules():
         for attribute, tensor in tensors_of(module).items():
@@ -108,7 +109,7 @@ def initialise(
             devices=list(devices), device_type=next(iter(devices), torch.device("cuda")).type
         ):
             torch.manual_seed(crc32(f"{seed} {names[module]}".encode()))
-            own = (getattr(module, name, None) for name in RESET_METHODS)
+            own = (getattr(module, name, None) for name in _RESET_METHODS)
             if (reset := next(filter(callable, own), None)) is not None:
                 reset()
             for way in ways:

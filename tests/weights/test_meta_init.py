@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_backends.modules.meta_init import initialise, parameters_on_meta, replace_meta_tensors
+from drivetrain_weights.meta_init import initialise, parameters_on_meta, replace_meta_tensors
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
