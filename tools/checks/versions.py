@@ -88,7 +88,7 @@ SELECTION = (
     "tests/precision/test_compat.py",
     "tests/state/test_compat.py",
     # shards as a program sees them: the part of torch that changed most
-    "tests/backends/fsdp/models/test_retained_models.py",
+    "tests/backends/fsdp/test_retained_models.py",
     "tests/backends/fsdp/models/test_sharded_parameter.py",
     # checkpoints
     "tests/checkpoint/saving/test_transaction.py",

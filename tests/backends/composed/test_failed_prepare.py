@@ -73,3 +73,13 @@ def test_an_optimizer_whose_model_was_not_prepared_is_refused_before_a_model_is_
     with pytest.raises(PairingError, match=said):
         fsdp().prepare([model], [SGD(stack().parameters(), lr=0.1)], [])
     assert type(model).__name__ == "Stack"
+
+
+def test_a_model_that_was_sharded_by_a_prepare_that_failed_is_watched_no_more() -> None:
+    good = stack()
+    with torch.device("meta"):
+        bad = Deaf(2, 2)
+    backend = fsdp()
+    with pytest.raises(ValueError, match="Deaf has no way to"):
+        backend.prepare([good, bad], [], [])
+    good.head.bias = nn.Parameter(torch.zeros(5))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain_backends import DDPSettings, UnreducedGradientError
+from drivetrain_backends import DDPSettings, DriftedReplicasError, UnreducedGradientError
 from plain_loop.backends import ddp, prepare_sgd, take_step
 from plain_loop.case import Case, assert_equals_plain_loop, assert_same_on_all_ranks, run_on_ranks, run_plain
 
@@ -165,3 +165,33 @@ def test_parameters_without_a_gradient_are_named_with_the_flag_that_allows_them(
     ) as caught:
         train_on()
     assert "--ddp-find-unused-parameters" in str(caught.value)
+
+
+def test_a_frozen_weight_that_models_share_is_known_after_the_prepare_of_one_of_them_failed() -> None:
+    backend, shared = ddp(), nn.Embedding(3, 2).requires_grad_(False)
+    first, second = nn.Sequential(shared, nn.Linear(2, 1)), nn.Sequential(shared, nn.Linear(2, 1))
+    (prepared,) = backend.prepare([first], [SGD(first.parameters(), lr=0.1)], [])
+    with pytest.raises(ValueError, match="is on the meta device"):
+        backend.prepare([second, nn.Linear(1, 1, device="meta")], [], [])
+    shared.requires_grad_(True)
+    with pytest.raises(UnreducedGradientError, match=r"^0\.weight was frozen when prepare\(\) replicated"):
+        take_step(prepared, prepared.model(torch.tensor([dist.get_rank()])).sum())
+
+
+def test_replicas_are_compared_at_their_first_step_together() -> None:
+    _, _, prepared = prepare_sgd(ddp(), layer())
+    with prepared.trained_alone():
+        take_step(prepared, prepared.model(torch.ones(1, 8)).sum() * (1 + dist.get_rank()))
+    with pytest.raises(DriftedReplicasError, match="the replicas have drifted apart"):
+        take_step(prepared, prepared.model(torch.ones(1, 8)).sum())
+
+
+def test_a_wrapper_that_is_used_again_has_rank_0s_values() -> None:
+    backend, model, prepared = prepare_sgd(ddp(), layer())
+    wrapper = prepared.model
+    backend.close()
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank() + 1.0)
+    backend.prepare([wrapper], [SGD(model.parameters(), lr=0.1)], [])
+    assert_same_on_all_ranks(model.weight.sum().item())
+    assert model.weight[0, 0].item() == 1.0

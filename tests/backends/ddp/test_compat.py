@@ -54,7 +54,7 @@ def test_buckets_are_rebuilt_once_and_for_good() -> None:
 def test_gradients_of_ranks_are_equal_where_the_reducer_runs() -> None:
     ddp, equal = replicated(), []
     for turn in range(3):
-        assert compat.reduces(ddp) == (turn < 2)
+        assert ddp.require_backward_grad_sync == (turn < 2)
         ddp.zero_grad()
         ddp(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
         compat.check_reduced(ddp)
@@ -63,8 +63,8 @@ def test_gradients_of_ranks_are_equal_where_the_reducer_runs() -> None:
         equal.append(torch.equal(*gradients))
         if turn == 1:
             with ddp.no_sync():
-                assert not compat.reduces(ddp)
-            compat.disable_reducer(ddp)
+                assert not ddp.require_backward_grad_sync
+            ddp.require_backward_grad_sync = False
     assert equal == [True, True, False]
 
 
@@ -99,10 +99,10 @@ def test_the_next_forward_broadcasts_buffers_or_does_not() -> None:
     model, found = nn.Linear(1, 1), []
     model.register_buffer("own", torch.zeros(()))
     ddp = DistributedDataParallel(model)
-    compat.disable_reducer(ddp)
+    ddp.require_backward_grad_sync = False
     for is_wanted in (True, False):
         model.own.fill_(dist.get_rank())
-        compat.sync_buffers_next(ddp, is_wanted)
+        ddp.require_forward_param_sync = is_wanted
         ddp(torch.ones(1, 1))
         found.append(model.own.item())
     assert found == [0.0, dist.get_rank()]

@@ -1,47 +1,42 @@
 """The questions of `drivetrain config` about the chosen backend, with recommended answers; torch is not imported."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-_RECOMPUTE = {
-    "none": "keeps all activations",
-    "full": "keeps those between blocks, about a third more compute",
-    "selective": "recomputes all but matrix products and attention",
-}
+Ask = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 
 
-def ask_strategy(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask which strategy FSDP2 shards by."""
-    return {
-        "value": "full_shard",
-        "why": "it saves the most memory, and prefetching hides most of its traffic within a machine",
-        "text": "What does each rank keep of the model?",
-        "choices": {
-            "full_shard": "a shard of parameters, gradients and optimizer states",
-            "shard_grad_op": "parameters whole between forward and backward: less traffic, more memory",
-            "hybrid_shard": "shards within each machine, replicas across: for slow networks",
-            "no_shard": "everything, as with replicas",
-        },
-    }
+def _always(value: object, why: str, text: str, choices: Mapping[str, str] | None = None) -> Ask:
+    """Return a question that is asked whatever is known."""
+    return lambda _: {"value": value, "why": why, "text": text, **({"choices": choices} if choices else {})}
 
 
-def ask_offload(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask whether FSDP2 offloads to the CPU."""
-    return {
-        "value": False,
-        "why": "a step that waits for the host's memory is several times slower; say yes if shards do not fit",
-        "text": "Keep shards and optimizer states in host memory between uses?",
-    }
-
-
-def ask_activation_checkpointing(_known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask whether activations are recomputed."""
-    return {
-        "value": "none",
-        "why": "recomputing costs time, and is for activations that do not fit the memory",
-        "text": "Recompute activations in backward?",
-        "choices": _RECOMPUTE,
-    }
+ask_strategy = _always(
+    "full_shard",
+    "it saves the most memory, and prefetching hides most of its traffic within a machine",
+    "What does each rank keep of the model?",
+    {
+        "full_shard": "a shard of parameters, gradients and optimizer states",
+        "shard_grad_op": "parameters whole between forward and backward: less traffic, more memory",
+        "hybrid_shard": "shards within each machine, replicas across: for slow networks",
+        "no_shard": "everything, as with replicas",
+    },
+)
+ask_offload = _always(
+    False,
+    "a step that waits for the host's memory is several times slower; say yes if shards do not fit",
+    "Keep shards and optimizer states in host memory between uses?",
+)
+ask_activation_checkpointing = _always(
+    "none",
+    "recomputing costs time, and is for activations that do not fit the memory",
+    "Recompute activations in backward?",
+    {
+        "none": "keeps all activations",
+        "full": "keeps those between blocks, about a third more compute",
+        "selective": "recomputes all but matrix products and attention",
+    },
+)
 
 
 def ask_stage(known: Mapping[str, Any]) -> Mapping[str, Any] | None:

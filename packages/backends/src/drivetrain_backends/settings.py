@@ -16,6 +16,15 @@ def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json
     return field(default=default, metadata={key: value for key, value in metadata.items() if value})
 
 
+def _checkpointing() -> Any:
+    return _setting(
+        "none",
+        "Recomputation of activations in backward: full for each block, selective for all but matrix "
+        "products and attention.",
+        ask="ask_activation_checkpointing",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPSettings:
     """The settings by which DistributedDataParallel buckets, compresses and reduces gradients.
@@ -143,12 +152,7 @@ class FSDPSettings:
     prefetch: int | None = _setting(
         None, "Number of blocks to gather ahead in forward and backward; unset: torch's default."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
-        "none",
-        "Recomputation of activations in backward: full for each block, selective for all but matrix "
-        "products and attention.",
-        ask="ask_activation_checkpointing",
-    )
+    activation_checkpointing: Literal["none", "full", "selective"] = _checkpointing()
     compile_regions: bool = _setting(False, "Whether to compile each block separately with torch.compile.")
     compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile_regions")
 
@@ -220,12 +224,7 @@ class DeepSpeedSettings:
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = _setting(
         None, "Dtype in which gradients are reduced over ranks; unset: fp32."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
-        "none",
-        "Recomputation of activations in backward: full for each block, selective for all but matrix "
-        "products and attention.",
-        ask="ask_activation_checkpointing",
-    )
+    activation_checkpointing: Literal["none", "full", "selective"] = _checkpointing()
     blocks: tuple[str, ...] | None = _setting(
         None,
         "Class names of these blocks; unset: those that the model names, or the items of its module lists.",

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-# The methods by which torch's modules fill their parameters; nn.MultiheadAttention has the private one.
-_RESET_METHODS = ("reset_parameters", "_reset_parameters")
+from drivetrain_weights.compat import RESET_METHODS
 
 
 @contextmanager
@@ -73,7 +72,7 @@ def check_ways(model: nn.Module, on_meta: Collection[str]) -> None:
         return
     fillable: set[Tensor] = set()
     for module in model.modules():
-        if any(callable(getattr(module, name, None)) for name in _RESET_METHODS):
+        if any(callable(getattr(module, name, None)) for name in RESET_METHODS):
             fillable.update(tensors_of(module).values())
     for prefix, module in model.named_modules():
         for attribute, tensor in tensors_of(module).items():
@@ -109,7 +108,7 @@ def initialise(
             devices=list(devices), device_type=next(iter(devices), torch.device("cuda")).type
         ):
             torch.manual_seed(crc32(f"{seed} {names[module]}".encode()))
-            own = (getattr(module, name, None) for name in _RESET_METHODS)
+            own = (getattr(module, name, None) for name in RESET_METHODS)
             if (reset := next(filter(callable, own), None)) is not None:
                 reset()
             for way in ways:

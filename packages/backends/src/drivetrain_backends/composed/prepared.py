@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 OPEN = StepResult(stepped=False, skipped=False)
 STEPPED = StepResult(stepped=True, skipped=False)
+_STEP = ProgressMark.OPTIMIZER_STEP  # to read the member takes as long as a call
 
 
 class ComposedPrepared:
@@ -106,7 +107,7 @@ class ComposedPrepared:
             group.check_finite(optimizer)
             self._refuse_nonfinite((group,))
         group.use()
-        self._progress.mark(ProgressMark.OPTIMIZER_STEP)
+        self._progress.mark(_STEP)
         final = group.final
         if final.overflowed:
             group.skips.skipped(optimizer, gather=self._gather)
@@ -115,7 +116,7 @@ class ComposedPrepared:
             optimizer.step()
         else:
             self.updates.step(optimizer)
-        if optimizer in self._untold:
+        if self._untold and optimizer in self._untold:
             self._tell_states(optimizer)
         if group.skips.is_active:
             group.skips.stepped(optimizer, gather=self._gather)

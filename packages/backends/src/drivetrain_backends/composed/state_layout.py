@@ -1,4 +1,4 @@
-"""How the tensors of models and optimizers are divided among ranks; by default, every rank holds them in full."""
+"""The layout of the tensors of models and optimizers over ranks; by default, every rank holds them in full."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager

@@ -28,7 +28,7 @@ from drivetrain_backends.gradients.tracker import GradientGroup
 
 
 class ModelTransform:
-    """One change of each model, such as its device, its dtypes, its forward, or its division among ranks.
+    """A change of each model, such as its device, its dtypes, its forward, or its division among ranks.
 
     A transform overrides the methods that it needs; each does nothing by default. `model` is the user's module,
     except in `apply`, which gets what the previous transform returned.
@@ -85,10 +85,10 @@ class Strategy:
 
     Attributes:
         transforms: The changes of each model, in the order in which they are applied.
-        gradients: What runs a backward, averages its gradients over ranks, and makes them final. It gets the
+        gradients: The object that runs backwards, averages gradients over ranks and makes them final. It gets the
             backend's `scaler`. Gradients that stay in `.grad` are those of a `ParameterGradients`, which also notices
             edits.
-        layout: How the tensors of models and optimizers are divided among ranks.
+        layout: The division of the tensors of models and optimizers among ranks.
         guards: The checks around a step, in the order in which they run.
         building: Returns a context in which the user constructs models; None for one that creates tensors on the
             run's device.

@@ -21,7 +21,7 @@ from drivetrain_backends.composed.strategy import ModelTransform, StepGuard, Str
 from drivetrain_backends.composed.transforms import on_one_device
 from drivetrain_backends.ddp import compat
 from drivetrain_backends.ddp.replica import Replica, ReplicatedGradients
-from drivetrain_backends.errors import AccumulationError, PairingError
+from drivetrain_backends.errors import AccumulationError, PairingError, UnreducedGradientError
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.batch_norm import (
@@ -159,7 +159,16 @@ class Replicate(ModelTransform):
     def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Refuse models that share a trained parameter, have no shapes yet, or write into parameters in forward."""
         del optimizers
-        _check_shared([*self.models, *models])
+        holders: dict[Tensor, nn.Module] = {}
+        for model in (*self.models, *models):
+            for name, parameter in model.named_parameters():
+                other = holders.setdefault(parameter, model)
+                if parameter.requires_grad and other is not model:  # DDP would raise, or average twice
+                    raise ValueError(
+                        f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp "
+                        "backend would average once for each: put both into one nn.Module whose forward gives both "
+                        "outputs (it may have two optimizers), or freeze what they share"
+                    )
         for model in models:
             check_not_lazy(model)
             if self._context.ranks("counts").size > 1:
@@ -253,6 +262,13 @@ class Replicate(ModelTransform):
         reason = "averaged during backward; gradients that bypass the reducer, when the window closes"
         by_default = AutoValue(value="overlap", reason=reason)
         layers = [layer for model in self.models for _, layer in batch_norms(model)]
+        reduced: object = None
+        if said is not None or self._dtypes.param is not None:
+            dtype = self._gradients.dtype if replica.at_close else hook_dtype(replica)
+            reduced = None if dtype is None else NAMES[dtype]
+            if said is None and reduced is not None:
+                why = "param_dtype='bf16': sums in bf16 would lose small gradients"
+                reduced = AutoValue(value=reduced, reason=why)
         return {
             **compat.applied_arguments(replica),
             "sync_batch_norm": settings.sync_batch_norm
@@ -264,32 +280,8 @@ class Replicate(ModelTransform):
             if replica.at_close
             else "overlap",
             "check_drift_every": settings.check_drift_every,
-            "reduce_dtype": self._reduced_in(replica, said),
+            "reduce_dtype": reduced,
         }
-
-    def _reduced_in(self, replica: Replica, said: object) -> object:
-        """Return the dtype in which ranks add up gradients."""
-        if said is None and self._dtypes.param is None:
-            return None
-        applied = self._gradients.dtype if replica.at_close else hook_dtype(replica)
-        name = None if applied is None else NAMES[applied]
-        if said is not None or name is None:
-            return name
-        return AutoValue(value=name, reason="param_dtype='bf16': sums in bf16 would lose small gradients")
-
-
-def _check_shared(models: Sequence[nn.Module]) -> None:
-    """Refuse models that share a trained parameter: DDP would raise in backward or average its gradient twice."""
-    holders: dict[Tensor, nn.Module] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            other = holders.setdefault(parameter, model)
-            if parameter.requires_grad and other is not model:
-                raise ValueError(
-                    f"{type(other).__name__} and {type(model).__name__} share {name}, whose gradient the ddp backend "
-                    "would average once for each: put both into one nn.Module whose forward gives both outputs (it "
-                    "may have two optimizers), or freeze what they share"
-                )
 
 
 class FrozenGradientGuard(StepGuard):
@@ -301,8 +293,14 @@ class FrozenGradientGuard(StepGuard):
     def before_step(self, group: GradientGroup, optimizer: Optimizer) -> None:
         """Look for such gradients, if there are such parameters."""
         del group
-        if any(self._gradients.frozen.values()):
-            self._gradients.check_frozen(optimizer)
+        for frozen in self._gradients.frozen.values():
+            for parameter in (p for each in optimizer.param_groups if frozen for p in each["params"]):
+                if parameter.grad is not None and parameter in frozen:
+                    raise UnreducedGradientError(
+                        f"{frozen[parameter]} was frozen when prepare() replicated its model, and has a gradient "
+                        "now, which ranks do not average: their weights would drift apart. Set requires_grad before "
+                        "prepare(); to unfreeze later, free_memory() and prepare() again"
+                    )
 
 
 class DriftGuard(StepGuard):

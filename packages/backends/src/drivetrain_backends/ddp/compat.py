@@ -66,11 +66,6 @@ def in_functional_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
 
 
-def reduces(ddp: DistributedDataParallel) -> bool:
-    """Return whether a forward of the wrapper prepares the reducer for its backward; False inside `no_sync`."""
-    return ddp.require_backward_grad_sync
-
-
 @contextmanager
 def leaving_out(module: nn.Module, names: Iterable[str]) -> Generator[None]:
     """Exclude the named parameters of a module from communication by a replica that is made in the block."""
@@ -83,16 +78,6 @@ def leaving_out(module: nn.Module, names: Iterable[str]) -> Generator[None]:
             delattr(module, _LEFT_OUT)
         else:
             setattr(module, _LEFT_OUT, given)
-
-
-def disable_reducer(ddp: DistributedDataParallel) -> None:
-    """Let no forward prepare the reducer, from now on."""
-    ddp.require_backward_grad_sync = False
-
-
-def sync_buffers_next(ddp: DistributedDataParallel, is_wanted: bool) -> None:
-    """Set whether the next forward broadcasts buffers. Otherwise DDP does so after a forward that reduces."""
-    ddp.require_forward_param_sync = is_wanted
 
 
 def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:

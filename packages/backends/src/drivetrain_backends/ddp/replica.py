@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from drivetrain_backends.compat import call_after_backward
 from drivetrain_backends.ddp import compat
@@ -58,7 +57,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         self._attached = compat.accumulators(self._reduced_parameters)
         self._num_backwards = 0
         if at_close:
-            compat.disable_reducer(self)
+            self.require_backward_grad_sync = False
         self.forward_attributes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -76,8 +75,8 @@ class Replica(ModuleProxy, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
-                compat.sync_buffers_next(self, not self.is_held)
-            elif compat.reduces(self):
+                self.require_forward_param_sync = not self.is_held
+            elif self.require_backward_grad_sync:
                 self.is_armed = True
         return output
 
@@ -186,8 +185,7 @@ class ReplicatedGradients(ParameterGradients):
     ) -> None:
         super().__init__(scaler)
         self.replicas: dict[nn.Module, Replica] = {}  # the DDP wrappers by user module
-        # By model: the parameters that were frozen when it was replicated, whose gradients no rank averages, with
-        # their names. Models may share a frozen parameter.
+        # By model: the parameters that were frozen when it was replicated, which no rank averages, with their names.
         self.frozen: dict[nn.Module, dict[Tensor, str]] = {}
         self.averages = context.ranks("counts").size > 1
         # A function called in each backward that ranks wait for, before this rank waits; None for none.
@@ -326,18 +324,6 @@ class ReplicatedGradients(ParameterGradients):
         if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
             return
         self._finish_replicas(replicas)
-
-    def check_frozen(self, optimizer: Optimizer) -> None:
-        """Refuse to step on gradients that are not averaged over ranks."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        for parameter in parameters:
-            for frozen in self.frozen.values():
-                if parameter in frozen:
-                    raise UnreducedGradientError(
-                        f"{frozen[parameter]} was frozen when prepare() replicated its model, and has a gradient "
-                        "now, which ranks do not average: their weights would drift apart. Set requires_grad before "
-                        "prepare(); to unfreeze later, free_memory() and prepare() again"
-                    )
 
     def forget(self, model: nn.Module) -> None:
         """Forget the replica of a model."""

@@ -17,12 +17,12 @@ from drivetrain_backends.fsdp.applied import read_back, reduction_dtype
 from drivetrain_backends.fsdp.gradients import ShardedGradients
 from drivetrain_backends.fsdp.guards.block_order import BlockOrderGuard
 from drivetrain_backends.fsdp.guards.misuse import check_trainable, explain_ungathered
-from drivetrain_backends.fsdp.guards.sharded_steps import ShardGuard
 from drivetrain_backends.fsdp.layout import ShardedLayout, repoint
-from drivetrain_backends.fsdp.models.retained_models import RetainedModel, RetainedModels, shard_for_good
 from drivetrain_backends.fsdp.optimizer_probe import check_steps_shards
-from drivetrain_backends.fsdp.shard import check_dtypes, check_sources
+from drivetrain_backends.fsdp.retained_models import RetainedModel, RetainedModels
+from drivetrain_backends.fsdp.shard import check_dtypes, check_sources, shard_for_good
 from drivetrain_backends.fsdp.sharded_run import ShardedRun
+from drivetrain_backends.fsdp.sharded_steps import ShardGuard
 from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
@@ -231,16 +231,7 @@ class ShardBlocks(ModelTransform):
         """Shard a new model. Called on all ranks."""
         islands = self._islands.pop(model)
         make_islands(inner, islands, self._run.context.device, outside=self._run.sharding.dtypes.compute)
-        retained, successors = shard_for_good(
-            inner,
-            self._run.blocks[model],
-            self._run.sharding,
-            self._run.context,
-            self._run.settings,
-            islands=islands,
-            order=self._run.order,
-        )
-        self._run.successors.update(successors)
+        retained = shard_for_good(inner, self._run.blocks[model], self._run, islands)
         self._gradients.watch(retained.sharded)
         self._retained.add(retained)
         return retained

@@ -143,8 +143,12 @@ class ShardedLayout(StateLayout):
 
     def divide(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> Mapping[str, Any]:
         """Return the state with each tensor sharded like its parameter."""
-        own = {name: parameter for parameter, name in names.items()}
-        return {**saved, "state": divided_like(saved["state"], own, self.context.device)}
+        own, device = {name: parameter for parameter, name in names.items()}, self.context.device
+        state = {
+            name: {key: _shard_like(value, own.get(name), device) for key, value in kept.items()}
+            for name, kept in saved["state"].items()
+        }
+        return {**saved, "state": state}
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Copy saved tensors into the shards, one at a time."""
@@ -160,16 +164,6 @@ class ShardedLayout(StateLayout):
                 rest[name] = state[name]
         if rest:
             load_plain_state(module, rest, strict=False)
-
-
-def divided_like(
-    state: Mapping[str, Mapping[str, Any]], own: Mapping[str, Tensor], device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's named state, each tensor sharded like its parameter in `own`. Called on all ranks."""
-    return {
-        name: {key: _shard_like(value, own.get(name), device) for key, value in kept.items()}
-        for name, kept in state.items()
-    }
 
 
 def _shard_like(value: Any, like: Tensor | None, device: torch.device) -> Any:

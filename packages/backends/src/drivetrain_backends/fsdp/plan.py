@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drivetrain_backends.modules.packed_weights import is_wrapper
@@ -108,6 +109,17 @@ def plan_dtypes(settings: FSDPSettings, policy: Policy) -> DtypePlan:
         upcast=upcast if settings.upcast is None else settings.upcast,
         held=held,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The sharding options that are the same for every model of a run."""
+
+    mesh: DeviceMesh  # the ranks that parameters are sharded over
+    reshards: bool  # whether parameters are released after forward
+    dtypes: DtypePlan  # the dtypes of storage and computation
+    offload: bool  # whether shards are kept on the CPU
+    pin_memory: bool  # whether offloaded shards are in pinned memory
 
 
 def is_plain(parameter: Tensor) -> bool:

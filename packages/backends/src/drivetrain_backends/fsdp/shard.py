@@ -1,37 +1,33 @@
 """Shard a model one block at a time: no rank holds more than its shards and one full block."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from drivetrain_backends.fsdp.compat import forward_is_open
+from drivetrain_backends.fsdp.guards.block_order import CollectiveOrder
+from drivetrain_backends.fsdp.guards.forward_writes import ForwardWrites
+from drivetrain_backends.fsdp.guards.misuse import refuse_misuse
+from drivetrain_backends.fsdp.models.fp8_gather import Fp8Gather
 from drivetrain_backends.fsdp.models.sharded_model import ShardedModel, find_places
-from drivetrain_backends.fsdp.plan import DtypePlan, TensorStorage
+from drivetrain_backends.fsdp.models.sharded_parameter import ParameterHooks, ProgramUse
+from drivetrain_backends.fsdp.plan import DtypePlan, Sharding, TensorStorage
+from drivetrain_backends.fsdp.retained_models import RetainedModel
+from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
-from drivetrain_backends.modules.wrap_policy import BlockPlan
+from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts
 from drivetrain_precision.fp8.protocol import gathers_in_fp8
 from drivetrain_state import Context
 from drivetrain_weights.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """The sharding options that are the same for every model of a run."""
-
-    mesh: DeviceMesh  # the ranks that parameters are sharded over
-    reshards: bool  # whether parameters are released after forward
-    dtypes: DtypePlan  # the dtypes of storage and computation
-    offload: bool  # whether shards are kept on the CPU
-    pin_memory: bool  # whether offloaded shards are in pinned memory
 
 
 class _Sources(NamedTuple):
@@ -68,6 +64,38 @@ class Scratch:
 def room_for(tensor: Tensor, dtype: torch.dtype) -> int:
     """Return the number of bytes that `Scratch.like` takes."""
     return -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def shard_for_good(
+    model: nn.Module, plan: BlockPlan, run: ShardedRun, islands: frozenset[nn.Module]
+) -> RetainedModel:
+    """Shard a model, and register the hooks on its forwards. Called on all ranks.
+
+    The `islands` must compute in fp32 already. The run gets the new parameter of each former one.
+    """
+    before = dict(model.named_parameters())
+    sharded = shard_model(model, plan, run.sharding, run.context, islands)
+    hooks = ParameterHooks(sharded, before)
+    refuse_misuse(sharded)
+    run.order.watch(sharded)
+    fp8_gather = Fp8Gather(
+        sharded,
+        note=run.order.noting("scale", f"the weights of {class_name(model)}"),
+        shares_scales=not run.settings.offload,  # the copy of a shard on the device has no scale
+    )
+    divided = [(name, p) for name, p in sharded.parameters.items() if name not in sharded.plain]
+    retained = RetainedModel(
+        sharded=sharded,
+        hooks=hooks,
+        fp8_gather=fp8_gather,
+        use=ProgramUse(divided, partial(forward_is_open, sharded.blocks[-1])),
+        writes=ForwardWrites(sharded),
+    )
+    _set_prefetch(sharded, run.settings.prefetch)
+    model.register_forward_pre_hook(_allocate_outside_inference_mode(sharded), prepend=True)
+    model.register_forward_hook(_finish_without_gradients(retained, run.order))
+    run.successors.update({former: sharded.parameters[name] for name, former in before.items()})
+    return retained
 
 
 def shard_model(
@@ -265,3 +293,52 @@ def _shard(
             # An optimizer built before prepare() still holds it, which must not cost memory.
             parameter.data = parameter.data.new_empty(0)
     return cast("FSDPModule", block)
+
+
+def _finish_without_gradients(retained: RetainedModel, order: CollectiveOrder) -> Callable[..., None]:
+    """Return a hook for the end of a forward that no backward follows.
+
+    The hook compares the gathered blocks across ranks, because no later step may do so. It also frees what FSDP keeps
+    for a backward; otherwise requires_grad would be set on parameters that the next gather replaces.
+    """
+
+    def finish(*_: object) -> None:
+        if not torch.is_grad_enabled():
+            order.compare_gathered()
+            retained.sharded.reshard()
+
+    return finish
+
+
+def _allocate_outside_inference_mode(sharded: ShardedModel) -> Callable[..., None]:
+    """Return a hook that makes FSDP allocate its gather buffers once, as tensors that a training step may use.
+
+    FSDP allocates the buffers at the first forward; if that runs under `inference_mode`, training would fail later.
+    """
+    is_made = False
+
+    def allocate_buffers(*_: object) -> None:
+        nonlocal is_made
+        if is_made or not torch.is_inference_mode_enabled():
+            is_made = True
+            return
+        with torch.inference_mode(False):
+            for block in sharded.blocks:
+                block.unshard()
+                block.reshard()
+        is_made = True
+
+    return allocate_buffers
+
+
+def _set_prefetch(sharded: ShardedModel, depth: int | None) -> None:
+    """Let each block prefetch the next `depth` blocks, in forward and backward; None keeps torch's own order."""
+    if depth is None:
+        return
+    *blocks, root = sharded.blocks
+    forward, backward = [root, *blocks], [root, *reversed(blocks)]
+    for index, block in enumerate(forward):
+        block.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
+    for index, block in enumerate(backward):
+        # An empty list would mean torch's own order; the block itself is already gathered by then.
+        block.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth] or [block])

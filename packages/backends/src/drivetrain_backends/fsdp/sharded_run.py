@@ -1,4 +1,4 @@
-"""What the parts of the FSDP2 strategy share: the plan of the run, and the models that it trains."""
+"""The plan of a sharded run and the models that it trains, which the parts of the strategy share."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,9 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.fsdp.guards.assignments import AssignmentGuard
 from drivetrain_backends.fsdp.guards.block_order import CollectiveOrder
-from drivetrain_backends.fsdp.models.retained_models import RetainedModel
-from drivetrain_backends.fsdp.plan import MeshShape, plan_dtypes, plan_mesh
-from drivetrain_backends.fsdp.shard import Sharding
+from drivetrain_backends.fsdp.plan import MeshShape, Sharding, plan_dtypes, plan_mesh
+from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.modules.shared_buffers import SharedBuffers
 from drivetrain_backends.modules.wrap_policy import BlockPlan
 from drivetrain_backends.settings import FSDPSettings
@@ -22,7 +21,7 @@ from drivetrain_state import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedRun:
-    """What the parts of the FSDP2 strategy share.
+    """The plan and the models that the parts of the FSDP2 strategy share.
 
     A model is named by the module that the user calls, which torch.compile may have wrapped.
     """

@@ -1,1 +1,1 @@
-"""What FSDP would train wrongly, drop, or fail on with a cryptic error."""
+"""The guards against what FSDP would train wrongly, drop, or fail on with a cryptic error."""

@@ -1,1 +1,1 @@
-"""What a sharded model is made of: blocks and slots, parameters that a program may use, and what outlasts a run."""
+"""The parts of a sharded model: blocks, slots, parameters that a program may use, weights gathered in fp8."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from drivetrain_backends import AccumulationError, Prepared, UnreducedGradientError, UnshardedParameterError
@@ -218,3 +219,42 @@ def test_a_sharded_model_is_not_copied_but_loaded_into_another() -> None:
     with prepared.gathered():
         second.load_state_dict(model.state_dict())
     assert all(torch.equal(value, stack().state_dict()[n]) for n, value in second.state_dict().items())
+
+
+def test_gradients_stay_local_until_the_outer_of_two_blocks_ends() -> None:
+    backend, model, prepared = prepare_sgd(fsdp(accumulation=2), stack())
+    backend.window.begin()
+    with prepared.no_sync():
+        with prepared.no_sync():
+            pass
+        prepared.backward(loss_of(prepared.model, 0))
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter.dim())
+
+
+def test_what_rank_0_transposes_while_gathered_reaches_every_shard() -> None:
+    _, model, prepared = prepare_sgd(fsdp(), stack())
+    before = weights(prepared)["blocks.0.linear.weight"]
+    with prepared.gathered(write=True):
+        if dist.get_rank() == 0:
+            weight = model.blocks[0].linear.weight
+            weight.data = weight.data.t()
+    assert torch.equal(weights(prepared)["blocks.0.linear.weight"], before.t())
+
+
+def test_one_optimizer_over_two_models_steps_both_without_gathering() -> None:
+    models = [stack(0), stack(1)]
+    optimizer = SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    backend = fsdp()
+    prepared, _ = backend.prepare(models, [optimizer], [])
+    held: list[bool] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: held.extend(
+            type(parameter).__torch_function__ is DTensor.__torch_function__
+            for model in models
+            for parameter in model.parameters()
+        )
+    )
+    backend.backward(sum(loss_of(model, 0) for model in models))
+    prepared.optimizers[0].step()
+    assert held
+    assert all(held)

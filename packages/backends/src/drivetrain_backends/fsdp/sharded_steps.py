@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.composed.strategy import StepGuard
 from drivetrain_backends.errors import UnreducedGradientError, UnshardedParameterError
 from drivetrain_backends.fsdp.guards.misuse import check_unconverted
-from drivetrain_backends.fsdp.models.retained_models import RetainedModel
+from drivetrain_backends.fsdp.retained_models import RetainedModel
 from drivetrain_backends.gradients.tracker import GradientGroup
 
 
@@ -28,9 +28,14 @@ class ShardGuard(StepGuard):
             retained.sharded.reshard()
             retained.sharded.check()
         self._check_known(optimizer, models)
-        if group.stage == "empty":
-            for retained in models:
-                self._check_averaged(retained)
+        for retained in models if group.stage == "empty" else ():
+            retained.hooks.check_carried()
+            for name, parameter in retained.sharded.plain.items():
+                if parameter.grad is not None:
+                    raise UnreducedGradientError(
+                        f"{name} is no tensor that FSDP divides, and has a gradient of loss.backward(), which ranks "
+                        "have not averaged: call accelerator.backward(loss) in its place"
+                    )
         for retained in models:
             if not retained.use.are_kept:
                 check_unconverted([retained.sharded])
@@ -58,12 +63,3 @@ class ShardGuard(StepGuard):
                         "optimizer over its parameters()"
                     )
         self._num_checked[optimizer] = count
-
-    def _check_averaged(self, retained: RetainedModel) -> None:
-        retained.hooks.check_carried()
-        for name, parameter in retained.sharded.plain.items():
-            if parameter.grad is not None:
-                raise UnreducedGradientError(
-                    f"{name} is no tensor that FSDP divides, and has a gradient of loss.backward(), which ranks "
-                    "have not averaged: call accelerator.backward(loss) in its place"
-                )
