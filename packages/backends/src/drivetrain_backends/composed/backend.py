@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -228,17 +228,19 @@ class ComposedBackend:
 
     def close(self) -> None:
         """Undo every transform as far as torch can, and forget all models."""
-        for group in self._tracker.groups:
-            group.skips.close()
-        for prepared in self._prepared:
-            self.release(prepared)
-            for optimizer in prepared.optimizers:
-                optimizer.release()
+        strategy, groups, prepared = self.strategy, self._tracker.groups, self._prepared
         self._prepared, self._trained, self._tracker.groups = [], [], []
-        for part in (*self.strategy.transforms, *self.strategy.guards, self.strategy.gradients):
-            part.close()
         self.window.reset()
         self._is_closed = True
+        with ExitStack() as stack:  # which goes on after an error; the last callback is called first
+            for part in (strategy.gradients, *strategy.guards, *strategy.transforms):
+                stack.callback(part.close)
+            for one in prepared:
+                stack.callback(self.release, one)
+                for optimizer in one.optimizers:
+                    stack.callback(optimizer.release)
+            for group in groups:
+                stack.callback(group.skips.close)
 
     def _groups(self) -> list[GradientGroup]:
         """Return the group of each prepared model; models that share an optimizer or a parameter are in one group."""

@@ -54,8 +54,11 @@ class HoldDtypes(ModelTransform):
         self._known.remove(model)
 
     def fail(self, error: BaseException) -> None:
-        """Forget the models that were to be cast."""
-        del error
+        """Forget the models that were to be cast, and note what those before them have lost."""
+        if self._policy.dtypes.param is not None:
+            error.add_note(
+                "prepare() failed: models may hold rounded values by now, in precision.param_dtype"
+            )
         self.close()
 
     def close(self) -> None:
