@@ -70,6 +70,7 @@ class _FlatParts(ParameterLayout):
     context: Context | None
     num_steps: int = 6  # a Lookahead, for one, acts on every fifth step
     num_ranks: int = 2
+    widest: torch.dtype | None = torch.float64
     scales: tuple[float, ...] = (1.0, 30.0, 0.01, 1e3)  # so that one's influence on another parameter shows
     unlike: str = "its step is not elementwise"
     advice: str = (

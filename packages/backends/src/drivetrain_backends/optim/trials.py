@@ -9,9 +9,9 @@ both layouts, at learning rates that move them visibly, because a warm-up may be
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from numbers import Real
@@ -29,6 +29,7 @@ _SMALLEST_RATE_IN_HALF = 1.0  # in half precision, where rounding hides smaller 
 # The difference that rounding allows, relative to the movement and to the largest value; and the least movement that
 # counts as visible, as a multiple of the rounding of the largest value.
 _LIMITS = {
+    torch.float64: (1e-5, 1e-13, 30),  # with a state in fp32
     torch.float32: (1e-3, 1e-6, 30),
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
@@ -46,6 +47,7 @@ class ParameterLayout(ABC):
     device: torch.device
     num_steps: int
     num_ranks: int = 1  # the number of ranks whose parts this process steps in turn
+    widest: torch.dtype | None = None  # tried first, in place of the dtypes of `stand_ins`
     scales: tuple[float, ...] = (1.0,)  # the sizes of gradients, for one small tensor after the other
     refused: str  # what the optimizer cannot do, after its name
     unlike: str  # how its step differs
@@ -89,9 +91,14 @@ def check_alike(optimizer: Optimizer, layout: ParameterLayout, *, verdict: str |
     raised, found = None, verdict
     if found is None:
         try:
-            with _run_eagerly(), torch.enable_grad():
+            # To compile a compiled step for each shape takes minutes; to import the compiler takes seconds.
+            eager = torch.compiler.set_stance("force_eager") if is_compiler_imported() else nullcontext()
+            with eager, torch.enable_grad():
                 found = _compare(optimizer, layout)
         except Exception as error:  # noqa: BLE001 whatever the optimizer answers with; raised on all ranks below
+            if layout.widest is not None:
+                check_alike(optimizer, replace(layout, widest=None))
+                return
             raised, first = error, (str(error).splitlines() or [""])[0]
             found = f"tried on small tensors, and failed: {type(error).__name__}: {first[:120]}"
     refusal = found and f"{type(optimizer).__name__} {layout.refused}: {found}. {layout.advice}"
@@ -106,7 +113,7 @@ def _compare(optimizer: Optimizer, layout: ParameterLayout) -> str:
     made, scales = torch.Generator().manual_seed(0), cycle(layout.scales)
     groups: list[Rows] = []
     for group in optimizer.param_groups:
-        stand_ins = layout.stand_ins(group["params"])
+        stand_ins = [(shape, layout.widest or own) for shape, own in layout.stand_ins(group["params"])]
         small = [_make_small(one, next(scales), layout.num_steps, made) for one in stand_ins]
         groups.append([[rows[index] for rows in small] for index in range(1 + layout.num_steps)])
     run = partial(_step_copy, optimizer, groups, layout)
@@ -178,14 +185,6 @@ def _step_copy(
             step(copied, parameters)
             found.append([[parameter.detach().clone() for parameter in own] for own in parameters])
     return found
-
-
-def _run_eagerly() -> AbstractContextManager[object]:
-    """Run a compiled step in eager mode in the block, because to compile a step for each shape takes minutes.
-
-    Does nothing unless the compiler is already imported: the import takes seconds, and a compiled step implies it.
-    """
-    return torch.compiler.set_stance("force_eager") if is_compiler_imported() else nullcontext()
 
 
 def _largest(values: Tensor) -> float:
