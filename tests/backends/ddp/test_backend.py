@@ -186,6 +186,22 @@ def test_replicas_are_compared_at_their_first_step_together() -> None:
         take_step(prepared, prepared.model(torch.ones(1, 8)).sum())
 
 
+def test_replicas_are_alone_until_the_outermost_block_ends() -> None:
+    _, model, prepared = prepare_sgd(ddp(), layer())
+    with prepared.trained_alone():
+        with prepared.trained_alone(), prepared.no_sync():
+            pass
+        take_step(prepared, prepared.model(torch.ones(1, 8)).sum() * dist.get_rank())
+    assert torch.equal(model.weight, layer().weight) == (dist.get_rank() == 0)
+
+
+def test_a_models_attribute_named_known_is_not_hidden_by_the_wrapper() -> None:
+    model = layer()
+    model.known = "the user's"
+    (prepared,) = ddp().prepare([model], [], [])
+    assert prepared.model.known == "the user's"
+
+
 def test_a_wrapper_that_is_used_again_has_rank_0s_values() -> None:
     backend, model, prepared = prepare_sgd(ddp(), layer())
     wrapper = prepared.model

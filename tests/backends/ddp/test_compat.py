@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain_backends.ddp import compat
@@ -33,11 +33,13 @@ def test_arguments_are_read_back() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_hooks_of_communication_are_read_back() -> None:
+def test_a_hook_of_communication_is_read_back_and_there_is_one() -> None:
     ddp = replicated()
-    assert compat.communication_hooks(ddp) == []
+    assert compat.communication_hook(ddp) == (None, None)
     ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
-    assert compat.communication_hooks(ddp) == [(bf16_compress_hook, dist.group.WORLD)]
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    assert compat.communication_hook(ddp) == (bf16_compress_hook, dist.group.WORLD)
 
 
 @pytest.mark.ranks(2)
@@ -77,7 +79,7 @@ def test_a_converted_parameter_has_another_accumulator_also_once_it_is_converted
     assert compat.are_attached(parameters, nodes)
     model.double().float()
     assert not compat.are_attached(parameters, nodes)
-    assert compat.are_attached(parameters[1:], nodes[1:])  # frozen
+    assert compat.are_attached(parameters[1:], nodes)  # frozen
 
 
 def test_a_transform_of_torch_func_is_told_from_a_plain_call() -> None:
@@ -111,9 +113,10 @@ def test_the_next_forward_broadcasts_buffers_or_does_not() -> None:
 @pytest.mark.ranks(2)
 def test_a_static_graph_is_learnt_at_the_first_backward() -> None:
     ddp = replicated(static_graph=True)
-    assert not compat.has_learnt_static_graph(ddp)
+    assert compat.awaits_static_graph(ddp)
     ddp(torch.ones(1, 4)).sum().backward()
-    assert compat.has_learnt_static_graph(ddp)
+    assert not compat.awaits_static_graph(ddp)
+    assert not compat.awaits_static_graph(replicated())
 
 
 @pytest.mark.ranks(2)

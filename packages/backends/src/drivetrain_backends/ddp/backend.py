@@ -1,18 +1,10 @@
 """Data parallel training: a replica on every rank, gradients averaged by torch's DistributedDataParallel."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain_backends.composed.backend import ComposedBackend
@@ -20,6 +12,7 @@ from drivetrain_backends.composed.state_layout import StateLayout
 from drivetrain_backends.composed.strategy import ModelTransform, StepGuard, Strategy
 from drivetrain_backends.composed.transforms import on_one_device
 from drivetrain_backends.ddp import compat
+from drivetrain_backends.ddp.communication_hooks import applied_hook, check_hook, hook_dtype, register_hook
 from drivetrain_backends.ddp.replica import Replica, ReplicatedGradients
 from drivetrain_backends.errors import AccumulationError, PairingError, UnreducedGradientError
 from drivetrain_backends.gradients.reducer import ONCE, BackwardOptions
@@ -37,18 +30,9 @@ from drivetrain_backends.modules.replicated_weights import ReplicatedWeights, ch
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import DDPSettings
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
-from drivetrain_precision import DtypePolicy, PrecisionError
+from drivetrain_precision import DtypePolicy
 from drivetrain_precision.dtypes.dtype_policy import NAMES
 from drivetrain_state import Context
-
-_HOOKS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "power_sgd": powerSGD_hook.powerSGD_hook,
-    }
-)
-_COMPRESSED = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
 
 
 class DDPBackend(ComposedBackend):
@@ -108,7 +92,7 @@ class DDPBackend(ComposedBackend):
         models = [prepared.unwrap() for prepared in self._prepared]
         self._gradients.backward(loss, models, options=options)
         replicas = self._gradients.replicas
-        self._gradients.average([one for one in models if one in replicas and not replicas[one].is_held])
+        self._gradients.average([one for one in models if one in replicas and replicas[one].syncs == "on"])
 
 
 class SynchroniseBatchNorms(ModelTransform):
@@ -177,10 +161,23 @@ class Replicate(ModelTransform):
                 )
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's parameters and buffers, and wrap the model, or take its wrapper back."""
-        wrapped = self._take_back(model) if model in self._returning else self._wrap(model)
+        """Broadcast rank 0's parameters and buffers, and wrap the model, or take its wrapper back.
+
+        Called on all ranks.
+        """
+        replica = self._returning.pop(model, None)
+        if replica is not None:
+            replica.renew()
+            self._gradients.open()
+            own = (*model.parameters(), *model.buffers())
+            broadcast_parts((part for weight in own for part in parts_of(weight)), self._context)
+        elif any(p.requires_grad for p in model.parameters()):
+            # Opened before DDP is built, whose broadcast all ranks reach before any can close the group again.
+            self._gradients.open()
+            replica = self._wrap(model)
+        self._gradients.add(model, replica)
         self.models.append(model)
-        return wrapped
+        return model if replica is None else replica
 
     def release(self, model: nn.Module) -> None:
         """Forget the wrapper, which the user may pass to `prepare` again."""
@@ -196,92 +193,60 @@ class Replicate(ModelTransform):
         """Forget the wrappers that a refused `prepare` was given."""
         self._returning = {}
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        context, gradients = self._context, self._gradients
-        frozen: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if not p.requires_grad}
-        is_trained = any(p.requires_grad for p in model.parameters())
-        at_close = self._settings.reduce == "at_close"
-        if not is_trained:
-            gradients.frozen[model] = frozen
-            return model
-        # Opened before DDP is built, whose broadcast all ranks reach before any can close the group again.
-        gradients.open()
-        packed = {name: weight for weight, name in frozen.items() if is_wrapper(weight)}
-        for weight in packed.values():
-            broadcast_parts(parts_of(weight), context)
-        # DDP broadcasts from the first of its own ranks, which are not all.
-        if context.ranks("counts").size < context.topology.world_size:
-            broadcast_parts(
-                (w for w in (*model.parameters(), *model.buffers()) if not is_wrapper(w)), context
-            )
-        with compat.leaving_out(model, packed):
-            replica = self._new_replica(model, at_close=at_close)
-        self._made.add(replica)
-        gradients.replicas[model] = replica
-        if not at_close:  # which averages whatever is trained when the window closes
-            gradients.frozen[model] = frozen
-        return replica
-
-    def _new_replica(self, model: nn.Module, *, at_close: bool) -> Replica:
+    def _wrap(self, model: nn.Module) -> Replica:
         """Return a new DDP wrapper of a model, configured by the settings."""
-        settings, device = self._settings, self._context.device
+        context, settings = self._context, self._settings
+        # DDP leaves packed weights out, and broadcasts from the first of its own ranks, which are not all.
+        is_part = context.ranks("counts").size < context.topology.world_size
+        for weight in (*model.parameters(), *model.buffers()):
+            if is_part or is_wrapper(weight):
+                broadcast_parts(parts_of(weight) if is_wrapper(weight) else [weight], context)
+        packed = [name for name, weight in model.named_parameters() if is_wrapper(weight)]
         buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
-        replica = Replica(
-            model,
-            at_close=at_close,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=self._context.ranks("counts").process_group,
-            **buffers,
-            bucket_cap_mb=settings.bucket_size_mb,
-            find_unused_parameters=settings.find_unused_parameters,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            static_graph=settings.static_graph,
-        )
+        with compat.leaving_out(model, packed):
+            replica = Replica(
+                model,
+                at_close=settings.reduce == "at_close",
+                device_ids=None if context.device.type == "cpu" else [context.device],
+                process_group=context.ranks("counts").process_group,
+                **buffers,
+                bucket_cap_mb=settings.bucket_size_mb,
+                find_unused_parameters=settings.find_unused_parameters,
+                gradient_as_bucket_view=settings.gradient_as_bucket_view,
+                static_graph=settings.static_graph,
+            )
         register_hook(replica, settings, reduced_in(self._dtypes))
-        return replica
-
-    def _take_back(self, model: nn.Module) -> Replica:
-        """Use a wrapper again; its reducer is unchanged. Called on all ranks."""
-        replica = self._returning.pop(model)
-        replica.known.look()
-        self._gradients.open()
-        if not replica.at_close:
-            self._gradients.frozen[model] = replica.left_out()
-        replica.is_armed = replica.is_unreduced = False  # what earlier backwards left is not used
-        own = (*model.parameters(), *model.buffers())
-        broadcast_parts((part for weight in own for part in parts_of(weight)), self._context)
-        self._gradients.replicas[model] = replica
+        self._made.add(replica)
         return replica
 
     def applied(self) -> Mapping[str, object]:
         """Return the values in force, read back from the first DDP wrapper."""
-        settings, said = self._settings, self._dtypes.said().get("reduce_dtype")
+        settings = self._settings
         replica = next(iter(self._gradients.replicas.values()), None)
         if replica is None:
-            return {"reduce_dtype": said}
-        reason = "averaged during backward; gradients that bypass the reducer, when the window closes"
-        by_default = AutoValue(value="overlap", reason=reason)
+            return {"reduce_dtype": self._dtypes.said().get("reduce_dtype")}
+        reduce: object = "at_close" if replica.at_close else "overlap"
+        if settings.reduce is None:
+            reason = "averaged during backward; gradients that bypass the reducer, when the window closes"
+            reduce = AutoValue(value=reduce, reason=reason)
         layers = [layer for model in self.models for _, layer in batch_norms(model)]
-        reduced: object = None
-        if said is not None or self._dtypes.param is not None:
-            dtype = self._gradients.dtype if replica.at_close else hook_dtype(replica)
-            reduced = None if dtype is None else NAMES[dtype]
-            if said is None and reduced is not None:
-                why = "param_dtype='bf16': sums in bf16 would lose small gradients"
-                reduced = AutoValue(value=reduced, reason=why)
         return {
             **compat.applied_arguments(replica),
             "sync_batch_norm": settings.sync_batch_norm
             and all(isinstance(layer, nn.SyncBatchNorm) for layer in layers),
             **applied_hook(replica),
-            "reduce": by_default
-            if settings.reduce is None
-            else "at_close"
-            if replica.at_close
-            else "overlap",
+            "reduce": reduce,
             "check_drift_every": settings.check_drift_every,
-            "reduce_dtype": reduced,
+            "reduce_dtype": self._applied_dtype(replica),
         }
+
+    def _applied_dtype(self, replica: Replica) -> object:
+        is_said = "reduce_dtype" in self._dtypes.said()
+        dtype = self._gradients.dtype if replica.at_close else hook_dtype(replica)
+        if dtype is None or not (is_said or self._dtypes.param is not None):
+            return None
+        why = "param_dtype='bf16': sums in bf16 would lose small gradients"
+        return NAMES[dtype] if is_said else AutoValue(value=NAMES[dtype], reason=why)
 
 
 class FrozenGradientGuard(StepGuard):
@@ -320,79 +285,3 @@ class DriftGuard(StepGuard):
             self._num_steps[group] = number
         if number % every == 0 if every is not None else is_together:
             check_replicas(self._context, group.models)
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceIn:
-    """The state of `reduce_in_dtype`: the dtype of the sums, and the ranks."""
-
-    dtype: torch.dtype
-    group: ProcessGroup | None
-
-
-def reduce_in_dtype(state: ReduceIn, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket's gradients over ranks in the dtype of `state`; a communication hook of DDP.
-
-    torch's own hooks compress to a half precision; this one also sums half-precision gradients in fp32.
-    """
-    gradients = bucket.buffer()
-    sums = gradients.to(state.dtype).div_(dist.get_world_size(state.group))
-    work = dist.all_reduce(sums, group=state.group, async_op=True)
-    assert work is not None  # only ranks outside the group get None
-
-    def write_back(sent: Future[Any]) -> Tensor:
-        value = sent.value()
-        return gradients if value[0] is gradients else gradients.copy_(value[0])
-
-    return work.get_future().then(write_back)
-
-
-def check_hook(settings: DDPSettings, dtypes: DtypePolicy) -> None:
-    """Refuse a communication hook that contradicts the dtype of the run's reduction."""
-    hook = settings.communication_hook
-    if dtypes.reduce is not None and hook != "none" and _COMPRESSED.get(hook) is not dtypes.reduce:
-        raise PrecisionError(
-            f"precision.reduce_dtype={dtypes.said()['reduce_dtype']!r} with ddp.communication_hook={hook!r}: both "
-            "say in what ranks add up gradients, and they differ; leave one of the two out"
-        )
-
-
-def register_hook(replica: DistributedDataParallel, settings: DDPSettings, dtype: torch.dtype | None) -> None:
-    """Register a replica's communication hook: the hook of the settings, or a hook that sums in `dtype`."""
-    hook = settings.communication_hook
-    if hook == "none":
-        reduced = {p.dtype for p in replica.module.parameters() if p.requires_grad}
-        if dtype is not None and reduced != {dtype}:
-            replica.register_comm_hook(ReduceIn(dtype, replica.process_group), reduce_in_dtype)
-        return
-    state: object = replica.process_group
-    if hook == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=replica.process_group,
-            matrix_approximation_rank=settings.power_sgd_rank,
-            start_powerSGD_iter=settings.power_sgd_start_step,
-        )
-    replica.register_comm_hook(state, _HOOKS[hook])
-
-
-def applied_hook(replica: DistributedDataParallel) -> dict[str, object]:
-    """Return the settings of gradient compression, read back from DDP's hooks."""
-    names = {hook: name for name, hook in _HOOKS.items()} | {reduce_in_dtype: "none"}
-    found: dict[str, object] = {"communication_hook": "none"}
-    for hook, state in compat.communication_hooks(replica):
-        found["communication_hook"] = names.get(hook, getattr(hook, "__qualname__", "unknown"))
-        if isinstance(state, powerSGD_hook.PowerSGDState):
-            found["power_sgd_rank"] = state.matrix_approximation_rank
-            found["power_sgd_start_step"] = state.start_powerSGD_iter
-    return found
-
-
-def hook_dtype(replica: DistributedDataParallel) -> torch.dtype | None:
-    """Return the dtype in which the reducer sums gradients, read back; None for several dtypes or PowerSGD."""
-    for hook, state in compat.communication_hooks(replica):
-        if isinstance(state, ReduceIn):
-            return state.dtype
-        name = next((name for name, known in _HOOKS.items() if known is hook), "")
-        return _COMPRESSED.get(name)
-    own = {p.dtype for p in replica.module.parameters() if p.requires_grad}
-    return next(iter(own)) if len(own) == 1 else None

@@ -5,7 +5,7 @@ tests/backends/ddp/test_compat.py tests the behaviour that is relied on; docs/pl
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -37,9 +37,9 @@ def applied_arguments(ddp: DistributedDataParallel) -> dict[str, object]:
     }
 
 
-def communication_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the registered communication hooks, each with its state."""
-    return list(ddp._comm_hooks)  # pyright: ignore[reportPrivateUsage]
+def communication_hook(ddp: DistributedDataParallel) -> tuple[Callable[..., Any] | None, object]:
+    """Return the communication hook and its state; None for both where there is none. DDP takes one, once."""
+    return next(iter(ddp._comm_hooks), (None, None))  # pyright: ignore[reportPrivateUsage]
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
@@ -47,18 +47,17 @@ def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
     return ddp._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
-def accumulators(parameters: Iterable[Tensor]) -> list[object]:
+def accumulators(parameters: Iterable[Tensor]) -> dict[Tensor, object]:
     """Return the autograd nodes that accumulate the gradients of parameters; DDP's reducer hooks into these nodes."""
-    return [get_gradient_edge(parameter).node for parameter in parameters]
+    return {parameter: get_gradient_edge(parameter).node for parameter in parameters}
 
 
-def are_attached(parameters: Iterable[Tensor], nodes: Iterable[object]) -> bool:
+def are_attached(parameters: Iterable[Tensor], nodes: Mapping[Tensor, object]) -> bool:
     """Return whether the trainable parameters still have the autograd nodes `nodes`.
 
     When a parameter's dtype or device changes, torch gives it a new node, without the reducer's hook.
     """
-    pairs = zip(parameters, nodes, strict=False)
-    return all(get_gradient_edge(p).node is node for p, node in pairs if p.requires_grad)
+    return all(get_gradient_edge(p).node is nodes[p] for p in parameters if p.requires_grad)
 
 
 def in_functional_transform() -> bool:
@@ -80,9 +79,9 @@ def leaving_out(module: nn.Module, names: Iterable[str]) -> Generator[None]:
             setattr(module, _LEFT_OUT, given)
 
 
-def has_learnt_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has learnt its static graph, from a backward of the wrapper's first forward."""
-    return ddp._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
+def awaits_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP has yet to learn a static graph, from a backward of the wrapper's first forward."""
+    return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:

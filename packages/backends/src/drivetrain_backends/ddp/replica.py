@@ -1,14 +1,37 @@
-"""A model replicated by DistributedDataParallel, and the gradients that its reducer averages during backward."""
+"""A model replicated by DistributedDataParallel, and the gradients that its reducer averages during backward.
+
+Three values of a replica say what becomes of its gradients: `is_armed`, whether DDP's reducer waits for a backward;
+`is_local`, whether `.grad` may hold what ranks have not averaged; and `syncs`, by the block that the code runs in.
+
+| armed | local | since | the next backward | the next step or clip |
+|---|---|---|---|---|
+| no | no | `prepare`, or an average | stays local: then only local | takes `.grad` as it is |
+| yes | no | a forward | is averaged: then neither | takes `.grad` as it is |
+| no | yes | a backward that stayed local, or an edit | stays local | averages all of `.grad`: then not local |
+| yes | yes | a forward, with local gradients | is averaged with all of `.grad`: then neither | the same |
+| never | either | `prepare` with `reduce="at_close"` | stays local | averages all of `.grad` |
+
+To clear gradients changes none of them: a rank that clears alone takes part in the average of the others. Inside
+`join_uneven_inputs`, local gradients at a step or clip are an error, and `at_close` is refused.
+
+| syncs | in | a forward | a step or clip |
+|---|---|---|---|
+| on | other code | arms the reducer; with `at_close`, has the next forward share buffers | as above |
+| held | `no_sync` | does neither | as above, but a program that steps itself finds local gradients |
+| alone | `trained_alone` | does neither | takes `.grad` as it is, which is then not local after the block |
+
+Until DDP has learnt a static graph, `no_sync` holds nothing, and `trained_alone` is refused.
+"""
 
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,26 +62,30 @@ class Replica(ModuleProxy, DistributedDataParallel):
     """A DDP wrapper that accepts a model frozen later, and names the parameters that got no gradient.
 
     After each forward of the wrapper, DDP's reducer averages the first backward that reaches all parameters. The
-    gradients of other backwards stay local.
+    gradients of other backwards stay local; see the tables of this module.
     """
 
     def __init__(self, module: nn.Module, *, at_close: bool = False, **options: Any) -> None:
         super().__init__(module, **options)
         # The parameters that DDP counts, whatever is frozen later.
-        self._reduced = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._reduced_parameters = tuple(self._reduced.values())
+        self.reduced_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.at_close = at_close  # whether gradients are averaged when their window closes
-        self.is_armed = False  # whether the reducer waits for a backward
-        self.is_unreduced = False  # whether there may be gradients that are not averaged over ranks
-        self.is_alone = False  # whether this rank steps on gradients of its own
-        self.is_held = False  # whether the code runs inside `no_sync`
-        # The record of the parameters that the model was replicated with.
-        self.known = KnownParameters(module)
-        self._attached = compat.accumulators(self._reduced_parameters)
+        self.is_armed = self.is_local = False
+        self.syncs: Literal["on", "held", "alone"] = "on"
+        self._known = KnownParameters(module)  # those that the model was replicated with
+        self._attached = compat.accumulators(self.reduced_parameters.values())
         self._num_backwards = 0
-        if at_close:
-            self.require_backward_grad_sync = False
+        self.require_backward_grad_sync = not at_close
         self.forward_attributes()
+
+    @property
+    def awaits_average(self) -> bool:
+        """True if the next step first averages all gradients."""
+        return (self.at_close or self.is_local) and self.syncs != "alone"
+
+    @property
+    def _may_be_partial(self) -> bool:
+        return self.find_unused_parameters or self.static_graph
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward; bypass DDP for a frozen model, whose gradients DDP would await in vain."""
@@ -67,58 +94,50 @@ class Replica(ModuleProxy, DistributedDataParallel):
         try:
             output = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if (named := self._explain(error)) is not None:
-                raise named from error
+            self._refuse_unreduced(error)
             if not compat.in_functional_transform():
                 raise
             # The gradients of a transform of torch.func are returned, and never in `.grad`.
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             if self.at_close:  # DDP syncs buffers after a forward that reduces; this one counts as such
-                self.require_forward_param_sync = not self.is_held
+                self.require_forward_param_sync = self.syncs == "on"
             elif self.require_backward_grad_sync:
                 self.is_armed = True
         return output
 
     @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Keep gradients local in the block; see DDP."""
-        was_held, self.is_held = self.is_held, True
+    def no_sync(self, *, is_alone: bool = False) -> Generator[None]:
+        """Keep gradients local in the block, and, if `is_alone`, have steps take them so; see DDP."""
+        before = self.syncs
+        self.syncs = "alone" if is_alone or before == "alone" else "held"
         try:
             with super().no_sync():
                 yield
         finally:
-            self.is_held = was_held
+            self.syncs = before
 
-    def left_out(self) -> dict[Tensor, str]:
-        """Return the parameters that the reducer does not average, because they were frozen, with their names."""
-        named = self.module.named_parameters()
-        return {parameter: name for name, parameter in named if name not in self._reduced}
+    def renew(self) -> None:
+        """Begin as after `prepare`; what earlier backwards left is not used."""
+        self._known.look()
+        self.is_armed = self.is_local = False
 
     def gradient_versions(self) -> GradientVersions:
-        """Return the versions of the gradients, which change when a backward reaches the model.
-
-        A reducer that waits requires a gradient for every parameter. One parameter is then enough, unless DDP itself
-        finds unused parameters.
-        """
-        if self.is_armed and not (self.find_unused_parameters or self.static_graph):
-            sample = next((p for p in self._reduced_parameters if p.requires_grad), None)
-            return versions_of([] if sample is None else [sample])
-        return versions_of(self._reduced_parameters)
+        """Return the versions of all gradients, or of one, if the reducer awaits a gradient of every parameter."""
+        return versions_of(self._sample(is_whole=not self.is_armed or self._may_be_partial))
 
     def record_backward(self, before: GradientVersions) -> None:
         """Record a backward that has run."""
         if before.are(self.gradient_versions()):
             return
-        if self.is_armed and self.static_graph and not compat.has_learnt_static_graph(self):
+        if self.is_armed and compat.awaits_static_graph(self):
             raise UnreducedGradientError(
                 f"the first backward of {type(self.module).__name__} did not come from its call, model(batch), from "
                 "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
                 "--ddp-static-graph out"
             )
-        self.is_unreduced = not self.is_armed
-        if self.is_armed:
-            self.is_armed = False
+        self.is_armed, self.is_local = False, not self.is_armed
+        if not self.is_local:
             self._check_attached()
 
     def _check_attached(self) -> None:
@@ -128,22 +147,22 @@ class Replica(ModuleProxy, DistributedDataParallel):
         reducer itself refuses a backward with only some of the parameters, unless its settings allow that.
         """
         self._num_backwards += 1
-        may_be_partial = self.find_unused_parameters or self.static_graph
-        all_now = may_be_partial and self._num_backwards % STEPS_A_LOOK in (1, 2)
-        sample = next((i for i, p in enumerate(self._reduced_parameters) if p.requires_grad), None)
-        if sample is not None and (
-            not compat.are_attached(
-                self._reduced_parameters[sample:][: None if all_now else 1], self._attached[sample:]
-            )
-        ):
+        is_whole = self._may_be_partial and self._num_backwards % STEPS_A_LOOK in (1, 2)
+        if not compat.are_attached(self._sample(is_whole=is_whole), self._attached):
             self.refuse_converted()
-        if may_be_partial:
-            self.known.look_at_forms(_NOT_AVERAGED)
+        if self._may_be_partial:
+            self._known.look_at_forms(_NOT_AVERAGED)
+
+    def _sample(self, *, is_whole: bool) -> list[nn.Parameter]:
+        """Return all parameters that DDP counts, or the first that is trained now."""
+        if is_whole:
+            return list(self.reduced_parameters.values())
+        return list(islice((p for p in self.reduced_parameters.values() if p.requires_grad), 1))
 
     def refuse_converted(self, error: BaseException | None = None) -> None:
         """Refuse parameters that the reducer no longer watches; see `_check_attached`."""
-        self.known.look_at_forms(_NOT_AVERAGED, error=error)
-        if not compat.are_attached(self._reduced_parameters, self._attached):
+        self._known.look_at_forms(_NOT_AVERAGED, error=error)
+        if not compat.are_attached(self.reduced_parameters.values(), self._attached):
             raise ReplacedParameterError(
                 f"the parameters of {type(self.module).__name__} were converted or moved after prepare(), and back, "
                 f"{_NOT_AVERAGED}. Convert and move a copy of the model, or free_memory() and prepare() again"
@@ -154,22 +173,22 @@ class Replica(ModuleProxy, DistributedDataParallel):
         try:
             compat.check_reduced(self)
         except RuntimeError as error:
-            if (named := self._explain(error)) is None:
-                raise
-            raise named from error
+            self._refuse_unreduced(error)
+            raise
 
-    def _explain(self, error: RuntimeError) -> UnreducedGradientError | None:
+    def _refuse_unreduced(self, error: RuntimeError) -> None:
+        """Refuse the parameters that got no gradient, by their names, if DDP's error is about them."""
         if (unreduced := compat.unreduced_parameters(error)) is None:
-            return None
+            return
         self.refuse_converted(error)
-        self.known.look()  # a replaced layer gets no gradient either, and this error is clearer
-        names = list(self._reduced)
+        self._known.look()  # a replaced layer gets no gradient either, and this error is clearer
+        names = list(self.reduced_parameters)
         unused = ", ".join(names[index] for index in unreduced)
-        return UnreducedGradientError(
+        raise UnreducedGradientError(
             f"the last backward gave no gradient to {unused}, and ranks wait for one to average: freeze what is not "
             "trained before prepare(), or say --ddp-find-unused-parameters, which finds them at every step; "
             "--ddp-reduce at_close averages what there is when the window closes"
-        )
+        ) from error
 
 
 class ReplicatedGradients(ParameterGradients):
@@ -190,11 +209,10 @@ class ReplicatedGradients(ParameterGradients):
         self.averages = context.ranks("counts").size > 1
         # A function called in each backward that ranks wait for, before this rank waits; None for none.
         self.on_computed: Callable[[], None] | None = None
-        self._context = context
-        self._settings = settings
+        self._context, self._settings = context, settings
         # The dtype in which gradients that bypassed the reducer are summed; None for fp32 or wider.
         self.dtype = dtype
-        self._group: ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
         self._rebuilt: set[Replica] = set()
         self._has_told = False
 
@@ -229,7 +247,7 @@ class ReplicatedGradients(ParameterGradients):
     def finalize(self, models: Sequence[nn.Module], factor: Tensor | float | None) -> bool:
         """Average what bypassed the reducer, then unscale and correct in one pass; see `GradientReducer.finalize`."""
         if self.averages:
-            self._finish_replicas([self.replicas[model] for model in models if model in self.replicas])
+            self._average_local(self._replicas_of(models))
         return super().finalize(models, factor)
 
     def local(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -237,7 +255,7 @@ class ReplicatedGradients(ParameterGradients):
         replica = self.replicas.get(model)
         # DDP learns a static graph from its first backward, which must therefore reduce (otherwise an internal
         # assertion fails, torch 2.9 to 2.15). Reducing early changes nothing: the mean of equal means is the mean.
-        if replica is None or (replica.static_graph and not compat.has_learnt_static_graph(replica)):
+        if replica is None or compat.awaits_static_graph(replica):
             return nullcontext()
         return replica.no_sync()
 
@@ -252,22 +270,20 @@ class ReplicatedGradients(ParameterGradients):
             raise RuntimeError(
                 "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"
             )
-        if replica.static_graph and not compat.has_learnt_static_graph(replica):
+        if compat.awaits_static_graph(replica):
             raise RuntimeError(
                 "--ddp-static-graph: train one step together first, from which DDP learns the graph"
             )
-        replica.is_alone = True
         try:
-            with replica.no_sync():
+            with replica.no_sync(is_alone=True):
                 yield
         finally:
-            replica.is_alone = False
             # What is left was stepped on, and would be averaged with the next step's.
-            replica.is_unreduced = False
+            replica.is_local = False
 
     def steps_together(self, model: nn.Module) -> bool:
         """Return whether all ranks step a model: it has a replica, which is not trained alone."""
-        return model in self.replicas and not self.replicas[model].is_alone
+        return model in self.replicas and self.replicas[model].syncs != "alone"
 
     @contextmanager
     def join(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -297,33 +313,34 @@ class ReplicatedGradients(ParameterGradients):
 
     def have_moved(self, models: Sequence[nn.Module]) -> bool:
         """Return whether DDP has rebuilt its buckets since the last call, which moves the gradients."""
-        rebuilt = {
-            replica
-            for model in models
-            if (replica := self.replicas.get(model)) is not None and compat.has_rebuilt_buckets(replica)
-        }
-        new = rebuilt - self._rebuilt
+        new = set(filter(compat.has_rebuilt_buckets, self._replicas_of(models))) - self._rebuilt
         self._rebuilt |= new
         return bool(new)
 
     def mark_edited(self, models: Sequence[nn.Module]) -> None:
         """Record that other code changed gradients, so that they are averaged when the window closes."""
-        for model in models:
-            if model in self.replicas:
-                self.replicas[model].is_unreduced = True
+        for replica in self._replicas_of(models):
+            replica.is_local = True
 
     def are_averaged(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
-        return not any(
-            self._awaits_average(self.replicas[model]) for model in models if model in self.replicas
-        )
+        return not any(replica.awaits_average for replica in self._replicas_of(models))
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Average the gradients that other code changed. Called on all ranks."""
-        replicas = [self.replicas[model] for model in models if model in self.replicas]
-        if not replicas or (self.is_joined and all(p.grad is None for r in replicas for p in r.parameters())):
+        replicas = self._replicas_of(models)
+        if self.is_joined and all(p.grad is None for replica in replicas for p in replica.parameters()):
             return
-        self._finish_replicas(replicas)
+        self._average_local(replicas)
+
+    def add(self, model: nn.Module, replica: Replica | None) -> None:
+        """Have a replica average the gradients of its model; None for a model that is not trained."""
+        if replica is not None:
+            self.replicas[model] = replica
+        # At the close, ranks average whatever is trained then.
+        if replica is None or not replica.at_close:
+            reduced = {} if replica is None else replica.reduced_parameters
+            self.frozen[model] = {p: name for name, p in model.named_parameters() if name not in reduced}
 
     def forget(self, model: nn.Module) -> None:
         """Forget the replica of a model."""
@@ -344,18 +361,18 @@ class ReplicatedGradients(ParameterGradients):
         if self._group is None and self.averages:
             self._group = self._context.ranks("counts").new_group()
 
-    @staticmethod
-    def _awaits_average(replica: Replica) -> bool:
-        return not replica.is_alone and (replica.at_close or replica.is_unreduced)
+    def _replicas_of(self, models: Sequence[nn.Module]) -> list[Replica]:
+        return [self.replicas[model] for model in models if model in self.replicas]
 
-    def _finish_replicas(self, replicas: Sequence[Replica]) -> None:
+    def _average_local(self, replicas: Sequence[Replica]) -> None:
+        """Average all gradients of the replicas that await it. Called on all ranks."""
         for replica in replicas:
             replica.check_reduced()
-        chosen = [replica for replica in replicas if self._awaits_average(replica)]
+        chosen = [replica for replica in replicas if replica.awaits_average]
         if parameters := trainable_parameters([replica.module for replica in chosen]):
             self._average(parameters, chosen)
         for replica in chosen:
-            replica.is_unreduced = False
+            replica.is_local = False
 
     def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
         names = " and ".join(type(replica.module).__name__ for replica in replicas)
@@ -374,11 +391,6 @@ class ReplicatedGradients(ParameterGradients):
                 names,
             )
         self._context.progress.mark(ProgressMark.AVERAGING)
-        average(
-            parameters,
-            self._context.device,
-            group=self._group,
-            bucket_bytes=self._settings.bucket_size_mb * 2**20,
-            dtype=self.dtype,
-        )
+        num_bytes = self._settings.bucket_size_mb * 2**20
+        average(parameters, self._context.device, group=self._group, bucket_bytes=num_bytes, dtype=self.dtype)
         self._context.progress.mark(ProgressMark.AVERAGING_DONE)
