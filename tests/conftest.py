@@ -5,11 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from optional_modules import is_installed
 
 # Hundreds of processes start here. Where Python is told to keep no bytecode, each would compile torch for 3 seconds:
 # theirs is kept beside the sources, out of sight.
@@ -44,8 +45,8 @@ def compiled_mark() -> Path:
 
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Begin to compile DeepSpeed's operator, which takes a minute the first time, while the lanes run other tests."""
-    asked = any(Path(name).name in ("tests", "deepspeed_backend") for name in config.args)
-    if asked and find_spec("deepspeed") and not compiled_mark().exists():
+    asked = any(Path(name).name in ("tests", "deepspeed") for name in config.args)
+    if asked and is_installed("deepspeed") and not compiled_mark().exists():
         command = [sys.executable, "-c", _COMPILE, compiled_mark()]
         compiler = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         config.add_cleanup(compiler.wait)

@@ -11,9 +11,15 @@ import pytest
 
 
 def skip_without(name: str) -> None:
-    """Skip the test file that calls this at its head where a library is not installed."""
-    if find_spec(name.partition(".")[0]) is None:  # a parent would be imported to look for its child
+    """Skip the test, or the test file that calls this at its head, where a library is not installed."""
+    if not is_installed(name.partition(".")[0]):  # a parent would be imported to look for its child
         pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a library is installed; the folder of tests that has its name, `tests/deepspeed`, is none."""
+    found = find_spec(name)
+    return found is not None and found.origin is not None
 
 
 def import_later(name: str) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import BackendContract, DDPBackend, DeepSpeedBackend, FSDPBackend
+from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_precision import choose_policy
 from drivetrain_state import MeshPlan, ParallelDims, gather
@@ -68,15 +68,3 @@ def test_experts_are_refused_until_a_backend_divides_them() -> None:
         divided = replace(where, plan=MeshPlan(names=("shard",), sizes=(2,), expert=2))
         with pytest.raises(ValueError, match="expert=2: no backend divides experts yet"):
             FSDPBackend(divided, choose_policy("no", where.device), window=AccumulationWindow(1))
-
-
-def refusal() -> str:
-    with context(parallelism=MESHES["data 2 x tensor 2"]) as where:
-        policy = choose_policy("no", where.device)
-        with pytest.raises(ValueError, match="2 of 4 processes data parallel: DeepSpeed's engines") as caught:
-            DeepSpeedBackend(where, policy, window=AccumulationWindow(1))
-        return str(caught.value)
-
-
-def test_deepspeed_refuses_axes_that_its_engines_do_not_know(run_ranks) -> None:
-    assert len(set(run_ranks(refusal, num_processes=4))) == 1

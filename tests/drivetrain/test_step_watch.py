@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from plain_loop.accelerated import accelerator_of, messages_of
+from logged_messages import messages_of
+from plain_loop.accelerated import accelerator_of
 from plain_loop.case import own_rank
 
 SECONDS = (

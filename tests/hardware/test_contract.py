@@ -8,13 +8,13 @@ import torch
 from drivetrain_backends import (
     BackendContract,
     DDPBackend,
-    DeepSpeedSettings,
     FSDPBackend,
     FSDPSettings,
     SingleBackend,
 )
 from drivetrain_state import StateSettings, connect
 from hardware.devices import OnDevice, here
+from optional_modules import skip_without
 
 
 class SingleContract(BackendContract):
@@ -73,7 +73,7 @@ def test_fsdp_passes_the_contract(
 
 def check_deepspeed(stage: int) -> list[str]:
     """Run every check of the contract under a stage of DeepSpeed; the names of those that ran."""
-    from drivetrain_backends.deepspeed.backend import DeepSpeedBackend
+    from drivetrain_deepspeed import DeepSpeedBackend, DeepSpeedSettings
 
     class DeepSpeedContract(BackendContract):
         backend = DeepSpeedBackend
@@ -93,6 +93,6 @@ def check_deepspeed(stage: int) -> list[str]:
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_passes_the_contract(on_device: OnDevice, stage: int, num_processes: int) -> None:
-    pytest.importorskip("deepspeed", reason="wants deepspeed, which an extra of drivetrain-backends brings")
+    skip_without("deepspeed")
     for ran in on_device(check_deepspeed, stage, num_processes=num_processes):
         assert {"tied weights", "frozen layer", "check_resume", "check_gan"} < set(ran)

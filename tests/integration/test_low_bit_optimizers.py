@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain_backends import EngineConfigError
+from drivetrain_deepspeed import EngineConfigError
 from integration.low_bit_training import (
     ALL,
     BITSANDBYTES,
@@ -19,7 +19,8 @@ from integration.low_bit_training import (
     values,
     weights,
 )
-from plain_loop.accelerated import accelerator_of, messages_of
+from logged_messages import messages_of
+from plain_loop.accelerated import accelerator_of
 from plain_loop.case import assert_same_on_all_ranks
 
 pytest.importorskip("torchao")

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
-from plain_loop.accelerated import accelerator_of, messages_of
+from logged_messages import messages_of
+from plain_loop.accelerated import accelerator_of
 from registered import Kept
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from plain_loop.accelerated import messages_of
+from logged_messages import messages_of
 from registered import Kept
 
 SAMPLES, GLOBAL_BATCH, IN_SECOND_EPOCH = 52, 4, 17

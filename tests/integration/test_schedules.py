@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from drivetrain_backends import SchedulerError
-from plain_loop.accelerated import ON_TWO, accelerator_of, messages_of
+from logged_messages import messages_of
+from plain_loop.accelerated import ON_TWO, accelerator_of
 
 
 @pytest.mark.parametrize("over_prepared", [False, True])

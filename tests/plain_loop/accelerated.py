@@ -1,8 +1,6 @@
 """Accelerators on the CPU of this process or rank, and a user's loop with them."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -58,20 +56,3 @@ def weights_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
 def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Compare weights bit by bit."""
     torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=0)
-
-
-@contextmanager
-def messages_of(logger: str, *, level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collect what a logger is told in the block, on a rank too."""
-    found: list[str] = []
-    handler = logging.Handler(level)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    watched = logging.getLogger(logger)
-    before = watched.level
-    watched.addHandler(handler)
-    watched.setLevel(level)
-    try:
-        yield found
-    finally:
-        watched.removeHandler(handler)
-        watched.setLevel(before)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from checks.backend_branches import backend_branches
@@ -65,6 +67,13 @@ def test_what_is_no_branch_on_a_backend_is_fine(text: str) -> None:
 )
 def test_a_backend_may_speak_of_itself(path: str, text: str) -> None:
     assert lines(text, path) == []
+
+
+def test_the_only_backend_of_a_package_may_speak_of_itself_in_all_of_it() -> None:
+    only = replace(PACKAGE, backends={"toy": "drivetrain_toys.toy:ToyBackend"})
+    room = parse("packages/toys/src/drivetrain_toys/room.py", "if name == 'toy': pass")
+    assert backend_branches([room], [only]) == []
+    assert len(backend_branches([room], [PACKAGE])) == 1
 
 
 def test_a_backend_may_not_speak_of_another() -> None:

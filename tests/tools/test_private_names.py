@@ -49,6 +49,13 @@ def test_what_is_a_files_own_or_documented_is_fine(text: str) -> None:
     assert found(text, beside="class Base:\n    def __init__(self): self._of_base = 1") == []
 
 
+def test_a_class_uses_what_a_class_of_another_package_keeps_for_those_that_extend_it() -> None:
+    text = "from drivetrain_b.base import Base\nclass A(Base):\n    def same(self, o): return self._of_base, o._of_it"
+    base = parse("packages/b/src/drivetrain_b/base.py", "class Base:\n    def __init__(self): self._of_base = 1")
+    (finding,) = private_names([parse(ROOM, text), base], TABLE)
+    assert finding.message.startswith("_of_it is private")
+
+
 def test_compat_may_use_private_names_that_the_table_lists() -> None:
     text = "import torch._dynamo\nversion = tensor._version\nNAMES = ('_parameters', '_A__local_tensor')"
     assert found(text, COMPAT, table=TABLE.replace("`_local", "`__local")) == []

@@ -56,10 +56,12 @@ def test_other_packages_may_mean_all_ranks() -> None:
     assert places("dist.barrier()", "packages/checkpoint/src/drivetrain_checkpoint/new.py") == []
 
 
-def test_a_reason_allows_a_function_or_a_folder_and_one_without_a_use_is_told() -> None:
+def test_a_reason_allows_a_function_a_folder_or_a_package_and_one_without_a_use_is_told() -> None:
     source = parse(PATH, "class Reducer:\n    def step(self):\n        dist.all_reduce(total)\n")
     assert world_groups([source], {"torch/new.py::Reducer.step": "why"}) == []
     assert len(world_groups([source], {"torch/new.py::step": "why"})) == 2
     assert world_groups([source], {"torch/": "why"}) == []
+    flat = parse("packages/backends/src/drivetrain_backends/new.py", source.text)
+    assert world_groups([flat], {"backends/": "why"}) == []
     (found,) = world_groups([source], {"torch/": "why", "torch/new.py::close": "why"})
     assert found.message == "torch/new.py::close does not use the world's group"

@@ -70,9 +70,10 @@ def _prepared_classes(sources: Iterable[Source]) -> Iterator[Registered]:
 
 
 def _path(module: str, folders: Mapping[str, int]) -> str:
-    """Where a backend may speak of itself: its file, or the folder within its package that is its alone."""
+    """Where a backend may speak of itself: its file, or the package or the folder within it that is its alone."""
     package, *names = module.split(".")
-    is_alone = len(names) > 1 and folders[module.rpartition(".")[0]] == 1
+    has_package = sum(number for folder, number in folders.items() if folder.split(".")[0] == package) == 1
+    is_alone = has_package or (len(names) > 1 and folders[module.rpartition(".")[0]] == 1)
     return "/".join(["/src", package, *(names[:-1] if is_alone else names)])
 
 

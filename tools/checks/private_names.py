@@ -46,8 +46,9 @@ def private_names(sources: Iterable[Source], table: str) -> list[Finding]:
     for source in files:
         is_compat = PurePosixPath(source.path).name == "compat.py"
         own = frozenset[str]() if is_compat else _defined(source.tree) - listed
+        inherited = {name for package in _packages_of(source) for name in owned.get(package, ())}
         for node in ast.walk(source.tree) if source.path not in ALLOWED_FILES else ():
-            for name in sorted({*_private(node, owned[_package(source)])} - own - ALLOWED_NAMES.keys()):
+            for name in sorted({*_private(node, inherited)} - own - ALLOWED_NAMES.keys()):
                 if is_compat and not any(name.endswith(row) for row in listed):  # as mangled names end
                     found.append(source.finding(node, f"{name} has no row in the table of {TABLE}"))
                 elif not is_compat and (name in listed or not isinstance(node, ast.Constant)):
@@ -56,6 +57,14 @@ def private_names(sources: Iterable[Source], table: str) -> list[Finding]:
                         source.finding(node, f"{name} is private to another library: use it in {place}")
                     )
     return found
+
+
+def _packages_of(source: Source) -> Iterator[str]:
+    """Yield the package of a file, and those of the workspace whose classes the file imports and may extend."""
+    yield _package(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain"):
+            yield f"packages/{str(node.module).partition('.')[0].removeprefix('drivetrain_')}"
 
 
 def _private(node: ast.AST, owned: Collection[str]) -> Iterator[str]:

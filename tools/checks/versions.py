@@ -33,7 +33,7 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 ShareMemCommBuilder().load()
 """
 # What the selection needs beside the packages.
-_EXTRAS = {"drivetrain-backends": "[deepspeed]"}
+_EXTRAS = {"drivetrain-deepspeed": "[deepspeed]"}
 # They are meant to take less than five minutes on a machine that does nothing else, and are ended after this.
 TIMEOUT_SECONDS = 600
 
@@ -72,7 +72,7 @@ SELECTION = (
     # the contract of each backend, with one, two and four processes
     "tests/backends/composed/test_contract.py",
     "tests/backends/fsdp/test_fsdp_contract.py",
-    "tests/deepspeed_backend/test_contract.py",
+    "tests/deepspeed/test_contract.py",
     # the private names of torch that each package relies on
     "tests/accelerate/plugins/test_compat.py",
     "tests/accelerate/test_compat.py",

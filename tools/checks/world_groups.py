@@ -11,7 +11,7 @@ from types import MappingProxyType
 from checks.findings import Finding
 from checks.sources import Source
 
-PACKAGES = ("backends", "drivetrain", "precision", "throughput")
+PACKAGES = ("backends", "deepspeed", "drivetrain", "precision", "throughput")
 LIST = "tools/checks/world_groups.py"
 # Of drivetrain_state, which take `over`.
 _OURS = frozenset(
@@ -26,7 +26,7 @@ _TORCHS = frozenset(
 _PROGRAM = "the program asks for all processes"
 _WHOLE = "rank 0's full values are those of all ranks"
 _TOGETHER = "all ranks step, or none: also the stages of a pipeline"
-# The functions, or folders, that mean all ranks, with the reason.
+# The functions, folders or packages without folders that mean all ranks, with the reason.
 WORLD: Mapping[str, str] = MappingProxyType(
     {
         "accelerator/log_reduction.py::LogReducer._gather.gather": "one value of each rank, under the rank's number",
@@ -67,7 +67,7 @@ def world_groups(sources: Iterable[Source], allowed: Mapping[str, str] = WORLD) 
         if package not in PACKAGES:
             continue
         file = path.partition("/")[2]
-        folder = f"{file.rpartition('/')[0]}/"
+        folder = f"{file.rpartition('/')[0] or package}/"
         used = {function: (node, what) for function, node, what in _uses(source.tree)}
         for function, (node, what) in used.items():
             if not {f"{file}::{function}", folder} & allowed.keys():

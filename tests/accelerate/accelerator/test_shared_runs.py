@@ -29,6 +29,7 @@ from drivetrain_accelerate.plugins.run_configuration import (
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_config import Layers, environ
+from optional_modules import skip_without
 
 accelerate: Any = pytest.importorskip("accelerate")
 
@@ -101,7 +102,7 @@ def test_the_plan_is_in_the_folder_of_the_logs(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_which_settings_are_a_plugins() -> None:
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     plugin = DeepSpeedPlugin(
         hf_ds_config={"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
     )
@@ -196,7 +197,7 @@ def test_what_drivetrains_settings_say_comes_before_accelerates_variables() -> N
 def test_a_bare_accelerator_accumulates_as_the_launchs_deepspeed_file_says(
     tmp_path: Path, backend: str, file: str
 ) -> None:
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}')
     name, _, word = backend.partition("=")

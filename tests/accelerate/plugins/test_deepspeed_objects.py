@@ -26,6 +26,7 @@ from drivetrain_accelerate.training.engine_model import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
+from optional_modules import skip_without
 
 pytest.importorskip("accelerate")
 from accelerate.utils import deepspeed as real
@@ -64,7 +65,7 @@ def test_an_optimizer_is_made_from_the_section() -> None:
 
 
 def test_a_schedule_is_made_from_the_section_or_by_the_function() -> None:
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     optimizer = SGD(parameters(), lr=0.5)
     stand_in = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=4)
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
@@ -111,7 +112,7 @@ def test_the_plugin_in_use() -> None:
 
 @pytest.mark.slow
 def test_adam_is_mapped_to_deepspeeds_and_others_are_refused() -> None:
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     for kind in (AdamW, Adam):
         mapped = map_pytorch_optim_to_deepspeed(kind(parameters(), lr=0.1))
         assert type(mapped).__name__ == "DeepSpeedCPUAdam"

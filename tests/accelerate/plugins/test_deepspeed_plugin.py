@@ -12,10 +12,12 @@ from torch import nn
 from drivetrain_accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
 from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin as Ours
 from drivetrain_config import environ
+from optional_modules import skip_without
 
 pytest.importorskip("accelerate")
-pytest.importorskip("deepspeed")
 from accelerate.utils import DeepSpeedPlugin as Theirs
+
+skip_without("deepspeed")
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -56,9 +56,10 @@ from drivetrain_accelerate.plugins.run_configuration import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from drivetrain_backends.deepspeed.config import EngineRun, engine_config
-from drivetrain_backends.settings import DDPSettings, DeepSpeedSettings, FSDPSettings
+from drivetrain_backends.settings import DDPSettings, FSDPSettings
 from drivetrain_data.settings import DataSettings
+from drivetrain_deepspeed.config import EngineRun, engine_config
+from drivetrain_deepspeed.settings import DeepSpeedSettings
 from drivetrain_precision.settings import PrecisionSettings
 
 Fsdp, Ds, Ddp = FullyShardedDataParallelPlugin, DeepSpeedPlugin, DistributedDataParallelKwargs

@@ -14,8 +14,9 @@ from drivetrain_accelerate.plugins.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain_accelerate.states.accelerator_state import AcceleratorState
 from drivetrain_accelerate.training.engine_model import DeepSpeedSchedulerWrapper, EngineMethods
 from drivetrain_checkpoint import NoCheckpointError
+from optional_modules import skip_without
 
-pytest.importorskip("deepspeed")
+skip_without("deepspeed")
 pytest.importorskip("accelerate")  # the rows of `conftest.py` that need it
 
 WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 4, "warmup_type": "linear"}

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_throughput import Throughput
-from plain_loop.accelerated import messages_of, take_steps
+from logged_messages import messages_of
+from plain_loop.accelerated import take_steps
 
 NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
 

@@ -19,6 +19,7 @@ from drivetrain_precision import (
 )
 from drivetrain_precision.dtypes.fp32_islands import Fp32Island
 from drivetrain_precision.fp8.protocol import Requirements
+from optional_modules import skip_without
 
 pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
 
@@ -143,7 +144,7 @@ class Untried(TorchaoRecipe):
 )  # it takes long to import
 def test_a_backend_that_a_recipe_does_not_name_is_refused_when_the_run_is_composed(backend: str) -> None:
     if backend == "deepspeed":
-        pytest.importorskip("deepspeed", reason="an extra of drivetrain-backends brings it")
+        skip_without("deepspeed")
     with pytest.raises(
         PrecisionError, match=r"layers have not been run under \w+Backend, only backend='single' or 'ddp'"
     ):

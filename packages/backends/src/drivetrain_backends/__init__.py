@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from drivetrain_backends.composed.strategy import Strategy as Strategy
     from drivetrain_backends.composed.transforms import on_one_device as on_one_device
     from drivetrain_backends.ddp.backend import DDPBackend as DDPBackend
-    from drivetrain_backends.deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_backends.errors import AccumulationError as AccumulationError
     from drivetrain_backends.errors import BackendNotInstalledError as BackendNotInstalledError
     from drivetrain_backends.errors import BatchMismatchError as BatchMismatchError
     from drivetrain_backends.errors import DriftedReplicasError as DriftedReplicasError
-    from drivetrain_backends.errors import EngineConfigError as EngineConfigError
     from drivetrain_backends.errors import NonFiniteGradientError as NonFiniteGradientError
     from drivetrain_backends.errors import OptimizerStateError as OptimizerStateError
     from drivetrain_backends.errors import PairingError as PairingError
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.settings import DDPSettings as DDPSettings
-    from drivetrain_backends.settings import DeepSpeedSettings as DeepSpeedSettings
     from drivetrain_backends.settings import FSDPSettings as FSDPSettings
     from drivetrain_backends.state_dict.full_tensors import full_model as full_model
     from drivetrain_backends.state_dict.full_tensors import full_state_dict as full_state_dict
@@ -72,8 +69,7 @@ _NAMES = {
     "composed.strategy": "ModelTransform StepGuard Strategy",
     "composed.transforms": "on_one_device",
     "ddp.backend": "DDPBackend",
-    "deepspeed.backend": "DeepSpeedBackend",
-    "errors": "AccumulationError BackendNotInstalledError BatchMismatchError DriftedReplicasError EngineConfigError "
+    "errors": "AccumulationError BackendNotInstalledError BatchMismatchError DriftedReplicasError "
     "NonFiniteGradientError OptimizerStateError PairingError ReplacedParameterError SchedulerError "
     "SecondDerivativeError UnknownBackendError UnreducedGradientError UnshardedParameterError",
     "fsdp.backend": "FSDPBackend",
@@ -87,7 +83,7 @@ _NAMES = {
     "protocol": "AutoValue Backend Prepared SupportsLocalSteps SupportsManualSteps SupportsReplicas "
     "SupportsWaitWatch",
     "registry": "BackendRegistry register_backend",
-    "settings": "DDPSettings DeepSpeedSettings FSDPSettings",
+    "settings": "DDPSettings FSDPSettings",
     "state_dict.full_tensors": "full_model full_state_dict full_tensor iter_full_tensors load_full_state_dict",
     "testing.contract": "BackendContract",
 }

@@ -2,7 +2,7 @@
 
 torch has no public API for these names. They are the same in torch 2.9 to 2.15. tests/backends/test_compat.py and
 tests/backends/gradients/test_multi_tensor.py test their behaviour, and docs/platforms.md lists the names.
-The private names of DDP, FSDP2 and DeepSpeed are in `ddp.compat`, `fsdp.compat` and `deepspeed.compat`.
+The private names of DDP and FSDP2 are in `ddp.compat` and `fsdp.compat`.
 """
 
 import sys

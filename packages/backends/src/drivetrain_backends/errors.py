@@ -33,10 +33,6 @@ class BatchMismatchError(TypeError):
     """A batch does not fit the signature of the model's forward."""
 
 
-class EngineConfigError(ValueError):
-    """A DeepSpeed configuration has unknown keys or contradicts the run."""
-
-
 class BackendNotInstalledError(ImportError):
     """The library behind a backend is not installed, or does not support this device."""
 

@@ -1,28 +1,14 @@
-"""The configuration sections of the backends: `ddp`, `fsdp` and `deepspeed`."""
+"""The configuration sections of the backends: `ddp` and `fsdp`."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 
-def _setting(default: Any, text: str, *, ask: str = "", needs: str = "", is_json: bool = False) -> Any:
+def _setting(default: Any, text: str, *, ask: str = "", needs: str = "") -> Any:
     """Return a field with its help, its question in `backend_advice` and its conditions."""
-    metadata = {
-        "help": text,
-        "ask": f"drivetrain_backends.backend_advice:{ask}" if ask else "",
-        "needs": needs,
-        "json_file": is_json,
-    }
+    advice = f"drivetrain_backends.backend_advice:{ask}" if ask else ""
+    metadata = {"help": text, "ask": advice, "needs": needs}
     return field(default=default, metadata={key: value for key, value in metadata.items() if value})
-
-
-def _checkpointing() -> Any:
-    return _setting(
-        "none",
-        "Recomputation of activations in backward: full for each block, selective for all but matrix "
-        "products and attention.",
-        ask="ask_activation_checkpointing",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +138,12 @@ class FSDPSettings:
     prefetch: int | None = _setting(
         None, "Number of blocks to gather ahead in forward and backward; unset: torch's default."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = _checkpointing()
+    activation_checkpointing: Literal["none", "full", "selective"] = _setting(
+        "none",
+        "Recomputation of activations in backward: full for each block, selective for all but matrix "
+        "products and attention.",
+        ask="ask_activation_checkpointing",
+    )
     compile_regions: bool = _setting(False, "Whether to compile each block separately with torch.compile.")
     compile_backend: str = _setting("inductor", "Backend of torch.compile.", needs="compile_regions")
 
@@ -174,84 +165,3 @@ class FSDPSettings:
             )
         if self.pin_memory and not self.offload:
             raise ValueError("pin_memory=True: nothing is offloaded; set offload=True, or leave it out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedSettings:
-    """The settings by which DeepSpeed partitions and offloads; unset values come from `config` or from the run.
-
-    Attributes:
-        requires: The modules that the backend needs; `drivetrain config` names a missing module.
-    """
-
-    requires: ClassVar[tuple[str, ...]] = ("deepspeed",)
-
-    config: dict[str, Any] | Path | None = _setting(  # noqa: RUF009
-        None,
-        "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'.",
-        is_json=True,
-    )
-    stage: Literal[0, 1, 2, 3] | None = _setting(
-        None,
-        "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also gradients, 3 "
-        "also parameters; unset: 2.",
-        ask="ask_stage",
-    )
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = _setting(
-        None, "Location of optimizer states and master weights (stages 1 to 3).", ask="ask_offload_optimizer"
-    )
-    offload_param: Literal["none", "cpu", "nvme"] | None = _setting(
-        None, "Location of parameters between their uses (stage 3).", ask="ask_offload_param"
-    )
-    nvme_path: Path | None = _setting(  # noqa: RUF009
-        None,
-        "Folder on a fast local disk, for offloading to nvme.",
-        ask="ask_nvme_path",
-        needs="offload_optimizer=nvme or offload_param=nvme",
-    )
-    reduce_bucket_size: int | None = _setting(
-        None, "Number of gradient elements to reduce at a time; the model's own number if that is smaller."
-    )
-    allgather_bucket_size: int | None = _setting(
-        None, "Number of parameter elements to gather at a time (stages 1 and 2)."
-    )
-    overlap_comm: bool | None = _setting(
-        None, "Whether to reduce gradients while backward continues; unset: in stage 3 only."
-    )
-    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = _setting(
-        None, "Dtype in which gradients are accumulated; unset: fp32."
-    )
-    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = _setting(
-        None, "Dtype in which gradients are reduced over ranks; unset: fp32."
-    )
-    activation_checkpointing: Literal["none", "full", "selective"] = _checkpointing()
-    blocks: tuple[str, ...] | None = _setting(
-        None,
-        "Class names of these blocks; unset: those that the model names, or the items of its module lists.",
-        needs="activation_checkpointing!=none",
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse a value outside its range; the message begins with the field's name."""
-        for name in ("reduce_bucket_size", "allgather_bucket_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value!r}: must be at least 1 element")
-        if (self.allgather_bucket_size or 0) % 2:
-            raise ValueError(
-                f"allgather_bucket_size={self.allgather_bucket_size!r}: must be even, DeepSpeed's own rule"
-            )
-        if "nvme" in (self.offload_optimizer, self.offload_param) and self.nvme_path is None:
-            raise ValueError("nvme_path=None: offloading to nvme needs a folder on that disk")
-        if self.offload_param in ("cpu", "nvme") and self.stage not in (None, 3):
-            raise ValueError(
-                f"offload_param={self.offload_param!r}: parameters are offloaded in stage 3 alone, not {self.stage}"
-            )
-        if self.offload_optimizer in ("cpu", "nvme") and self.stage == 0:
-            raise ValueError(
-                f"offload_optimizer={self.offload_optimizer!r}: stage 0 partitions nothing; say stage 1, 2 or 3"
-            )
-        if self.offload_optimizer == "nvme" and self.stage not in (None, 3):
-            raise ValueError(
-                f"offload_optimizer='nvme': needs stage 3, not {self.stage}; 'cpu' works from stage 1 on"
-            )

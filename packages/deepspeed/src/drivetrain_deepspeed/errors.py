@@ -1,0 +1,5 @@
+"""The error of a DeepSpeed configuration."""
+
+
+class EngineConfigError(ValueError):
+    """A DeepSpeed configuration has unknown keys or contradicts the run."""

@@ -1,0 +1,163 @@
+"""The DeepSpeed library: imported on demand for the run's device, with the environment variables that it reads."""
+
+import logging
+import os
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Event, Thread, get_ident
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.utils.file_baton import FileBaton
+
+from drivetrain_backends.errors import BackendNotInstalledError
+from drivetrain_config import environ
+from drivetrain_deepspeed.compat import drop_ended_groups
+from drivetrain_state import Context, ProgressMark
+
+_logger = logging.getLogger(__name__)
+_LONGEST_COMPILATION = 600
+
+
+def load_deepspeed(context: Context) -> ModuleType:
+    """Import DeepSpeed for the device type of the context.
+
+    Raises:
+        BackendNotInstalledError: DeepSpeed is not installed, or was imported earlier for another device type.
+    """
+    if find_spec("deepspeed") is None:
+        raise BackendNotInstalledError(
+            "backend='deepspeed': the package deepspeed is not installed; it comes with "
+            "pip install 'drivetrain[deepspeed]', or 'drivetrain-deepspeed[deepspeed]'"
+        )
+    with _variables(context):
+        import deepspeed
+
+        found = accelerator().device_name()
+    if found != context.device.type:
+        raise BackendNotInstalledError(
+            f"backend='deepspeed' on device {context.device.type!r}: DeepSpeed was imported before, and serves "
+            f"{found!r} in this process; leave importing it to prepare(), or set DS_ACCELERATOR={context.device.type}"
+        )
+    return deepspeed
+
+
+def accelerator() -> Any:
+    """Return DeepSpeed's interface to the device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+@contextmanager
+def entering(context: Context) -> Generator[None]:
+    """Run the block with the process group and environment variables that DeepSpeed needs. Called on all ranks."""
+    from deepspeed import comm
+
+    drop_ended_groups()
+    with _variables(context):
+        if not comm.is_initialized():
+            with telling_of_builds(context):
+                comm.init_distributed(dist_init_required=False)
+        yield
+
+
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the running backward adds to gradients of the parameters; False in `torch.autograd.grad`."""
+    from deepspeed.runtime.utils import count_used_parameters_in_backward
+
+    trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        return bool(count_used_parameters_in_backward(trained))
+    except RuntimeError:  # a parameter is an input of `torch.autograd.grad`
+        return False
+
+
+def local_rank_known(context: Context) -> AbstractContextManager[None]:
+    """Set LOCAL_RANK in the block: stage 3 reads it in every backward, and a single process lacks it."""
+    return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
+
+
+def _variables(context: Context):
+    topology = context.topology
+    return environ.exported(
+        DS_ACCELERATOR=context.device.type,
+        RANK=str(topology.rank),
+        LOCAL_RANK=str(topology.local_rank),
+        WORLD_SIZE=str(topology.world_size),
+    )
+
+
+@contextmanager
+def telling_of_builds(context: Context, *, every_seconds: float = 5) -> Generator[None]:
+    """Report progress while the block compiles an operator; on the CPU, DeepSpeed compiles operators at first use.
+
+    Reports stop after `_LONGEST_COMPILATION` seconds, or while the block waits for a lock that no process of this
+    machine holds. A hang is then still detected.
+    """
+    done, thread_id = Event(), get_ident()
+
+    def tell() -> None:
+        told: str | None = None
+        for _ in range(int(_LONGEST_COMPILATION / every_seconds)):
+            if done.wait(every_seconds):
+                return
+            lock = _find_awaited_lock(thread_id)
+            holders = [] if lock is None else _holders(lock)
+            found = _describe_wait(lock, holders)
+            if found != told and context.topology.local_rank == 0:
+                _logger.warning(found)
+            told = found
+            if lock is None or holders:
+                context.progress.mark(ProgressMark.COMPILE)
+
+    thread = Thread(target=tell, name="drivetrain-deepspeed-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _find_awaited_lock(thread_id: int) -> str | None:
+    """Return the lock file that a thread waits for, as torch's `FileBaton` does; None if it does not wait."""
+    frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is FileBaton.wait.__code__:
+            return frame.f_locals["self"].lock_file_path
+        frame = frame.f_back
+    return None
+
+
+def _holders(lock: str) -> list[str]:
+    """Return the processes of this machine that have a file open, as /proc lists them."""
+    found: list[str] = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) == os.path.realpath(lock):
+                command = (link.parents[1] / "cmdline").read_text().replace("\0", " ").strip()
+                found.append(f"{link.parents[1].name} ({command[:80]})")
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+    return found
+
+
+def _describe_wait(lock: str | None, holders: list[str]) -> str:
+    if lock is None:
+        folder = environ.read("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
+        return (
+            "DeepSpeed compiles an operator for this machine, about a minute; once, for it is kept in "
+            f"{folder} (TORCH_EXTENSIONS_DIR)"
+        )
+    if holders:
+        return f"DeepSpeed waits for another build of its operator, by process {', '.join(holders)}: lock file {lock}"
+    return (
+        f"DeepSpeed waits for the lock file {lock}, which no process on this machine holds: it is of a build on "
+        "another machine that shares the folder, or of one that was killed. If no such build runs, stop this run, "
+        "delete the file and start again; TORCH_EXTENSIONS_DIR sets another folder"
+    )
