@@ -34,6 +34,8 @@ class Environment:
             "PATH": paths,
             "PYTHONPYCACHEPREFIX": str(bytecode),
             "PYTHONPATH": "",
+            # DeepSpeed's operator is of this torch, and a run that is killed leaves a lock beside it.
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "extensions"),
             "VIRTUAL_ENV": str(self.folder),
         }
 

@@ -194,8 +194,7 @@ def _try(
     except subprocess.CalledProcessError as error:
         message = f"does not install: uv ended with exit code {error.returncode}"
         return [Finding(where=str(version), message=message)]
-    # DeepSpeed's operator is of this torch, and a run that is killed leaves a lock beside it.
-    variables = {**environment.variables(), "TORCH_EXTENSIONS_DIR": str(environment.folder / "extensions")}
+    variables = environment.variables()
     compiling = [str(environment.scripts / "python"), "-c", _COMPILE]
     testing = [str(environment.scripts / "pytest"), "-q", "-rs", "-p", "no:cacheprovider", *SELECTION]
     run = partial(shown, str(version), cwd=root, timeout_seconds=TIMEOUT_SECONDS, environment=variables)
