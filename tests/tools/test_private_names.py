@@ -51,7 +51,9 @@ def test_what_is_a_files_own_or_documented_is_fine(text: str) -> None:
 
 def test_a_class_uses_what_a_class_of_another_package_keeps_for_those_that_extend_it() -> None:
     text = "from drivetrain_b.base import Base\nclass A(Base):\n    def same(self, o): return self._of_base, o._of_it"
-    base = parse("packages/b/src/drivetrain_b/base.py", "class Base:\n    def __init__(self): self._of_base = 1")
+    base = parse(
+        "packages/b/src/drivetrain_b/base.py", "class Base:\n    def __init__(self): self._of_base = 1"
+    )
     (finding,) = private_names([parse(ROOM, text), base], TABLE)
     assert finding.message.startswith("_of_it is private")
 
