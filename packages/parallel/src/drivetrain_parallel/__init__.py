@@ -1,0 +1,45 @@
+"""Divide the layers of a PyTorch model among ranks (tensor parallelism), by a plan that is tried first.
+
+`plan_model(model, size)` chooses layers by given patterns, by the plan that a model of transformers brings, or by
+their sizes, and tries each region on threads that stand for ranks. `divide_model(model, plan, ranks)` cuts the
+parameters of one rank, in place.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain_parallel.apply import divide_model as divide_model
+    from drivetrain_parallel.apply import has_divided_layers as has_divided_layers
+    from drivetrain_parallel.apply import named_cuts as named_cuts
+    from drivetrain_parallel.apply import part_of as part_of
+    from drivetrain_parallel.errors import ParallelPlanError as ParallelPlanError
+    from drivetrain_parallel.plan import AttributeChange as AttributeChange
+    from drivetrain_parallel.plan import Cut as Cut
+    from drivetrain_parallel.plan import LayerPlan as LayerPlan
+    from drivetrain_parallel.plan import ParallelPlan as ParallelPlan
+    from drivetrain_parallel.planning import plan_model as plan_model
+    from drivetrain_parallel.ranks import GroupRanks as GroupRanks
+    from drivetrain_parallel.ranks import TensorRanks as TensorRanks
+
+# Module -> its public names.
+_NAMES = {
+    "apply": "divide_model has_divided_layers named_cuts part_of",
+    "errors": "ParallelPlanError",
+    "plan": "AttributeChange Cut LayerPlan ParallelPlan",
+    "planning": "plan_model",
+    "ranks": "GroupRanks TensorRanks",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # else a type checker would accept any name
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            from importlib import import_module
+
+            return getattr(import_module(f"drivetrain_parallel.{_MODULES[name]}"), name)
+        raise AttributeError(f"module 'drivetrain_parallel' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

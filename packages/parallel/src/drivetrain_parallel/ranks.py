@@ -1,0 +1,112 @@
+"""The ranks that hold one model together, and collectives over them that autograd follows."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+
+class TensorRanks(Protocol):
+    """The ranks that divide a model's layers.
+
+    Attributes:
+        rank: The position of this rank among them.
+        size: The number of these ranks.
+    """
+
+    rank: int
+    size: int
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by the sum over the ranks, in place. Called on all of them."""
+        ...
+
+    def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        """Return the tensors of all ranks, of `sizes` elements along `dim`, joined along it. Called on all ranks."""
+        ...
+
+
+class GroupRanks:
+    """The ranks of a process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Add up a tensor over the group; see `TensorRanks`."""
+        dist.all_reduce(tensor, group=self._group)
+
+    def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        """Join the tensors of the group; see `TensorRanks`."""
+        shape, most = list(tensor.shape), max(sizes)
+        shape[dim] = most  # gloo and NCCL gather tensors of one shape
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, sizes[self.rank]).copy_(tensor)
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=self._group)
+        return torch.cat([one.narrow(dim, 0, size) for one, size in zip(found, sizes, strict=True)], dim)
+
+
+class _Enter(Function):
+    """The whole input of a divided layer: its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd owns what it passes
+        ctx.ranks.add_up(gradient)
+        return gradient, None
+
+
+class _AddUp(Function):
+    """The sum over the ranks: its gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ranks.add_up(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0], None
+
+
+class _Join(Function):
+    """The parts of all ranks joined: the gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+        ctx.where = dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        return ranks.join(tensor.contiguous(), dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0].narrow(*ctx.where), None, None, None
+
+
+def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """Return a tensor that all ranks hold alike, for a part of the model that they divide.
+
+    Its gradient is added up over the ranks. Backward is called on all of them.
+    """
+    return _Enter.apply(tensor, ranks)  # type: ignore[no-any-return]
+
+
+def add_up(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """Return the sum over the ranks of a new tensor that nothing else uses, in place. Called on all of them."""
+    return _AddUp.apply(tensor.contiguous(), ranks)  # type: ignore[no-any-return]
+
+
+def join(tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+    """Return the parts of all ranks, of `sizes` elements along `dim`, as one tensor. Called on all of them."""
+    return _Join.apply(tensor, dim % tensor.dim(), sizes, ranks)  # type: ignore[no-any-return]
