@@ -27,6 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("output", "torchrun", marks=pytest.mark.slow),
         pytest.param("backends --only fsdp, shard_grad", "raw", marks=pytest.mark.slow),
         pytest.param("memory", "taken", marks=pytest.mark.slow),
+        pytest.param("parallel", "torch, parallelize_module", marks=pytest.mark.slow),
         pytest.param("precision --only optimizer", "drivetrain, torch AdamW", marks=pytest.mark.slow),
         pytest.param("fp8", "convert_model", marks=pytest.mark.slow),
         pytest.param("chunked_loss --only drivetrain", "drivetrain, cross_entropy", marks=pytest.mark.slow),

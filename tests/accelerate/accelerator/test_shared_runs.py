@@ -229,6 +229,33 @@ def sharding_on_each_rank(variables: dict[str, str], dimensions: dict[str, Any])
 SHARDED, REPLICATED = ("FSDP", "FullyShardedDataParallelPlugin", True), ("MULTI_CPU", "NoneType", False)
 
 
+def divided_training(sizes: dict[str, int]) -> tuple[tuple[int, ...], list[float]]:
+    """Train with the dimensions; the shape of this rank's part of the first weight, and the losses."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes) if sizes else None)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 4)).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    losses: list[float] = []
+    for _ in range(4):
+        loss = (model(torch.ones(2, 4).double()) - 1).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    shape = tuple(accelerator.unwrap_model(model)[0].weight.shape)
+    accelerator.free_memory()
+    forget()
+    return shape, losses
+
+
+def test_ranks_divide_layers_as_the_dimensions_say(run_ranks: Any) -> None:
+    [(whole, expected)] = run_ranks(divided_training, {}, num_processes=1)
+    assert whole == (6, 4)
+    for shape, losses in run_ranks(divided_training, {"tp_size": 2}):
+        assert shape == (3, 4)
+        assert losses == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "dimensions", "expected"),
@@ -251,9 +278,9 @@ def test_ranks_shard_or_replicate_as_the_launch_or_the_dimensions_say(
         ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}, "tp_size=2"),
         (
             {"megatron_lm_plugin": object()},
-            "^megatron_lm_plugin=: drivetrain has no Megatron backend yet; train by FSDP",
+            "^megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP",
         ),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "splits matrices"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "splits sequences"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),
         ({"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]}, "communicate by gloo"),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "all nodes see"),

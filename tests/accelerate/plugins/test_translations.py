@@ -487,7 +487,11 @@ def test_dimensions() -> None:
     assert sections(ParallelismConfig(dp_shard_size=4)) == {"strategy": "full_shard"}
     hybrid: Any = sections(ParallelismConfig(dp_shard_size=4, dp_replicate_size=2))
     assert FSDPSettings(**hybrid).shard_size == 4
-    for name in ("tp_size", "cp_size", "sp_size"):
+    sizes = parallelism_handlers.parallel_sizes
+    assert sizes(ParallelismConfig(dp_shard_size=4)) == {}
+    assert sizes(ParallelismConfig(tp_size=2)) == {"data": 1, "shard": 1, "tensor": 2}
+    assert sizes(ParallelismConfig(tp_size=2, dp_shard_size=4)) == {"data": 1, "shard": 4, "tensor": 2}
+    for name in ("cp_size", "sp_size"):
         with pytest.raises(TranslationError, match=rf"ParallelismConfig\({name}=2\)"):
             sections(ParallelismConfig(**{name: 2}))
     check_refused(TorchTensorParallelPlugin())

@@ -38,7 +38,7 @@ def test_a_checksum_of_no_elements_and_of_one_is_an_integer() -> None:
 def test_replicas_are_read_once_and_then_released() -> None:
     weight = torch.ones(3)
     replicas = ReplicatedWeights(
-        {weight: "weight of Linear", torch.zeros(0): "bias of Linear"}, torch.device("cpu")
+        {weight: "weight of Linear", torch.zeros(0): "bias of Linear"}, torch.device("cpu"), [[0]]
     )
     assert len(replicas.tensors) == 2
     sums = replicas.sums()
@@ -58,11 +58,18 @@ def test_replicas_are_read_once_and_then_released() -> None:
     ],
 )
 def test_the_first_weight_that_differs_is_named_with_its_ranks(by_rank: list[list[int]], said: str) -> None:
-    replicas = ReplicatedWeights({torch.ones(1): "a", torch.ones(1): "b"}, torch.device("cpu"))
+    names = {torch.ones(1): "a", torch.ones(1): "b"}
+    replicas = ReplicatedWeights(names, torch.device("cpu"), [range(len(by_rank))])
     told = replicas.explain(by_rank)
     assert told.startswith(f"the replicas have drifted apart: {said}")
     with pytest.raises(DriftedReplicasError, match="gathered"):
         replicas.refuse(told)
+
+
+def test_ranks_are_compared_with_those_that_hold_the_same_weights() -> None:
+    replicas = ReplicatedWeights({torch.ones(1): "a"}, torch.device("cpu"), [(0, 2), (1, 3)])
+    told = replicas.explain([[1], [5], [1], [6]])
+    assert told.startswith("the replicas have drifted apart: a differs on ranks 3 from rank 1.")
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from checkpoint.saves import save
 from drivetrain_checkpoint import (
     Checkpointer,
+    LoadedBoxes,
     LoadedFlatShard,
     Proportional,
     Replicated,
@@ -16,7 +17,7 @@ from drivetrain_checkpoint import (
 )
 from drivetrain_checkpoint.format.shards import make_target, shards_of
 from drivetrain_state import Context, connect
-from drivetrain_weights.tensor_box import whole
+from drivetrain_weights.tensor_box import Box, whole
 
 WHOLE = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
 
@@ -33,6 +34,15 @@ def run_of(tensor: torch.Tensor, rank: int, world_size: int) -> LoadedFlatShard:
     return LoadedFlatShard(tensor.shape, start, tensor.flatten()[start : start + size].clone())
 
 
+def boxes_of(tensor: torch.Tensor, rank: int, world_size: int) -> LoadedBoxes:
+    """What a rank holds where the rows are two pieces, of 4 and 3, and each rank has some rows of both."""
+    found: list[tuple[Box, torch.Tensor]] = []
+    for start, stop in ((0, 4), (4, 7)):
+        first, last = (start + (stop - start) * each // world_size for each in (rank, rank + 1))
+        found.append((Box((first, 0), (last - first, 5)), tensor[first:last].clone()))
+    return LoadedBoxes(tensor.shape, tensor.dtype, tuple(found))
+
+
 def save_in_parts(directory: str) -> list[str]:
     """Save one tensor divided in every way; the names of the files."""
     with connect(device="cpu") as context:
@@ -42,6 +52,7 @@ def save_in_parts(directory: str) -> list[str]:
             "columns": placed(context, Shard(1)),
             "same": placed(context, Replicate()),
             "run": run_of(WHOLE, rank, world_size),
+            "boxes": boxes_of(WHOLE, rank, world_size),
             "replica": Replicated(WHOLE.clone()),
             "plain": WHOLE if rank == 0 else torch.zeros(7, 5),
             "empty": placed(context, Shard(0))[:0],
@@ -75,6 +86,7 @@ def load_in_parts(directory: str) -> list[int]:
             "plain": run_of(torch.zeros(7, 5), rank, world_size),
             "same": run_of(torch.zeros(7, 5), rank, world_size),
             "replica": placed(context, Shard(1)),
+            "boxes": boxes_of(torch.zeros(7, 5), rank, world_size),
         }
         loaded = Checkpointer(context, directory).load(
             like=lambda name: like.get(name.removeprefix("models/model/"))
@@ -88,6 +100,13 @@ def load_in_parts(directory: str) -> list[int]:
                 assert (tensor.placements, tensor.device_mesh) == (division.placements, division.device_mesh)
                 sizes.append(tensor.to_local().numel())
                 assert torch.equal(tensor.full_tensor(), WHOLE), name
+            elif isinstance(division, LoadedBoxes):
+                expected = boxes_of(WHOLE, rank, world_size).boxes
+                assert [box for box, _ in tensor.boxes] == [box for box, _ in expected]
+                assert all(
+                    torch.equal(one, held) for (_, one), (_, held) in zip(tensor.boxes, expected, strict=True)
+                )
+                sizes.append(sum(box.num_elements for box, _ in tensor.boxes))
             else:
                 expected = run_of(WHOLE, rank, world_size)
                 assert tensor.start == expected.start
@@ -105,14 +124,14 @@ def test_tensors_in_parts_are_saved_and_loaded_whole_and_in_other_parts(
     assert [name for name in files if name.startswith("weights-model.r")] == [
         f"weights-model.r{rank}.safetensors" for rank in range(world_size)
     ]
-    expected = {"rows", "columns", "same", "run", "replica", "plain", "tied"}
+    expected = {"rows", "columns", "same", "run", "boxes", "replica", "plain", "tied"}
     if world_size == 4:
         expected |= {"both", "hybrid"}
     for readers in (1, 2, 4):
         assert run_ranks(load_whole, str(tmp_path), num_processes=readers) == [sorted(expected)] * readers
     for readers in (2, 4):
         sizes = run_ranks(load_in_parts, str(tmp_path), num_processes=readers)
-        assert [sum(parts) for parts in zip(*sizes, strict=True)] == [WHOLE.numel()] * 6
+        assert [sum(parts) for parts in zip(*sizes, strict=True)] == [WHOLE.numel()] * 7
 
 
 def test_each_element_is_in_one_file(run_ranks, tmp_path: Path) -> None:

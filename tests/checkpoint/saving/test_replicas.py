@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.saves import save
@@ -28,8 +29,9 @@ class DifferError(RuntimeError):
 class Weights:
     """Replicas that tell which thread reads them."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, groups: Sequence[Sequence[int]] | None = None) -> None:
         self.tensors: Sequence[Tensor] = tensors
+        self.groups = groups or [range(dist.get_world_size() if dist.is_initialized() else 1)]
         self.reader: threading.Thread | None = None
         self._sums: Tensor | None = None
 
@@ -46,8 +48,10 @@ class Weights:
         raise DifferError(told)
 
 
-def save_replicas(checkpointer: Checkpointer, step: int, weight: Tensor) -> Weights:
-    state, replicas = {"weight": Replicated(weight)}, Weights(weight)
+def save_replicas(
+    checkpointer: Checkpointer, step: int, weight: Tensor, groups: Sequence[Sequence[int]] | None = None
+) -> Weights:
+    state, replicas = {"weight": Replicated(weight)}, Weights(weight, groups=groups)
     save(checkpointer, step, state, changes_in_step=lambda _: True, replicas=replicas)
     return replicas
 
@@ -80,6 +84,30 @@ def test_what_ranks_hold_otherwise_is_not_committed_and_all_ranks_say_the_same(
 ) -> None:
     told = "sums of ranks: [[1000], [2000]]"
     assert run_ranks(saves, tmp_path, way) == [(["saved", told, "saved"], [0, 2])] * 2
+
+
+def saves_in_groups(folder: Path) -> list[str]:
+    """Save weights of which ranks 0 and 1 hold one part, and 2 and 3 another; then rank 3 differs from rank 2."""
+    with connect(device="cpu") as context:
+        checkpointer, rank = Checkpointer(context, folder), context.topology.rank
+        said: list[str] = []
+        for step, drift in enumerate((0, rank == 3)):
+            try:
+                save_replicas(
+                    checkpointer, step, torch.full((10,), float(rank // 2 + drift)), [(0, 1), (2, 3)]
+                )
+                said.append("saved")
+            except DifferError as error:
+                said.append(str(error))
+        checkpointer.close()
+        return said
+
+
+def test_ranks_of_one_group_hold_the_same_and_those_of_another_may_differ(
+    run_ranks: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    told = "sums of ranks: [[0], [0], [10], [20]]"
+    assert run_ranks(saves_in_groups, tmp_path, num_processes=4) == [["saved", told]] * 4
 
 
 @pytest.mark.parametrize("way", WAYS)

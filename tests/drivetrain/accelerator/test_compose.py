@@ -199,7 +199,7 @@ def test_every_section_can_be_given_in_code() -> None:
         ({"ddp": {"static": True}}, ConfigError, "section 'ddp' has no field 'static'"),
         ({"state": {"timeout_seconds": "long"}}, ConfigError, "timeout_seconds"),
         ({"state": 3}, TypeError, "sections\\[.state.\\]=3: a section is its dataclass or a mapping"),
-        ({"data": {}}, ValueError, "both given: give the section once"),
+        ({"data": {}}, ValueError, "both given: give one of them"),
     ],
 )
 def test_a_section_in_code_is_checked_whether_it_is_used_or_not(sections, error, says: str) -> None:

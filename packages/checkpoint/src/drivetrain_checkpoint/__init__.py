@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from drivetrain_checkpoint.export.writer import write_tensor_file as write_tensor_file
     from drivetrain_checkpoint.format.manifest import Manifest as Manifest
     from drivetrain_checkpoint.format.manifest import read_manifest as read_manifest
+    from drivetrain_checkpoint.format.shards import BoxedShard as BoxedShard
     from drivetrain_checkpoint.format.shards import FlatShard as FlatShard
+    from drivetrain_checkpoint.format.shards import LoadedBoxes as LoadedBoxes
     from drivetrain_checkpoint.format.shards import LoadedFlatShard as LoadedFlatShard
     from drivetrain_checkpoint.format.shards import Proportional as Proportional
     from drivetrain_checkpoint.format.shards import Replicated as Replicated
@@ -62,7 +64,7 @@ _NAMES = {
     "export.reader": "ExportedTensors open_export",
     "export.writer": "save_model write_export write_tensor_file",
     "format.manifest": "Manifest read_manifest",
-    "format.shards": "FlatShard LoadedFlatShard Proportional Replicated",
+    "format.shards": "BoxedShard FlatShard LoadedBoxes LoadedFlatShard Proportional Replicated",
     "format.state_tree": "StateTree",
     "interop.accelerate.folder": "find_accelerate_state",
     "interop.accelerate.state": "AccelerateState read_accelerate_state",

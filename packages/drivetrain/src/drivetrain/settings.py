@@ -120,6 +120,6 @@ class RunSettings:
             )
 
 
-def automatic_backend(world_size: int) -> str:
-    """Return the name of the backend that `backend="auto"` selects."""
-    return "single" if world_size == 1 else "ddp"
+def automatic_backend(num_ranks: int) -> str:
+    """Return the name of the backend that `backend="auto"` selects for the ranks whose gradients add up."""
+    return "single" if num_ranks == 1 else "ddp"

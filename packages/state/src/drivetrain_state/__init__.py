@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drivetrain_state.collectives.seed import rng_state as rng_state
     from drivetrain_state.collectives.seed import set_seed as set_seed
     from drivetrain_state.collectives.seed import synchronize_rng_states as synchronize_rng_states
+    from drivetrain_state.connection import build_mesh as build_mesh
     from drivetrain_state.connection import connect as connect
     from drivetrain_state.connection import group_backend as group_backend
     from drivetrain_state.context import Context as Context
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from drivetrain_state.hang.watchdog import start_watchdog as start_watchdog
     from drivetrain_state.mesh import MeshPlan as MeshPlan
     from drivetrain_state.mesh import ParallelDims as ParallelDims
-    from drivetrain_state.mesh import build_mesh as build_mesh
     from drivetrain_state.rank0_store import control_store as control_store
     from drivetrain_state.settings import DeviceChoice as DeviceChoice
     from drivetrain_state.settings import StateSettings as StateSettings
@@ -70,7 +70,7 @@ _NAMES = {
     "collectives.scatter": "scatter",
     "collectives.seed": "derive_seed deterministic_algorithms load_rng_state reseed rng_state set_seed "
     "synchronize_rng_states",
-    "connection": "connect group_backend",
+    "connection": "build_mesh connect group_backend",
     "context": "Context",
     "rank0_store": "control_store",
     "detect": "best_device_kind capabilities describe_environment detect_devices device_count DeviceCapability "
@@ -79,7 +79,7 @@ _NAMES = {
     "group_renewal": "GroupRenewal",
     "hang.progress_record": "ProgressMark ProgressRecord",
     "hang.watchdog": "start_watchdog Watchdog",
-    "mesh": "build_mesh MeshPlan ParallelDims",
+    "mesh": "MeshPlan ParallelDims",
     "settings": "DeviceChoice StateSettings",
     "topology": "Topology topology_from_hosts",
 }

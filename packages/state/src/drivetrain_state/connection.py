@@ -16,6 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain_config import environ, resolve
 from drivetrain_config.environ import RankEnvironment
@@ -24,7 +25,7 @@ from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
 from drivetrain_state.hang.progress_record import ProgressRecord
-from drivetrain_state.mesh import ParallelDims, build_mesh
+from drivetrain_state.mesh import MeshPlan, ParallelDims
 from drivetrain_state.own_addresses import is_loopback
 from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.store_setup import meet
@@ -103,12 +104,18 @@ def connect(
             device=place,
             mesh=build_mesh(plan, place.type) if plan is not None else None,
             plan=plan,
+            parallelism=parallelism,
             settings=settings,
             progress=progress,
             owns_group=owns_group,
             _has_group=dist.is_initialized(),
             _on_close=undo.pop_all(),
         )
+
+
+def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
+    """Create the device mesh of `plan` over the default process group. Must be called on all ranks."""
+    return init_device_mesh(device_type, plan.sizes, mesh_dim_names=plan.names)
 
 
 def _read_own_ranks() -> RankEnvironment | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from drivetrain_state.compat import group_by_name
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
-from drivetrain_state.mesh import MeshPlan, View
+from drivetrain_state.mesh import MeshPlan, ParallelDims, View
 from drivetrain_state.rank_group import RankGroup, end_group
 from drivetrain_state.settings import StateSettings
 from drivetrain_state.topology import Topology
@@ -30,6 +30,7 @@ class Context:
         device: The device that this process computes on.
         mesh: The mesh of the parallel dimensions, if any were requested.
         plan: The plan of that mesh; without a mesh, all ranks are data parallel.
+        parallelism: The parallel dimensions as requested.
         progress: The last progress, which the watchdog reads.
         owns_group: Whether `close` destroys the process group; False if the group existed before.
         control: The store of `control_store`; None until the first use.
@@ -39,6 +40,7 @@ class Context:
     device: torch.device
     mesh: DeviceMesh | None = None
     plan: MeshPlan | None = None
+    parallelism: ParallelDims | None = None
     settings: StateSettings = field(default_factory=StateSettings)
     progress: ProgressRecord = field(default_factory=ProgressRecord)
     owns_group: bool = False

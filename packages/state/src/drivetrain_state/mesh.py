@@ -1,13 +1,14 @@
-"""The sizes of the parallel dimensions, the device mesh that they span, and its views: which ranks share what."""
+"""The sizes of the parallel dimensions, and the views of the mesh that they span: which ranks share what.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+`ParallelDims` is the section `parallel` of the settings. Without torch, so that the launcher can read it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from types import MappingProxyType
-from typing import Literal
-
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import Any, Literal
 
 # Outermost first: neighbours along the last axis are neighbouring ranks, which have the fastest links.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
@@ -88,15 +89,9 @@ class MeshPlan:
                 known.update(found[-1])
         return found
 
-    def data_shard(self, rank: int) -> tuple[int, int]:
-        """Return the part of the data that `rank` reads, as (index, count).
 
-        Ranks that differ along the data or shard axis read different samples; ranks that differ only along the
-        pipeline, context and tensor axes read the same samples.
-        """
-        where = self.coordinate(rank)
-        shards = self.size("shard")
-        return where.get("data", 0) * shards + where.get("shard", 0), self.size("data") * shards
+def _setting(text: str, *, default: Any = None, needs: str | None = None) -> Any:
+    return field(default=default, metadata={"help": text} | ({"needs": needs} if needs else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,26 +101,28 @@ class ParallelDims:
     One size may be -1, which is inferred from the others. `None` means unset: the axis has size 1 and is left out of
     the mesh, except that an unset `data` is inferred if no size is -1.
 
-    Attributes:
-        data: The number of model replicas, which read different samples.
-        shard: The number of processes that shard one replica's parameters and read different samples (FSDP).
-        context: The number of processes that split each sequence.
-        tensor: The number of processes that split each matrix.
-        pipeline: The number of stages that the layers are split into.
-        expert: The number of processes that hold different experts; it divides shard x context x tensor, and is no
-            factor of the world size.
-
     Example:
-        >>> ParallelDims(data=2, tensor=2).plan(4).data_shard(3)
-        (1, 2)
+        >>> ParallelDims(data=2, tensor=2).plan(4).members(3, "data")
+        (1, 3)
     """
 
-    data: int | None = None
-    shard: int | None = None
-    context: int | None = None
-    tensor: int | None = None
-    pipeline: int | None = None
-    expert: int | None = None
+    data: int | None = _setting(
+        "Number of model replicas, which read different samples; unset: the processes that are left."
+    )
+    shard: int | None = _setting(
+        "Number of processes that divide one replica's parameters and read different samples (FSDP)."
+    )
+    context: int | None = _setting("Number of processes that divide each sequence.")
+    tensor: int | None = _setting("Number of processes that divide each layer.")
+    pipeline: int | None = _setting("Number of stages that the layers are divided into.")
+    expert: int | None = _setting(
+        "Number of processes that hold different experts; divides shard x context x tensor."
+    )
+    tensor_styles: Mapping[str, str] | None = _setting(
+        "How the tensor dimension divides layers, by patterns of their names: column, row, vocabulary, "
+        "gathered_column, summed or whole; unset: by the model's own plan, or as found by a trial.",
+        needs="tensor",
+    )
 
     def __post_init__(self) -> None:
         for name in AXES:
@@ -137,6 +134,11 @@ class ParallelDims:
         rest = [name for name in AXES if getattr(self, name) == -1]
         if len(rest) > 1:
             raise ValueError(f"{' and '.join(f'{name}=-1' for name in rest)}: only one size may be -1")
+
+    @property
+    def is_said(self) -> bool:
+        """True if a size is set: without one, all processes are data parallel, and there is no mesh."""
+        return any(getattr(self, name) is not None for name in (*AXES, "expert"))
 
     def plan(self, world_size: int) -> MeshPlan:
         """Plan the mesh of `world_size` processes; ValueError if the sizes do not multiply to it."""
@@ -169,8 +171,3 @@ class ParallelDims:
                 f"experts are divided among these {num_ranks} processes; expert may be {allowed}"
             )
         return MeshPlan(names=names, sizes=tuple(fixed[name] for name in names), expert=expert)
-
-
-def build_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """Create the device mesh of `plan` over the default process group. Must be called on all ranks."""
-    return init_device_mesh(device_type, plan.sizes, mesh_dim_names=plan.names)

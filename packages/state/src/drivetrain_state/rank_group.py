@@ -17,6 +17,7 @@ class RankGroup:
         ranks: The numbers of the ranks in the world, in rising order.
         index: The position of this process in `ranks`.
         size: The number of ranks.
+        parts: The ranks of each part into which the view divides the world.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class RankGroup:
         self.ranks = tuple(next(part for part in parts if rank in part))
         self.index = self.ranks.index(rank)
         self.size = len(self.ranks)
-        self._parts, self._find_group = parts, find_group
+        self.parts, self._find_group = parts, find_group
         self._timeout = timedelta(seconds=timeout_seconds)
 
     @property
@@ -48,7 +49,7 @@ class RankGroup:
         Called on all ranks of the world, which create the groups of all parts in the same order: torch names a group
         after the number of groups before it, and NCCL divides the default group's connections.
         """
-        made = [dist.new_group(list(part), timeout=self._timeout, backend=backend) for part in self._parts]
+        made = [dist.new_group(list(part), timeout=self._timeout, backend=backend) for part in self.parts]
         return next(group for group in made if isinstance(group, ProcessGroup))  # not NON_GROUP_MEMBER
 
 

@@ -220,7 +220,4 @@ def _refuse_unsupported(torch_tp_plugin: Any, megatron_lm_plugin: Any) -> None:
     if torch_tp_plugin is not None:
         check_refused(torch_tp_plugin)
     if megatron_lm_plugin is not None:
-        raise NotImplementedError(
-            "megatron_lm_plugin=: drivetrain has no Megatron backend yet; train by FSDP "
-            "(FullyShardedDataParallelPlugin(fsdp_version=2)), which shards models of the same sizes"
-        )
+        raise NotImplementedError("megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP")

@@ -24,7 +24,11 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
     ddp_sections,
     scaler_sections,
 )
-from drivetrain_accelerate.plugins.parallelism_handlers import check_engine_dimensions, parallelism_sections
+from drivetrain_accelerate.plugins.parallelism_handlers import (
+    check_engine_dimensions,
+    parallel_sizes,
+    parallelism_sections,
+)
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     check_project,
@@ -150,6 +154,8 @@ def plan_composition(
         settings.add("deepspeed", deepspeed_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
         settings.add("precision", deepspeed_precision_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
         check_engine_dimensions(options.parallelism_config)
+    if options.parallelism_config is not None:
+        settings.add("parallel", parallel_sizes(options.parallelism_config), PROGRAM)
     recipe: Any = options.handlers.fp8
     check_fp8_precision(recipe, options.mixed_precision)  # a program may have set it since
     is_sharded = options.fsdp_plugin is not None

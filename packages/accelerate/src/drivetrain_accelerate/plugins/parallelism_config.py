@@ -16,7 +16,7 @@ from drivetrain_accelerate.plugins.parallelism_handlers import (
 )
 
 _ENV = "PARALLELISM_CONFIG_"
-_UNSPLIT = "no backend of drivetrain's splits {} over ranks yet; use dp_shard_size instead"
+_UNSPLIT = "no backend of drivetrain's splits sequences over ranks yet; use dp_shard_size instead"
 # In the order of the mesh: the last are neighbours, with the fastest links.
 _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
@@ -35,10 +35,10 @@ class ParallelismConfig:
 
     dp_replicate_size: int = becomes("fsdp.strategy", default=None)
     dp_shard_size: int = becomes("fsdp.strategy, fsdp.shard_size", default=None)
-    tp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("matrices"), default=None)
-    cp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("sequences"), default=None)
+    tp_size: int = becomes("parallel.tensor", default=None)
+    cp_size: int = refused("parallel.context", _UNSPLIT, default=None)
     cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType] filled below
-    sp_size: int = refused("parallelism=ParallelDims(...)", _UNSPLIT.format("sequences"), default=None)
+    sp_size: int = refused("parallel.context", _UNSPLIT, default=None)
     sp_backend: Literal["deepspeed"] = None  # pyright: ignore[reportAssignmentType]
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
@@ -56,21 +56,15 @@ class ParallelismConfig:
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
                 raise ValueError(f"{name}_size={size!r}: must be an integer of at least 1")
-        for name, handler in (
-            ("tp", TorchTensorParallelConfig),
-            ("cp", TorchContextParallelConfig),
-            ("sp", DeepSpeedSequenceParallelConfig),
-        ):
+        kinds = (TorchTensorParallelConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig)
+        for name, handler in zip(("tp", "cp", "sp"), kinds, strict=True):
             if self._sizes[name] > 1 and getattr(self, f"{name}_handler") is None:
                 setattr(self, f"{name}_handler", handler())
         if self.cp_size > 1 and self.sp_size > 1:
-            raise ValueError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive: set one of them to 1"
-            )
+            raise ValueError(f"cp_size={self.cp_size} and sp_size={self.sp_size} are mutually exclusive")
         if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
             raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size}, cp_size={self.cp_size}: "
-                "tensor and context parallelism take sharded replicas; set dp_shard_size above 1"
+                f"dp_replicate_size={self.dp_replicate_size} beside tp_size: set dp_shard_size above 1"
             )
 
     def __repr__(self) -> str:

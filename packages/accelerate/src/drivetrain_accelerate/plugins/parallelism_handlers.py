@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
-from drivetrain_accelerate.plugins.option_fields import options, refusal, refused
+from drivetrain_accelerate.plugins.option_fields import check_refused, options, refusal, refused
 from drivetrain_config import environ
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
@@ -17,11 +17,7 @@ _ENV = "PARALLELISM_CONFIG_"
 class TorchTensorParallelPlugin:
     """The older options of tensor parallelism; `ParallelismConfig` replaces them."""
 
-    tp_size: int = refused(
-        "parallelism=ParallelDims(...)",
-        "no backend of drivetrain's splits matrices over ranks yet; use FSDP for models that do not fit",
-        default=1,
-    )
+    tp_size: int = refused("parallel.tensor", "say ParallelismConfig(tp_size=...)", default=1)
     torch_device_mesh: "DeviceMesh | None" = None
 
 
@@ -29,7 +25,9 @@ class TorchTensorParallelPlugin:
 class TorchTensorParallelConfig:
     """Options of tensor parallelism."""
 
-    enable_async_tp: bool = False
+    enable_async_tp: bool = refused(
+        "parallel.tensor", "it overlaps nothing there; leave it out", default=False
+    )
 
 
 @options
@@ -77,7 +75,7 @@ class DeepSpeedSequenceParallelConfig:
 
 def parallelism_sections(configuration: Any) -> dict[str, object]:
     """Return the `fsdp` section's fields for a `ParallelismConfig`: the strategy and the ranks of one replica."""
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("cp_size", "sp_size"):
         if (size := getattr(configuration, name)) > 1:
             raise refusal(configuration, name, size)
     if configuration.dp_shard_size == 1:
@@ -87,22 +85,27 @@ def parallelism_sections(configuration: Any) -> dict[str, object]:
     return {"strategy": "hybrid_shard", "shard_size": configuration.dp_shard_size}
 
 
+def parallel_sizes(configuration: Any) -> dict[str, object]:
+    """Return the `parallel` section's fields for a `ParallelismConfig` that divides layers; none for others."""
+    if configuration.tp_handler is not None:
+        check_refused(configuration.tp_handler)
+    names = {"data": "dp_replicate_size", "shard": "dp_shard_size", "tensor": "tp_size"}
+    return {ours: getattr(configuration, name) for ours, name in names.items() if configuration.tp_size > 1}
+
+
 def check_dimensions(configuration: Any, *, num_processes: int) -> None:
     """Refuse sizes that are not supported; if any is above 1, their product must be the number of processes."""
     parallelism_sections(configuration)
     if configuration.total_size not in (1, num_processes):
-        sizes = ", ".join(
-            f"{name}={size}" for name, size in vars(configuration).items() if name.endswith("_size")
-        )
         raise ValueError(
-            f"ParallelismConfig({sizes}): the product of the sizes is {configuration.total_size}, and there are "
+            f"ParallelismConfig(...): the product of the sizes is {configuration.total_size}, and there are "
             f"{num_processes} processes: make them equal"
         )
 
 
 def check_engine_dimensions(configuration: Any) -> None:
     """Refuse sizes of replicas and shards under DeepSpeed, since it partitions over all ranks."""
-    for name in ("dp_replicate_size", "dp_shard_size"):
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size"):
         if configuration is not None and (size := getattr(configuration, name)) > 1:
             instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
             raise refusal(configuration, name, size, instead, ours="deepspeed.stage")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain_backends.composed.divided_layers import across_axes, refuse_divided
 from drivetrain_backends.composed.prepared import ComposedPrepared
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.errors import AccumulationError, PairingError
@@ -54,7 +55,7 @@ class ComposedBackend:
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
-        self.strategy = self.compose()
+        self.strategy = across_axes(self.compose(), context)
         self._tracker = GradientTracker(context, window, self.strategy.gradients, policy.settings)
         self._is_closed = False  # whether models were forgotten
         self._prepared: list[ComposedPrepared] = []
@@ -88,6 +89,9 @@ class ComposedBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
+        if self.context.ranks("tensor").size == 1:
+            for model in models:
+                refuse_divided(model)
         check_schedulers(schedulers, known)
         pairs = self.pair(models, optimizers)
         check_updates(optimizers, self.policy.dtypes)

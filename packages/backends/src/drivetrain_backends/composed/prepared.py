@@ -168,8 +168,9 @@ class ComposedPrepared:
                 f"clip over {len(chosen)} parameters, of which no prepared model trains one: pass model.parameters() "
                 "of what prepare() returned, each time anew"
             )
-        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        total = None if norm is None else self._layout.norm(gradients, float(norm_type))
+        measured = [parameter for parameter in chosen if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in measured if parameter.grad is not None]
+        total = None if norm is None else self._layout.norm(measured, float(norm_type))
         if self._are_finite(groups, chosen, total):
             held = [stored_values(local(gradient)) for gradient in gradients]
             if norm is not None and total is not None:

@@ -22,7 +22,7 @@ class SingleBackend(ComposedBackend):
 
     def compose(self) -> Strategy:
         """Return the strategy: nothing is wrapped, averaged or divided."""
-        if (count := self.context.topology.world_size) > 1:
+        if (count := self.context.ranks("counts").size) > 1:
             raise ValueError(
                 f"backend='single' with {count} processes: each would train a separate model, and no gradient is "
                 "averaged; say ddp, fsdp or deepspeed, or --num-processes 1"

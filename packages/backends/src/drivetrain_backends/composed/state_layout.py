@@ -7,7 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.modules.compile import check_plain_state, load_plain_state, plain_state
+from drivetrain_backends.modules.compile import (
+    check_plain_state,
+    load_plain_state,
+    plain_state,
+    strip_wrapper_prefix,
+)
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.state_dict.optimizer_state import named_state
 from drivetrain_state import Context
@@ -45,9 +50,13 @@ class StateLayout:
         """Return the parameters to clip, as optimizers hold them: the given ones; for None, the model's."""
         return list(weights_of(model) if parameters is None else parameters)
 
-    def norm(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all gradients as one vector, of shape ()."""
-        return nn.utils.get_total_norm(gradients, norm_type)
+    def parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters of a model by plain name, as optimizers hold them; a tied one by its first name."""
+        return {strip_wrapper_prefix(name): p for name, p in nn.Module.named_parameters(model)}
+
+    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the gradients of parameters, all of which have one, as one vector; of shape ()."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's state dict by plain names; a part of a tensor has `full_tensor()`."""

@@ -196,12 +196,9 @@ class Replicate(ModelTransform):
     def _wrap(self, model: nn.Module) -> Replica:
         """Return a new DDP wrapper of a model, configured by the settings."""
         context, settings = self._context, self._settings
-        # DDP leaves packed weights out, and broadcasts from the first of its own ranks, which are not all.
-        is_part = context.ranks("counts").size < context.topology.world_size
-        for weight in (*model.parameters(), *model.buffers()):
-            if is_part or is_wrapper(weight):
-                broadcast_parts(parts_of(weight) if is_wrapper(weight) else [weight], context)
-        packed = [name for name, weight in model.named_parameters() if is_wrapper(weight)]
+        packed = {name: weight for name, weight in model.named_parameters() if is_wrapper(weight)}
+        for weight in packed.values():  # which DDP leaves out
+            broadcast_parts(parts_of(weight), context)
         buffers: dict[str, Any] = {compat.BUFFERS_ARGUMENT: settings.broadcast_buffers}
         with compat.leaving_out(model, packed):
             replica = Replica(

@@ -178,7 +178,7 @@ class ShardBlocks(ModelTransform):
         for optimizer in optimizers if self._run.settings.check_optimizers else ():
             check_steps_shards(optimizer, self._run.sharding.mesh)
         for model in models:
-            check_sources(unwrap_compiled(model))
+            check_sources(unwrap_compiled(model), self._run.context)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Shard a new model, or take up the shards of one that was sharded before. Called on all ranks."""

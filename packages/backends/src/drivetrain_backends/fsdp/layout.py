@@ -115,8 +115,14 @@ class ShardedLayout(StateLayout):
             found.append(shard)
         return found
 
-    def norm(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    def parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the shards by name."""
+        retained = self._models.get(model)
+        return {} if retained is None else retained.sharded.parameters
+
+    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm over all ranks' shards."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
         return global_norm(gradients, norm_type, self.context.device)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:

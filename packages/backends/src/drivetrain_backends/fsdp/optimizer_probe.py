@@ -8,21 +8,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from drivetrain_backends.fsdp.layout import turn_off_mixed_foreach
 from drivetrain_backends.fsdp.plan import is_plain
-from drivetrain_backends.optim.trials import ParameterLayout, StandIn, check_alike
+from drivetrain_backends.optim.trials import KNOWN_ELEMENTWISE, ParameterLayout, StandIn, check_alike
 from drivetrain_backends.state_dict.dtensor import local, own_part
 
-# Elementwise, as a test checks; exactly these classes, because a subclass may do more.
-_KNOWN = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
-    *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
-)
 _SHAPES = ((), (3,), (3, 2), (3, 2, 2))  # after the first dim, which is sharded
 # Rows of a shard, and columns: 8-bit states begin at 4096 elements. A shard holds whole blocks, so that what is
 # quantised by blocks of up to this many elements has the same blocks on shards as in the full parameter.
@@ -31,7 +26,7 @@ _LARGE = 64
 
 def check_steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
     """Refuse an optimizer whose step on shards differs from its step on full parameters. Called on all ranks."""
-    if type(optimizer) not in _KNOWN:
+    if type(optimizer) not in KNOWN_ELEMENTWISE:
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())

@@ -106,7 +106,7 @@ def shard_model(
     Values come from rank 0; modules initialise tensors that are on meta on all ranks. The parameters of modules that
     stay in fp32 are not divided: every rank holds these parameters in full.
     """
-    sources = _agree(model)
+    sources = _agree(model, context)
     names = {module: name for name, module in model.named_modules()}
     groups = _groups(model, plan)
     storage = TensorStorage(model, sharding.dtypes, islands)
@@ -170,13 +170,16 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: 
             )
 
 
-def check_sources(model: nn.Module) -> None:
+def check_sources(model: nn.Module, context: Context) -> None:
     """Refuse a model whose values have no origin, before anything is changed. Called on all ranks."""
-    check_ways(model, _agree(model).initialised)
+    check_ways(model, _agree(model, context).initialised)
 
 
-def _agree(model: nn.Module) -> _Sources:
-    """Return the origin of the tensors' values, which ranks agree on by one all-gather. Called on all ranks."""
+def _agree(model: nn.Module, context: Context) -> _Sources:
+    """Return the origin of the tensors' values, which ranks agree on by one all-gather. Called on all ranks.
+
+    Ranks that hold the same part of the model have the same shapes.
+    """
     tensors: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -186,12 +189,15 @@ def _agree(model: nn.Module) -> _Sources:
     own = (crc32(repr(shapes).encode()), meta, int(torch.randint(2**31, ()).item()) if meta else 0)
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
-    (first_shapes, first_meta, seed), *others = cast("list[tuple[int, frozenset[str], int]]", by_rank)
+    (_, first_meta, seed), *others = known = cast("list[tuple[int, frozenset[str], int]]", by_rank)
     kind = type(model).__name__
-    if odd := [rank for rank, (theirs, _, _) in enumerate(others, start=1) if theirs != first_shapes]:
-        raise ValueError(
-            f"{kind} on rank {odd[0]} has other parameters than on rank 0: names, shapes and dtypes must be the same"
-        )
+    for rank, (shapes_there, _, _) in enumerate(known):
+        first = 0 if context.plan is None else context.plan.members(rank, "counts")[0]
+        if shapes_there != known[first][0]:
+            raise ValueError(
+                f"{kind} on rank {rank} has other parameters than on rank {first}: names, shapes and dtypes must be "
+                "the same"
+            )
     for rank, (_, theirs, _) in enumerate(others, start=1):
         if lacking := sorted(first_meta - theirs):
             raise ValueError(

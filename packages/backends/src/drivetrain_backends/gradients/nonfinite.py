@@ -19,11 +19,11 @@ from drivetrain_state import Context, gather, reduce
 def holds_nonfinite(context: Context, gradients: Sequence[Tensor]) -> bool:
     """Return whether a gradient is not finite. Called on all ranks; synchronises with the device.
 
-    Full gradients that are averaged over ranks are the same everywhere, so each rank decides alone. For a sharded
-    gradient (a DTensor), ranks agree by an all-reduce of one number.
+    Full gradients that are averaged over ranks are the same everywhere, so each rank decides alone. Where ranks hold
+    parts of a model (DTensors, or layers that a mesh divides), they agree by an all-reduce of one number.
     """
     found = not _all_finite([_local(gradient) for gradient in gradients])
-    if any(hasattr(gradient, "to_local") for gradient in gradients):
+    if context.ranks("replica").size > 1 or any(hasattr(gradient, "to_local") for gradient in gradients):
         return bool(reduce(context, torch.tensor(float(found), device=context.device), op="max").item())
     return found
 

@@ -5,7 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from drivetrain_backends.gradients.multi_tensor import multiply_by_device, stored_values
 from drivetrain_precision import LossScaler
@@ -53,6 +55,8 @@ class GradientReducer:
     Attributes:
         not_alone: The reason why no rank can step alone, for the error; None if it can.
         not_joined: The reason why no rank may run out of batches early; None if it may.
+        partners: The ranks that compute one sample together with this one, and step or skip as it does; None for this
+            rank alone.
     """
 
     not_alone: ClassVar[str | None] = None
@@ -60,6 +64,7 @@ class GradientReducer:
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self.scaler = scaler  # the loss scale, for fp16
+        self.partners: ProcessGroup | None = None
         self.is_joined = False  # whether ranks may run out of batches at different steps
 
     def backward(self, loss: Tensor, models: Sequence[nn.Module], *, options: BackwardOptions = ONCE) -> None:
@@ -84,9 +89,12 @@ class GradientReducer:
             return False
         gradients = [stored_values(p.grad) for p in trainable_parameters(models) if p.grad is not None]
         if self.scaler is not None:
-            found = bool(self.scaler.unscale(gradients, factor=1.0 if factor is None else factor).item())
-            self.scaler.observe(overflowed=found)
-            return found
+            found = self.scaler.unscale(gradients, factor=1.0 if factor is None else factor)
+            if self.partners is not None:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.partners)
+            overflowed = bool(found.item())
+            self.scaler.observe(overflowed=overflowed)
+            return overflowed
         if factor is not None:
             multiply_by_device(gradients, factor)
         return False

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from drivetrain_backends.compat import OPTIMIZER_HOOKS, is_compiler_imported
@@ -34,6 +34,12 @@ _LIMITS = {
     torch.float16: (2e-2, 2e-3, 4),
     torch.bfloat16: (2e-2, 1.6e-2, 4),
 }
+
+# Elementwise, as a test checks; exactly these classes, because a subclass may do more.
+KNOWN_ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
+    *(optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
 
 StandIn = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a small tensor
 # Of a group: the values of its small tensors, then their gradients for each step.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_state import Context
+from drivetrain_state.mesh import View
 from drivetrain_weights import box_of_dtensor
 from drivetrain_weights.tensor_box import is_dtensor
 
@@ -85,7 +86,7 @@ def write(target: Tensor, value: Tensor, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> None:
+def write_from_first(target: Any, value: Tensor | None, context: Context) -> None:
     """Copy rank 0's value into a tensor; each rank copies its shard. Called on all ranks; only rank 0 passes a value.
 
     Ranks other than 0 hold only this tensor in full.
@@ -93,22 +94,33 @@ def write_from_first(target: Tensor, value: Tensor | None, context: Context) -> 
     whole = torch.empty(target.shape, dtype=target.dtype, device=context.device)
     if value is not None:
         whole.copy_(value)
-    broadcast_from_first(whole, context)
+    broadcast_from_first(whole, context, over="world")
+    if hasattr(target, "held_boxes"):
+        for box, elements in target.held_boxes():
+            elements.copy_(whole[box.slices()])
+        return
     local(target).copy_(own_part(whole, target))
 
 
-def broadcast_from_first(tensor: Tensor, context: Context) -> None:
-    """Broadcast rank 0's values of a contiguous tensor to all ranks, in place. Called on all ranks."""
-    if context.group is not None:
+def broadcast_from_first(tensor: Tensor, context: Context, *, over: View = "counts") -> None:
+    """Broadcast the values of the first rank of a view, in place: by default of those that hold the same part.
+
+    The tensor is contiguous. Called on all ranks.
+    """
+    ranks = context.ranks(over)
+    if (group := ranks.process_group) is not None:
         # As bytes: gloo supports neither booleans nor fp8.
-        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=ranks.ranks[0], group=group)
 
 
 @torch.no_grad()
-def broadcast_parts(parts: Iterable[Tensor], context: Context) -> None:
-    """Broadcast rank 0's values of the tensors inside a packed weight, in place. Called on all ranks."""
+def broadcast_parts(parts: Iterable[Tensor], context: Context, *, over: View = "counts") -> None:
+    """Broadcast the values of a view's first rank of tensors, such as those inside a packed weight, in place.
+
+    Called on all ranks; see `broadcast_from_first`.
+    """
     for part in parts:
         values = part.contiguous()
-        broadcast_from_first(values, context)
+        broadcast_from_first(values, context, over=over)
         if values is not part:
             part.copy_(values)

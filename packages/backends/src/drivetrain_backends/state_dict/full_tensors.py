@@ -117,7 +117,9 @@ def load_full_state_dict(prepared: Prepared, tensors: Mapping[str, Tensor] | Non
     """
     _check_prepared("load_full_state_dict", prepared)
     state = prepared.state_dict()["model"]
-    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    own = {
+        n: value for n, value in state.items() if isinstance(value, Tensor) or hasattr(value, "held_boxes")
+    }
     if any(hasattr(value, "full_tensor") and name not in own for name, value in state.items()):
         raise TypeError(
             f"{type(prepared).__name__} hands out no tensors of its own to write into; load it with load_state_dict()"
@@ -146,17 +148,17 @@ def _check_prepared(function: str, given: object) -> None:
         )
 
 
-def _check_live(prepared: Prepared, own: Mapping[str, Tensor]) -> None:
+def _check_live(prepared: Prepared, own: Mapping[str, Any]) -> None:
     """Refuse a backend whose state consists of copies: a write into copies would change nothing."""
     live = prepared.unwrap().state_dict()
     for name, value in own.items():
-        if local(value).data_ptr() != local(live[name]).data_ptr():
+        if isinstance(value, Tensor) and local(value).data_ptr() != local(live[name]).data_ptr():
             raise TypeError(
                 f"{type(prepared).__name__} hands out copies of its state ({name}); load it with load_state_dict()"
             )
 
 
-def _difference(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> str:
+def _difference(own: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> str:
     """Return a message on how rank 0's names differ from the model's names; empty if they are equal."""
     if tensors is None:
         return "load_full_state_dict(tensors=None) on rank 0: rank 0 reads the tensors; give it the mapping"

@@ -47,6 +47,43 @@ class FlatShard(Protocol):
         ...
 
 
+class BoxedShard(Protocol):
+    """A tensor of which each rank holds some boxes, such as its heads of a fused projection.
+
+    Any object with these two attributes and `held_boxes` qualifies. Ranks that hold one box hold the same bits.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the elements.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    def held_boxes(self) -> Sequence[tuple[Box, Tensor]]:
+        """Return this rank's boxes, each with its elements in the shape of the box."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedBoxes:
+    """The boxes of a loaded tensor that belong to this rank's `BoxedShard`.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the elements.
+        boxes: The boxes, each with its elements on the CPU.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: tuple[tuple[Box, Tensor], ...]
+
+    def held_boxes(self) -> Sequence[tuple[Box, Tensor]]:
+        """Return the boxes, each with its elements."""
+        return self.boxes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedFlatShard:
     """The range of elements of a loaded tensor that belongs to this rank's `FlatShard`.
@@ -93,7 +130,7 @@ class Proportional:
         return self.start * size // self.of, -(-self.stop * size // self.of)
 
 
-# A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replicated` or a `FlatShard`.
+# A tensor in a state, in any of its forms: a tensor, a DTensor, a `Replicated`, a `FlatShard` or a `BoxedShard`.
 Leaf: TypeAlias = Any
 
 
@@ -110,6 +147,11 @@ def is_flat_shard(leaf: Leaf) -> bool:
     return hasattr(leaf, "flat_range")
 
 
+def is_boxed_shard(leaf: Leaf) -> bool:
+    """Return whether a leaf is a `BoxedShard`."""
+    return hasattr(leaf, "held_boxes")
+
+
 def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     """Return the shards of a tensor that this rank holds, without a copy.
 
@@ -120,6 +162,10 @@ def shards_of(leaf: Leaf, *, is_main: bool) -> tuple[TensorShard, ...]:
     if is_flat_shard(leaf):
         start, elements = cast("FlatShard", leaf).flat_range()
         return tuple(_of_range(leaf.shape, start, elements))
+    if is_boxed_shard(leaf):
+        return tuple(
+            TensorShard(box, data) for box, data in cast("BoxedShard", leaf).held_boxes() if data.numel()
+        )
     if is_dtensor(leaf):
         try:
             box = box_of_dtensor(leaf)
@@ -145,7 +191,9 @@ def piece_of(shards: Sequence[TensorShard], box: Box) -> Tensor:
 class ReadTarget:
     """The memory to read a tensor into."""
 
-    value: Leaf  # loaded once the shards are filled: a tensor, a DTensor, or a `LoadedFlatShard`
+    value: (
+        Leaf  # loaded once the shards are filled: a tensor, a DTensor, a `LoadedFlatShard` or `LoadedBoxes`
+    )
     shards: tuple[TensorShard, ...]  # views of the value's memory, each contiguous and on the CPU
 
 
@@ -165,6 +213,11 @@ def make_target(box: Box, dtype: torch.dtype, like: Leaf | None) -> ReadTarget:
             start, elements = cast("FlatShard", like).flat_range()
             part = LoadedFlatShard(torch.Size(shape), start, torch.empty(elements.numel(), dtype=dtype))
             return ReadTarget(part, tuple(_of_range(shape, start, part.elements)))
+        if is_boxed_shard(like):
+            own = (held for held, _ in cast("BoxedShard", like).held_boxes())
+            boxes = tuple((each, torch.empty(each.sizes, dtype=dtype)) for each in own)
+            shards = tuple(TensorShard(each, data) for each, data in boxes if data.numel())
+            return ReadTarget(LoadedBoxes(torch.Size(shape), dtype, boxes), shards)
         if is_dtensor(like):
             value = torch.empty_like(like.detach(), dtype=dtype, device="cpu")
             return ReadTarget(value, shards_of(value, is_main=False))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_checkpoint.errors import CorruptCheckpointError, PickleNotAllowedError, StateError
-from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_flat_shard
+from drivetrain_checkpoint.format.shards import Leaf, Replicated, is_boxed_shard, is_flat_shard
 from drivetrain_weights.safetensors_layout import DTYPE_NAMES
 from drivetrain_weights.tensor_box import is_dtensor
 from drivetrain_weights.tied_parameters import memory_key
@@ -154,7 +154,7 @@ class _Encoder:
         if type(value) in _KINDS:
             tag, encode_value, _ = _KINDS[type(value)]
             return {tag: encode_value(self, value, path)}
-        if isinstance(value, (Tensor, Replicated)) or is_flat_shard(value):
+        if isinstance(value, (Tensor, Replicated)) or is_flat_shard(value) or is_boxed_shard(value):
             return {"$tensor": self.name_of(value, path)}
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(value) is numpy.ndarray:
@@ -251,7 +251,7 @@ def _memory_of(leaf: Leaf) -> object:
     """Return a key that is equal for tensors of the same memory; the id of an object without memory on this rank."""
     if isinstance(leaf, Replicated):
         return _memory_of(leaf.tensor)
-    if is_flat_shard(leaf):
+    if is_flat_shard(leaf) or is_boxed_shard(leaf):
         return id(leaf)
     tensor: Tensor = leaf.to_local() if is_dtensor(leaf) else leaf
     return (leaf.shape, memory_key(tensor)) if tensor.numel() else id(leaf)

@@ -13,8 +13,13 @@ class Replicas(Protocol):
 
     1. `tensors`, on all ranks by the main thread, as the save begins; the tensors must not change until `sums` ends.
     2. `sums`, on all ranks by the thread that copies tensors for the save.
-    3. `explain`, on rank 0, if the sums of a rank differ; then `refuse` on all ranks.
+    3. `explain`, on rank 0, if the sums of the ranks of a group differ; then `refuse` on all ranks.
     """
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The ranks that hold the same tensors, in one or several groups, which hold different ones."""
+        ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:

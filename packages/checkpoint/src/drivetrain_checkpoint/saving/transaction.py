@@ -193,7 +193,9 @@ def run_save(
     def commit() -> bool:
         if not save.is_main:
             return True
-        if is_alike := len({digest for _, digest in by_rank}) == 1:
+        groups = [range(len(by_rank))] if save.replicas is None else save.replicas.groups
+        is_alike = all(len({by_rank[rank][1] for rank in ranks}) == 1 for ranks in groups)
+        if is_alike:
             save.commit([record for records, _ in by_rank for record in records])
         return is_alike
 

@@ -112,8 +112,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         }
         parts = compose(
             run=said,
-            sections=sections_in_code(data, sections),
-            parallelism=parallelism,
+            sections=sections_in_code(sections, data=data, parallel=parallelism),
             backend_class=backend_class,
             registry=registry or BackendRegistry(),
             layers=read_layers(config),

@@ -17,7 +17,7 @@ from drivetrain_config import ConfigError, Layers
 from drivetrain_config.settings.unread import find_unread
 from drivetrain_data import LoaderTracker, Shard
 from drivetrain_precision import Fp8Recipe, Policy, PrecisionError, choose_policy
-from drivetrain_state import Context, ParallelDims, connect
+from drivetrain_state import Context, connect
 from drivetrain_tracking import Tracker, TrackerGroup, TrackingSettings, make_trackers
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ def compose(
     *,
     run: Mapping[str, object | None],
     sections: Mapping[str, object],
-    parallelism: ParallelDims | None,
     backend_class: type[Backend] | None,
     registry: BackendRegistry,
     layers: Layers,
@@ -39,7 +38,6 @@ def compose(
     Args:
         run: The run section's fields as given in code; None means not given.
         sections: Other sections as given in code, by name: dataclasses or mappings of fields.
-        parallelism: The parallel dimensions that the ranks are split into.
         backend_class: A backend class given in code, instead of a name.
         registry: The registry that maps a backend's name to its class.
         layers: The settings from outside the program.
@@ -56,10 +54,15 @@ def compose(
     state = replace(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
     )
+    parallelism = given.parallel if given.parallel.is_said else None
+    for name in ("pipeline", "context", "expert"):
+        if (size := getattr(given.parallel, name)) not in (None, 1):
+            source = given.resolved["parallel"].sources[name]
+            raise ConfigError(f"{source}: parallel.{name}={size}: no backend divides along it yet")
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
-        backend_class = named or registry.get(automatic_backend(context.topology.world_size))
+        backend_class = named or registry.get(automatic_backend(context.ranks("counts").size))
         parts = _build(context, backend_class, registry, given, trackers, fp8_recipe)
         others = given.others(registry.names())
         undo.pop_all()

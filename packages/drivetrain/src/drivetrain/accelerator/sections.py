@@ -14,29 +14,26 @@ from drivetrain_config.source import Entry
 from drivetrain_data import DataSettings
 from drivetrain_messages import suggest
 from drivetrain_precision import PrecisionSettings
-from drivetrain_state import StateSettings
+from drivetrain_state import ParallelDims, StateSettings
 from drivetrain_tracking import TrackingSettings
 
 
-def sections_in_code(
-    data: DataSettings | Mapping[str, object] | None, sections: Mapping[str, object] | None
-) -> Mapping[str, object]:
-    """Return the sections given in code, by name.
+def sections_in_code(sections: Mapping[str, object] | None, **given: object | None) -> Mapping[str, object]:
+    """Return the sections given in code, by name; `given` are those that have an argument of their own.
 
     Raises:
         TypeError: `sections` is not a mapping.
-        ValueError: The data section is given twice.
+        ValueError: A section is given twice.
     """
     if not isinstance(sections, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance] a user may give any
         raise TypeError(
             f"sections={sections!r}: must be a mapping of sections by name, such as "
             '{"ddp": {"static_graph": True}}'
         )
-    if data is None:
-        return sections or {}
-    if sections and "data" in sections:
-        raise ValueError("data= and sections['data'] are both given: give the section once")
-    return {**(sections or {}), "data": data}
+    said = {name: section for name, section in given.items() if section is not None}
+    if twice := sorted(said.keys() & (sections or {}).keys()):
+        raise ValueError(f"sections[{twice[0]!r}] and its own argument are both given: give one of them")
+    return {**(sections or {}), **said}
 
 
 def read_layers(config: Path | str | Layers | None) -> Layers:
@@ -58,6 +55,7 @@ class Sections:
         resolved: The sections resolved so far, with their sources, by name.
         run: The `run` section.
         state: The `state` section.
+        parallel: The `parallel` section.
         precision: The `precision` section.
         checkpoint: The `checkpoint` section.
         tracking: The `tracking` section.
@@ -90,6 +88,7 @@ class Sections:
                 "returns is named in backward(loader=) and gather_for_metrics(loader=)"
             )
         self.state: StateSettings = self._resolve("state", StateSettings)
+        self.parallel: ParallelDims = self._resolve("parallel", ParallelDims)
         self.precision: PrecisionSettings = self._resolve("precision", PrecisionSettings)
         self._resolve("data", DataSettings)
         self.checkpoint: CheckpointSettings = self._resolve("checkpoint", CheckpointSettings)

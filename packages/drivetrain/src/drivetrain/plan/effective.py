@@ -36,6 +36,7 @@ def plan_of(parts: Parts) -> EffectivePlan:
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
+        **({"layers": f"divided {said}"} if (said := parts.backend.applied().get("divided")) else {}),
         **{f"data {i}": f"{_describe(one, steps)}" for i, one in enumerate(loaders)},
         **{f"states {i}": str(one) for i, one in enumerate(low_bit) if one.elements},
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),
@@ -54,7 +55,7 @@ def plan_of(parts: Parts) -> EffectivePlan:
 
 def _reasons(parts: Parts) -> dict[str, str]:
     """Return the reasons why the applied value of a setting may differ from the requested one."""
-    world_size, run = parts.context.topology.world_size, parts.settings
+    num_ranks, run = parts.context.ranks("counts").size, parts.settings
     reasons = {
         "state.deterministic": "switched on in torch by the program",
         "run.gradient_accumulation_steps": "set by the program since",
@@ -69,7 +70,8 @@ def _reasons(parts: Parts) -> dict[str, str]:
     if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
     if run.backend == "auto":
-        reasons["run.backend"] = "one process" if world_size == 1 else f"{world_size} processes"
+        alone = "one process" if parts.context.topology.world_size == 1 else "all processes train one replica"
+        reasons["run.backend"] = alone if num_ranks == 1 else f"{num_ranks} processes"
     if run.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
         reasons["run.mixed_precision"] = parts.policy.reason
     if parts.resolved["state"].value.device == "auto":
@@ -82,7 +84,7 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     by_backend = parts.backend.applied()
     run: dict[str, object] = {}
     if parts.settings.backend == "auto":
-        run["backend"] = automatic_backend(parts.context.topology.world_size)
+        run["backend"] = automatic_backend(parts.context.ranks("counts").size)
     if "all" in parts.settings.log_with:
         run["log_with"] = parts.trackers.names
     sections: dict[str, Mapping[str, object]] = {

@@ -45,7 +45,9 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
-_DIMENSIONS = "the parallel dimensions are set in code, Accelerator(parallelism=ParallelDims(...))"
+_DIMENSIONS = (
+    "say the sizes of the parallel dimensions: --parallel-tensor N, --parallel-shard N, --parallel-data N"
+)
 _TPU = "there is no TPU launcher here yet; --state-device xla trains on a TPU here, if torch-xla is installed"
 _BINDING = "--bind auto gives each rank cores of its own on the NUMA node of its device"
 

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from drivetrain_config import environ
-from drivetrain_state.collectives.operations import broadcast_object
+from drivetrain_state.collectives.operations import gather_object
 from drivetrain_state.context import Context
+from drivetrain_state.mesh import View
 
 RngKind = Literal["python", "numpy", "torch", "accelerator"]
 
@@ -149,14 +150,21 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def synchronize_rng_states(
-    context: Context, kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator")
+    context: Context,
+    kinds: Collection[RngKind] = ("python", "numpy", "torch", "accelerator"),
+    *,
+    over: View = "world",
 ) -> None:
-    """Copy rank 0's existing generator states of the given `kinds` to every rank. Called on all ranks."""
+    """Copy the existing generator states of the first rank of a view to its other ranks. Called on all ranks.
+
+    `kinds` are the generators whose states are copied.
+    """
     for kind in kinds:
         if kind not in get_args(RngKind):
             raise ValueError(f"kinds={kind!r}: known kinds are {', '.join(get_args(RngKind))}")
-    mine = rng_state() if context.topology.is_main else {}
-    load_rng_state(broadcast_object(context, {kind: mine[kind] for kind in kinds if kind in mine}))
+    mine = rng_state() if context.ranks(over).index == 0 else {}
+    first, *_ = gather_object(context, {kind: mine[kind] for kind in kinds if kind in mine}, over=over)
+    load_rng_state(first)
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+"""The layout of models whose layers are divided, over the layout of what each rank holds of them."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_backends.composed.state_layout import StateLayout, weights_of
+from drivetrain_backends.modules.compile import strip_wrapper_prefix
+from drivetrain_backends.modules.replicated_weights import check_replicas
+from drivetrain_backends.state_dict.dtensor import broadcast_parts, local
+from drivetrain_backends.state_dict.tensor_part import TensorPart, join_parts, localized
+from drivetrain_parallel import Cut, part_of
+
+
+class DividedLayout(StateLayout):
+    """The layout of divided models. Another layout sees each rank's part as if it were the whole tensor.
+
+    Args:
+        inner: The layout of each rank's parts.
+        cuts: The division of each model's parameters, by name.
+        replaced: Parameters that optimizers may hold, with those that took their place.
+    """
+
+    def __init__(self, inner: StateLayout, cuts: WeakIdKeyDictionary, replaced: WeakIdKeyDictionary) -> None:
+        super().__init__(inner.context)
+        self._inner, self._models, self._replaced = inner, cuts, replaced
+        self._ranks = inner.context.ranks("tensor")
+        self._by_parameter = WeakIdKeyDictionary()
+        self._num_known = 0
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Cut the states that an optimizer has already, then have it hold what the inner layout says."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+        for parameter, state in optimizer.state.items():
+            if (cut := self._cut(parameter)) is None:
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape[cut.dim : cut.dim + 1] == (cut.num_elements,):
+                    state[key] = part_of(value, cut, self._ranks.index, self._ranks.size)
+        self._inner.adopt(optimizer)
+
+    def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None = None) -> None:
+        """Have modules hold their own parts; before a save, refuse whole parameters that have drifted apart."""
+        self._inner.open(models, optimizers)
+        if optimizers is not None:
+            self.check_whole(models)
+
+    def check_whole(self, models: Sequence[nn.Module]) -> None:
+        """Refuse models whose undivided parameters differ among the ranks that divide the others.
+
+        Called on all ranks. What these ranks compute together is right only while they hold the same.
+        """
+        for model in models:
+            held = {p: self._cut(p) for p in self.parameters(model).values()}
+            divided = {p for p, cut in held.items() if cut is not None}
+            check_replicas(self.context, [model], over="tensor", without=divided)
+
+    @contextmanager
+    def gathered(self, model: nn.Module, *, write: bool) -> Generator[None]:
+        """Have parameters hold the whole tensors in the block, in which no forward may run; see `StateLayout`."""
+        cuts = self._cuts_of(model)
+        with self._inner.gathered(model, write=write):
+            named = {strip_wrapper_prefix(name): p for name, p in nn.Module.named_parameters(model)}
+            parts = {p: (cuts[name], p.data) for name, p in named.items() if name in cuts}
+            for parameter, (cut, part) in parts.items():
+                parameter.data = join_parts(part, cut, self._ranks)
+            try:
+                yield
+                if write:
+                    broadcast_parts(weights_of(model), self.context, over="world")
+                    for parameter, (cut, part) in parts.items():
+                        part.copy_(part_of(parameter.data, cut, self._ranks.index, self._ranks.size))
+            finally:
+                for parameter, (_, part) in parts.items():
+                    parameter.data = part
+
+    def parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the parameters by name; see `StateLayout.parameters`."""
+        return self._inner.parameters(model)
+
+    def chosen(self, model: nn.Module, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+        """Return the parameters to clip; see `StateLayout.chosen`."""
+        return self._inner.chosen(model, parameters)
+
+    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all gradients: those of divided parameters are added up over the tensor axis."""
+        divided = [p for p in parameters if self._cut(p) is not None]
+        held = set(map(id, divided))
+        rest = self._inner.norm([p for p in parameters if id(p) not in held], norm_type)
+        own = self._inner.norm(divided, norm_type).to(self.context.device)
+        if norm_type == torch.inf:
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._ranks.process_group)
+            return torch.maximum(own, rest.to(own.device))
+        own = own**norm_type
+        dist.all_reduce(own, group=self._ranks.process_group)
+        return (own + rest.to(own.device) ** norm_type) ** (1 / norm_type)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state dict, with the parts of divided parameters as `TensorPart`."""
+        cuts, parts = self._cuts_of(model), dict[int, TensorPart]()
+
+        def part(value: Tensor, cut: Cut) -> TensorPart:  # the same for tied parameters
+            return parts.setdefault(local(value).data_ptr(), TensorPart(value, cut, self._ranks))
+
+        state = self._inner.model_state(model)
+        return {name: part(value, cuts[name]) if name in cuts else value for name, value in state.items()}
+
+    def optimizer_state(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """Return the state; what has the shape of a divided parameter's part is a `TensorPart`."""
+        named = self._inner.optimizer_state(optimizer, names)
+        for parameter, name in names.items():
+            if (cut := self._cut(parameter)) is None:
+                continue
+            for key, value in named["state"].get(name, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                    named["state"][name][key] = TensorPart(value, cut, self._ranks)
+        return named
+
+    def divide(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> Mapping[str, Any]:
+        """Return a saved state with this rank's parts of it, in the inner layout."""
+        state = {name: dict(kept) for name, kept in saved["state"].items()}
+        for parameter, name in names.items():
+            if (cut := self._cut(parameter)) is None:
+                continue
+            for key, value in state.get(name, {}).items():
+                if hasattr(value, "shape") and len(value.shape):
+                    state[name][key] = localized(value, cut, self._ranks, parameter)
+        return self._inner.divide({**saved, "state": state}, names)
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a saved state."""
+        cuts, own = self._cuts_of(model), self.parameters(model)
+        found = dict(state)
+        for name, cut in cuts.items():
+            if name in found:
+                like = own.get(name, own.get(self._first_name(model, name)))
+                assert like is not None
+                found[name] = localized(found[name], cut, self._ranks, like)
+        self._inner.load_model(model, found)
+
+    def _first_name(self, model: nn.Module, name: str) -> str:
+        """Return the first name of a tied parameter."""
+        every = dict(nn.Module.named_parameters(model, remove_duplicate=False))
+        return next(other for other, parameter in every.items() if parameter is every[name])
+
+    def _cuts_of(self, model: nn.Module) -> Mapping[str, Cut]:
+        found: Mapping[str, Cut] | None = self._models.get(model)
+        return found or {}
+
+    def _cut(self, parameter: Tensor) -> Cut | None:
+        """Return the division of a parameter, as optimizers hold it; None if every rank holds the whole."""
+        if self._num_known != len(self._models):
+            self._num_known = len(self._models)
+            for model, cuts in self._models.items():
+                for name, one in self.parameters(model).items():
+                    if name in cuts:
+                        self._by_parameter[one] = cuts[name]
+        return self._by_parameter.get(parameter)
