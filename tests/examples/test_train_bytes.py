@@ -99,10 +99,21 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    "backend", [("fsdp",), pytest.param(("deepspeed", "--deepspeed-stage", "3"), marks=pytest.mark.slow)]
+    ("flags", "num_processes"),
+    [
+        (("--backend", "fsdp"), 2),
+        pytest.param(("--backend", "deepspeed", "--deepspeed-stage", "3"), 2, marks=pytest.mark.slow),
+        pytest.param(("--parallel-tensor", "2"), 2, marks=pytest.mark.slow),
+        pytest.param(("--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
+        pytest.param(
+            ("--backend", "fsdp", "--parallel-tensor", "2", "--parallel-shard", "2"),
+            4,
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
-def test_trains_alike_under_every_backend_with_no_change_to_the_file(
-    finished: Path, tmp_path: Path, python: str, backend: tuple[str, ...]
+def test_trains_alike_under_every_backend_and_product_with_no_change_to_the_file(
+    finished: Path, tmp_path: Path, python: str, flags: tuple[str, ...], num_processes: int
 ) -> None:
     launch(
         "train_bytes.py",
@@ -114,8 +125,8 @@ def test_trains_alike_under_every_backend_with_no_change_to_the_file(
         "--project-dir",
         str(tmp_path / "run"),
         python=python,
-        num_processes=2,
-        launcher=("--backend", *backend),
+        num_processes=num_processes,
+        launcher=flags,
     )
     for name in ("train loss", "validation loss"):
         assert logged(tmp_path / "run", name) == pytest.approx(logged(finished, name), rel=1e-3)

@@ -1,12 +1,14 @@
 """A `prepare` that fails on ranks leaves what it had placed as it was, as far as torch can."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain_backends import PairingError
+from drivetrain_backends import ModelTransform, PairingError
 from plain_loop.backends import ddp, fsdp, prepare_sgd, take_step, weights
 from plain_loop.case import assert_same_on_all_ranks
 from plain_loop.stack import stack, tokens
@@ -29,6 +31,30 @@ def test_a_prepare_that_fails_at_its_second_model_leaves_the_first_as_it_was(met
     take_step(prepared, prepared.model(torch.tensor([[1.0 + dist.get_rank()]])).sum())
     assert type(prepared.model).__name__ == "Replica"
     assert_same_on_all_ranks(model[1].bias.item())
+
+
+def test_the_error_of_a_prepare_is_the_first_one_where_what_undoes_it_fails_too() -> None:
+    class Broken(ModelTransform):
+        def apply(self, model: nn.Module) -> nn.Module:
+            if isinstance(model, nn.Identity):
+                raise ValueError("the first error")
+            return model
+
+        def release(self, model: nn.Module) -> None:
+            raise RuntimeError("cannot be undone")
+
+    failed: list[str] = []
+
+    class Told(ModelTransform):
+        def fail(self, error: BaseException) -> None:
+            failed.append(str(error))
+
+    backend = ddp()
+    backend.strategy = replace(backend.strategy, transforms=(Broken(), Told()))
+    with pytest.raises(ValueError, match="the first error") as caught:
+        backend.prepare([nn.Linear(1, 1), nn.Identity()], [], [])
+    assert failed == ["the first error"]
+    assert any("RuntimeError: cannot be undone" in note for note in caught.value.__notes__)
 
 
 def test_a_model_that_nothing_fills_is_refused_before_another_is_sharded() -> None:

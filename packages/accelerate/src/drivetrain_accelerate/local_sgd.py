@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from drivetrain_accelerate.tensors.rank_collectives import reduce
 from drivetrain_backends import SupportsLocalSteps
+from drivetrain_state.collectives.operations import reduce
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -61,7 +61,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        means: Any = reduce([parameter.detach() for parameter in trained], "mean")
+        trained = [parameter.detach() for parameter in self.model.parameters() if parameter.requires_grad]
+        means: Any = reduce(self.accelerator.inner.context, trained, "mean", over="counts")
         for parameter, mean in zip(trained, means, strict=True):
             parameter.copy_(mean)

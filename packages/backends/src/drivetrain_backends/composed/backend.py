@@ -114,10 +114,16 @@ class ComposedBackend:
             placed, self._prepared = self._prepared[len(before) :], [prepared for prepared, _ in before]
             for prepared, number in before:
                 del prepared.optimizers[number:]
-            for prepared in placed:
-                self.release(prepared)
-            for transform in self.strategy.transforms:
-                transform.fail(error)
+            try:
+                with ExitStack() as stack:  # which goes on after an error; the last callback is called first
+                    for transform in reversed(self.strategy.transforms):
+                        stack.callback(transform.fail, error)
+                    for prepared in placed:
+                        stack.callback(self.release, prepared)
+            except Exception as second:  # noqa: BLE001 the first error says what was wrong
+                error.add_note(
+                    f"prepare() failed, and so did what undoes it: {type(second).__name__}: {second}"
+                )
             raise
         for scheduler in schedulers:
             trained = ((p, o) for p in self._prepared for o in p.optimizers)

@@ -31,7 +31,8 @@ class ModelTransform:
     """A change of each model, such as its device, its dtypes, its forward, or its division among ranks.
 
     A transform overrides the methods that it needs; each does nothing by default. `model` is the user's module,
-    except in `apply`, which gets what the previous transform returned.
+    except in `apply`, which gets what the previous transform returned: the same module, or, from the last transform
+    alone, a `ModuleProxy` around it, as DDP's wrapper is.
     """
 
     def recall(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[nn.Module]:

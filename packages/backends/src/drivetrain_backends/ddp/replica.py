@@ -369,7 +369,8 @@ class ReplicatedGradients(ParameterGradients):
         for replica in replicas:
             replica.check_reduced()
         chosen = [replica for replica in replicas if replica.awaits_average]
-        if parameters := trainable_parameters([replica.module for replica in chosen]):
+        parameters = trainable_parameters([replica.module for replica in chosen]) if self.averages else []
+        if parameters:
             self._average(parameters, chosen)
         for replica in chosen:
             replica.is_local = False

@@ -55,6 +55,8 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[li
 def _pack(parameters: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """Return a flat tensor: for each parameter a flag, 1 if this rank has its gradient, then all gradients."""
     wide = torch.promote_types(parameters[0].dtype, torch.float32) if dtype is None else dtype
+    if parameters[0].is_complex():  # of which a real dtype would drop a part
+        wide = torch.promote_types(wide, torch.complex64)
     has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     values = [one.to_dense() if one.is_sparse else one for one in gradients]
