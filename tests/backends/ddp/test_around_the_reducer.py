@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -317,7 +317,7 @@ def test_a_rank_that_clears_alone_adds_nothing_to_what_is_averaged_at_the_close(
 
 EDIT_ON_ONE_RANK = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 from drivetrain_backends import AccumulationWindow, DDPBackend
 from drivetrain_precision import choose_policy
 from drivetrain_state import StateSettings, connect
@@ -340,3 +340,31 @@ def test_a_gradient_that_one_rank_edits_is_a_wait_that_the_watchdog_names(run_ra
     zero, _ = run_ranks_script(f"import os; os.chdir({str(tmp_path)!r})\n" + EDIT_ON_ONE_RANK, fresh=True)
     assert zero.returncode == 124
     assert "Last progress: averaging gradients at the window's close" in zero.stderr
+
+
+class Branches(nn.Module):
+    """Two weights, of which a forward may use one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        """Map (batch, 1) to (batch, 1)."""
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_of_a_gradient_that_the_last_backward_does_not_reach_is_averaged() -> None:
+    torch.manual_seed(0)
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": False}
+    backend, model, prepared = prepare_sgd(ddp(**options), Branches(), lr=1.0)
+    rank = dist.get_rank()
+    for _ in range(4):
+        before = model.b.weight.item()
+        backend.window.begin(is_last=True)
+        prepared.backward(prepared.model(torch.ones(1, 1), both=True).sum())
+        model.b.weight.grad += 10.0 * rank
+        prepared.backward(prepared.model(torch.ones(1, 1), both=False).sum())
+        step_and_clear(prepared)
+        assert before - model.b.weight.item() == pytest.approx(6.0)  # 1, and 10 on one of two ranks

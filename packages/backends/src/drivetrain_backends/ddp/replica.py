@@ -8,7 +8,7 @@ Three values of a replica say what becomes of its gradients: `is_armed`, whether
 | no | no | `prepare`, or an average | stays local: then only local | takes `.grad` as it is |
 | yes | no | a forward | is averaged: then neither | takes `.grad` as it is |
 | no | yes | a backward that stayed local, or an edit | stays local | averages all of `.grad`: then not local |
-| yes | yes | a forward, with local gradients | is averaged with all of `.grad`: then neither | the same |
+| yes | yes | a forward, with local gradients | averages all of `.grad`: then neither (an edit may stay) | the same |
 | never | either | `prepare` with `reduce="at_close"` | stays local | averages all of `.grad` |
 
 To clear gradients changes none of them: a rank that clears alone takes part in the average of the others. Inside
@@ -70,7 +70,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
         # The parameters that DDP counts, whatever is frozen later.
         self.reduced_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.at_close = at_close  # whether gradients are averaged when their window closes
-        self.is_armed = self.is_local = False
+        self.is_armed = self.is_local = self.is_edited = False
         self.syncs: Literal["on", "held", "alone"] = "on"
         self._known = KnownParameters(module)  # those that the model was replicated with
         self._attached = compat.accumulators(self.reduced_parameters.values())
@@ -120,7 +120,7 @@ class Replica(ModuleProxy, DistributedDataParallel):
     def renew(self) -> None:
         """Begin as after `prepare`; what earlier backwards left is not used."""
         self._known.look()
-        self.is_armed = self.is_local = False
+        self.is_armed = self.is_local = self.is_edited = False
 
     def gradient_versions(self) -> GradientVersions:
         """Return the versions of all gradients, or of one, if the reducer awaits a gradient of every parameter."""
@@ -136,8 +136,11 @@ class Replica(ModuleProxy, DistributedDataParallel):
                 "which DDP learns a static graph: it would never average these gradients. Call the model, or leave "
                 "--ddp-static-graph out"
             )
-        self.is_armed, self.is_local = False, not self.is_armed
-        if not self.is_local:
+        is_averaged = self.is_armed
+        # DDP leaves a gradient as it is that no rank's backward reaches, whatever other code has added to it.
+        stays = self.is_edited and self._may_be_partial
+        self.is_armed, self.is_local = False, not is_averaged or stays
+        if is_averaged:
             self._check_attached()
 
     def _check_attached(self) -> None:
@@ -279,7 +282,7 @@ class ReplicatedGradients(ParameterGradients):
                 yield
         finally:
             # What is left was stepped on, and would be averaged with the next step's.
-            replica.is_local = False
+            replica.is_local = replica.is_edited = False
 
     def steps_together(self, model: nn.Module) -> bool:
         """Return whether all ranks step a model: it has a replica, which is not trained alone."""
@@ -320,7 +323,7 @@ class ReplicatedGradients(ParameterGradients):
     def mark_edited(self, models: Sequence[nn.Module]) -> None:
         """Record that other code changed gradients, so that they are averaged when the window closes."""
         for replica in self._replicas_of(models):
-            replica.is_local = True
+            replica.is_local = replica.is_edited = True
 
     def are_averaged(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the reducer averaged all that backwards left; see `ParameterGradients.are_averaged`."""
@@ -373,7 +376,7 @@ class ReplicatedGradients(ParameterGradients):
         if parameters:
             self._average(parameters, chosen)
         for replica in chosen:
-            replica.is_local = False
+            replica.is_local = replica.is_edited = False
 
     def _average(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Replica]) -> None:
         names = " and ".join(type(replica.module).__name__ for replica in replicas)
