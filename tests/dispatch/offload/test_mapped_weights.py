@@ -182,6 +182,7 @@ class TestAHostWithoutRoom:
         reading.stop()
         assert [is_there(layer) for layer in model] == [True] * 3 + [False] * 5
 
+    @pytest.mark.undisturbed  # the system decides when pages leave
     def test_what_is_used_again_stays_until_then(self, model: nn.Sequential, tmp_path: Path) -> None:
         size_bytes, here = model[0].weight.nbytes, []
         reading = self.reading(
