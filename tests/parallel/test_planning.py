@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_parallel import ParallelPlanError, plan_model
+from optional_modules import skip_without
 from parallel.divided import assert_same, with_random_values
 from parallel.models import WIDTH, Attention, Block, Perceptron
 from parallel.transformers_cases import CASES, Case, inputs_of
@@ -35,12 +36,15 @@ def compare(case: Case, size: int) -> None:
 @pytest.mark.default_cases("qwen3-2", "gpt2-3", "bert-2")
 @pytest.mark.filterwarnings("ignore")  # transformers warns of its own classes
 def test_a_model_of_transformers_computes_the_same(name: str, size: int) -> None:
+    skip_without("transformers")
     compare(CASES[name], size)
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     """The module of examples/train_bytes.py."""
+    skip_without("drivetrain")
+    skip_without("matplotlib")
     spec = importlib.util.spec_from_file_location("train_bytes_to_divide", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -74,6 +78,7 @@ def test_33_features_are_divided_among_4_ranks() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_heads_of_keys_and_values_fewer_than_ranks_are_refused() -> None:
+    skip_without("transformers")
     with pytest.raises(
         ParallelPlanError, match=r"among 4 ranks: each rank needs a head of its own; tensor=2 may do"
     ):
@@ -82,6 +87,7 @@ def test_heads_of_keys_and_values_fewer_than_ranks_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_users_styles_go_before_the_models_own() -> None:
+    skip_without("transformers")
     model = CASES["llama"].build()
     plan = plan_model(model, 2, {"*.layers.0.mlp.*": "whole", "lm_head": "whole"})
     divided = {one.name for one in plan.layers}

@@ -13,6 +13,7 @@ from drivetrain_parallel.regions import (
     proposals,
     untried_proposal,
 )
+from optional_modules import import_later
 from parallel.models import WIDTH, Attention, Block, GatedPerceptron, GroupedAttention, Perceptron
 
 PERCEPTRON = RegionShape(module=Perceptron(hidden=33), columns=("up",), row="down")
@@ -137,9 +138,7 @@ def test_a_layer_without_bias_has_one_cut() -> None:
 
 
 def test_a_convolution_of_transformers_is_a_transposed_layer() -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    layer = Conv1D(6, 4)
+    layer = import_later("transformers.pytorch_utils").Conv1D(6, 4)
     assert layer_sizes(layer) == (4, 6)
     assert column_plan(layer, "fc", (6,), 6, region="out").cuts["weight"].dim == 1
     assert isinstance(layer.weight, torch.nn.Parameter)
