@@ -63,7 +63,7 @@ class Perceptron(nn.Module):
         super().__init__()
         self.words = nn.Embedding(5, 6)
         self.norm = nn.LayerNorm(6)
-        self.layers = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+        self.layers = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 6))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, length) tokens to (batch, length, 6)."""
@@ -124,7 +124,7 @@ def writes(kind: str, mesh: str) -> None:
         model = Perceptron()
         backend, one = prepared(where, kind, model, SGD(model.parameters(), lr=0.1))
         with one.gathered(write=True):
-            assert model.layers[0].weight.shape == (7, 6)
+            assert model.layers[0].weight.shape == (3, 6)
             assert model.words.weight.shape == (5, 6)
             with torch.no_grad():
                 for number, parameter in enumerate(model.parameters()):

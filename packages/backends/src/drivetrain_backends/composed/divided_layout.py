@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from drivetrain_backends.composed.state_layout import StateLayout, weights_of
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.modules.replicated_weights import check_replicas
-from drivetrain_backends.state_dict.dtensor import broadcast_parts, local
+from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.state_dict.tensor_part import TensorPart, join_parts, localized
 from drivetrain_parallel import Cut, part_of
 
@@ -104,13 +104,10 @@ class DividedLayout(StateLayout):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict, with the parts of divided parameters as `TensorPart`."""
-        cuts, parts = self._cuts_of(model), dict[int, TensorPart]()
-
-        def part(value: Tensor, cut: Cut) -> TensorPart:  # the same for tied parameters
-            return parts.setdefault(local(value).data_ptr(), TensorPart(value, cut, self._ranks))
-
-        state = self._inner.model_state(model)
-        return {name: part(value, cuts[name]) if name in cuts else value for name, value in state.items()}
+        cuts, first, state = self._cuts_of(model), _first_names(model), self._inner.model_state(model)
+        # A tied parameter is one part, by all of its names: an empty shard has no memory to tell it by.
+        parts = {first[name]: TensorPart(state[name], cut, self._ranks) for name, cut in cuts.items()}
+        return {name: parts[first[name]] if name in cuts else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the state; what has the shape of a divided parameter's part is a `TensorPart`."""
@@ -136,19 +133,12 @@ class DividedLayout(StateLayout):
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a saved state."""
-        cuts, own = self._cuts_of(model), self.parameters(model)
+        own, first = self.parameters(model), _first_names(model)
         found = dict(state)
-        for name, cut in cuts.items():
+        for name, cut in self._cuts_of(model).items():
             if name in found:
-                like = own.get(name, own.get(self._first_name(model, name)))
-                assert like is not None
-                found[name] = localized(found[name], cut, self._ranks, like)
+                found[name] = localized(found[name], cut, self._ranks, own[first[name]])
         self._inner.load_model(model, found)
-
-    def _first_name(self, model: nn.Module, name: str) -> str:
-        """Return the first name of a tied parameter."""
-        every = dict(nn.Module.named_parameters(model, remove_duplicate=False))
-        return next(other for other, parameter in every.items() if parameter is every[name])
 
     def _cuts_of(self, model: nn.Module) -> Mapping[str, Cut]:
         found: Mapping[str, Cut] | None = self._models.get(model)
@@ -163,3 +153,11 @@ class DividedLayout(StateLayout):
                     if name in cuts:
                         self._by_parameter[one] = cuts[name]
         return self._by_parameter.get(parameter)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter, by each of its names."""
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    every = {strip_wrapper_prefix(name): parameter for name, parameter in named}
+    first = {parameter: name for name, parameter in reversed(every.items())}
+    return {name: first[parameter] for name, parameter in every.items()}
