@@ -31,8 +31,10 @@ def test_two_processes_have_the_weights_of_the_real_one(accumulation: int, every
     arguments = (str(accumulation), str(every), enabled)
     found = run_program("with_local_sgd", *arguments, ours=True, num_processes=2)
     expected = run_program("with_local_sgd", *arguments, ours=False, num_processes=2)
-    assert flat(found) == pytest.approx(flat(expected), rel=1e-6)
+    # After the block, the real one goes on with momenta that differ: its replicas drift apart.
+    in_block = None if enabled == "off" else -1
+    assert flat(found[:in_block]) == pytest.approx(flat(expected[:in_block]), rel=1e-6)
     drifted = any(first != pytest.approx(second, rel=1e-9) for first, second in found[:-2])
     assert drifted == (enabled == "on")
-    first, second = found[-2]  # the end of the block
-    assert first == pytest.approx(second, rel=1e-9)
+    for first, second in found[-2:]:  # the end of the block, and a step together
+        assert first == second

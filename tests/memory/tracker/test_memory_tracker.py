@@ -1,6 +1,8 @@
+import gc
 import json
 import logging
 import math
+import mmap
 import os
 import random
 import sys
@@ -21,8 +23,11 @@ from drivetrain_memory.tracker.sample_recorder import SampleStream
 MB = 2**20
 
 
-def fill(megabytes: int) -> bytearray:
-    return bytearray(b"x") * (megabytes * MB)
+def fill(megabytes: int) -> mmap.mmap:
+    """Take pages of the system's own: malloc may reuse what earlier tests gave back."""
+    pages = mmap.mmap(-1, megabytes * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages[:: mmap.PAGESIZE] = b"x" * (len(pages) // mmap.PAGESIZE)
+    return pages
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,7 @@ def test_the_newest_sample_is_flat_numbers_for_a_tracker() -> None:
 
 
 def test_a_tracker_around_a_record_hides_no_peak() -> None:
+    gc.collect()  # nothing of earlier tests is freed in the block
     with record_peak() as peak:
         with MemoryTracker(None) as tracker:
             with tracker.phase("a"):

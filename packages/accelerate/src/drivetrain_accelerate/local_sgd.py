@@ -30,19 +30,15 @@ class LocalSGD:
             )
         if enabled and local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps}: say how many steps, 1 or more")
+        self.accelerator, self.model, self._held = accelerator, model, ExitStack()
         self.enabled = enabled and accelerator.use_distributed
-        self.num_steps = 0
-        self.accelerator = accelerator
-        self.model = model
-        self.local_sgd_steps = local_sgd_steps
-        self._held = ExitStack()
+        self.num_steps, self.local_sgd_steps = 0, local_sgd_steps
 
     def __enter__(self) -> Self:
         """Stop reducing gradients over ranks. Called on all ranks."""
-        if self.enabled:
-            prepared = self.accelerator.inner.prepared_of(self.model)
-            if isinstance(prepared, SupportsLocalSteps):
-                self._held.enter_context(prepared.trained_alone())
+        prepared = self.accelerator.inner.prepared_of(self.model) if self.enabled else None
+        if isinstance(prepared, SupportsLocalSteps):
+            self._held.enter_context(prepared.trained_alone())
         return self
 
     def __exit__(
@@ -51,7 +47,7 @@ class LocalSGD:
         """Average the weights, and reduce gradients over ranks again. Called on all ranks."""
         with self._held:
             if self.enabled and kind is None:
-                self._average()
+                self._average(with_states=True)  # momenta that differ would take replicas apart again
 
     def step(self) -> None:
         """Count a step, and average the weights in every `local_sgd_steps`-th step. Called on all ranks."""
@@ -60,8 +56,12 @@ class LocalSGD:
             self._average()
 
     @torch.no_grad()
-    def _average(self) -> None:
-        trained = [parameter.detach() for parameter in self.model.parameters() if parameter.requires_grad]
-        means: Any = reduce(self.accelerator.inner.context, trained, "mean", over="counts")
-        for parameter, mean in zip(trained, means, strict=True):
-            parameter.copy_(mean)
+    def _average(self, *, with_states: bool = False) -> None:
+        averaged = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if with_states:
+            optimizers = self.accelerator.inner.prepared_of(self.model).optimizers
+            states = [state for one in optimizers for state in one.state.values()]
+            averaged += [v for state in states for v in state.values() if getattr(v, "ndim", 0)]  # no counts
+        means: Any = reduce(self.accelerator.inner.context, averaged, "mean", over="counts")
+        for tensor, mean in zip(averaged, means, strict=True):
+            tensor.copy_(mean)
