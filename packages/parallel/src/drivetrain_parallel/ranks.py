@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from drivetrain_parallel.sequence import SequenceCut
+
 
 class TensorRanks(Protocol):
     """The ranks that divide a model's layers.
@@ -26,6 +28,10 @@ class TensorRanks(Protocol):
 
     def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """Return the tensors of all ranks, of `sizes` elements along `dim`, joined along it. Called on all ranks."""
+        ...
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Send element i of dimension 0 to rank i, and return what each rank sent, in order. Called on all ranks."""
         ...
 
 
@@ -49,6 +55,12 @@ class GroupRanks:
         found = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(found, padded, group=self._group)
         return torch.cat([one.narrow(dim, 0, size) for one, size in zip(found, sizes, strict=True)], dim)
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Exchange the parts of a contiguous tensor within the group; see `TensorRanks`."""
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=self._group)
+        return received
 
 
 class _Enter(Function):
@@ -94,6 +106,49 @@ class _Join(Function):
         return gradients[0].narrow(*ctx.where), None, None, None
 
 
+class _Exchange(Function):
+    """What the ranks sent each other: the gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.exchange(tensor.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.exchange(gradients[0].contiguous()), None
+
+
+class _Gather(Function):
+    """The equal parts of all ranks joined, for ranks that go on differently: gradients of a part are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return ranks.join(tensor.contiguous(), dim, (tensor.shape[dim],) * ranks.size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        parts = torch.stack(gradients[0].chunk(ctx.ranks.size, ctx.dim))
+        return ctx.ranks.exchange(parts).sum(0), None, None
+
+
+class _JoinSequence(Function):
+    """The whole sequence, on which all ranks go on alike: gradients of parameters are the mean over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
+        ctx.cut, ctx.ranks = cut, ranks
+        parts = ranks.join(part.contiguous(), 1, (cut.own_length,) * ranks.size)
+        return parts.index_select(1, cut.order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cut, ranks = ctx.cut, ctx.ranks
+        own = gradients[0].index_select(1, cut.positions(ranks.rank)) * ranks.size
+        return own * cut.is_real(ranks.rank).view(-1, 1), None, None
+
+
 def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """Return a tensor that all ranks hold alike, for a part of the model that they divide.
 
@@ -110,3 +165,25 @@ def add_up(tensor: Tensor, ranks: TensorRanks) -> Tensor:
 def join(tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
     """Return the parts of all ranks, of `sizes` elements along `dim`, as one tensor. Called on all of them."""
     return _Join.apply(tensor, dim % tensor.dim(), sizes, ranks)  # type: ignore[no-any-return]
+
+
+def exchange(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """Send element i of dimension 0 to rank i, and return what each rank sent, in order. Called on all ranks."""
+    return _Exchange.apply(tensor, ranks)  # type: ignore[no-any-return]
+
+
+def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
+    """Return the parts of all ranks, of one shape, joined along `dim`, for computing that differs between ranks.
+
+    The gradient of a part is the sum over the ranks. Called on all of them.
+    """
+    return _Gather.apply(tensor, dim % tensor.dim(), ranks)  # type: ignore[no-any-return]
+
+
+def join_sequence(part: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
+    """Return hidden states (batch, length, width) of all positions for this rank's part (batch, own_length, width).
+
+    What follows is computed by all ranks alike, and parameters have the mean of their gradients: so that of this
+    rank's part is multiplied by the number of ranks. Called on all of them.
+    """
+    return _JoinSequence.apply(part, cut, ranks)  # type: ignore[no-any-return]

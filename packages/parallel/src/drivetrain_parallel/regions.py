@@ -66,7 +66,7 @@ def proposals(shape: RegionShape, size: int) -> Iterator[ParallelPlan]:
             ),
             _row_plan(shape, num_units),
         )
-        random = frozenset({shape.row}) if _drops(shape.module) else frozenset[str]()
+        random = frozenset({shape.row}) if drops(shape.module) else frozenset[str]()
         for attributes in _changes(shape, num_units, heads):
             yield ParallelPlan(size=size, layers=layers, attributes=attributes, random=random)
 
@@ -179,7 +179,7 @@ def _changes(
         yield (*counts, *widths)
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Return whether a module drops elements at random when it trains."""
     return any(
         isinstance(value, float) and value > 0 and ("drop" in key or "drop" in type(one).__name__.lower())

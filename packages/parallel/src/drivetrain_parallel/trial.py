@@ -41,6 +41,9 @@ class _ThreadRanks:
         del sizes
         return torch.cat(self._exchange(tensor), dim)
 
+    def exchange(self, tensor: Tensor) -> Tensor:
+        return torch.stack([one[self.rank] for one in self._exchange(tensor)])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Values:
