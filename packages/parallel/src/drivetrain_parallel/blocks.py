@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from drivetrain_parallel.attention import METHODS, AttentionMethod, DividedAttention
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.found_styles import make_of
-from drivetrain_parallel.ranks import TensorRanks, join_sequence
+from drivetrain_parallel.ranks import TensorRanks, gather
 from drivetrain_parallel.regions import drops
 from drivetrain_parallel.sequence import SequenceCut
 from drivetrain_parallel.streams import RankStream
@@ -85,7 +85,8 @@ def plan_sequences(model: nn.Module, size: int, method: str | None = None) -> Se
             f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks of one class, between which "
             "sequences could stay divided: leave parallel.context out"
         )
-    chosen = max(stacks, key=stacks.__getitem__)
+    # One block may be a model in a container: a stack of several inside is preferred.
+    chosen = max(stacks, key=lambda name: (len(model.get_submodule(name)) > 1, stacks[name]))  # type: ignore[arg-type]
     blocks = dict(model.get_submodule(chosen).named_children())
     _refuse_two_sequences(model, chosen, stacks)
     makes: dict[object, str] = {}
@@ -211,7 +212,10 @@ class BlockStack:
         if name != self._plan.blocks[-1]:
             return output
         self._stream.close()
-        return _with_states(output, join_sequence(_states_of(output), cut, self._ranks))
+        # Where all ranks go on alike, the sum of their gradients is `size` times that of a part. So is what a block's
+        # parameters get of it, and the mean over the ranks, which hold different parts, is their gradient.
+        states = gather(_states_of(output), 1, self._ranks).index_select(1, cut.order)
+        return states if isinstance(output, Tensor) else type(output)((states, *output[1:]))
 
     def _first_cut(self, states: Tensor) -> SequenceCut:
         """Return the division of a whole sequence of hidden states."""
@@ -366,8 +370,3 @@ def _shortened(tensor: Tensor, length: int, shorter: int) -> Tensor:
 def _states_of(output: Any) -> Tensor:
     """Return the hidden states that a block returns: its output, or the first of them."""
     return output if isinstance(output, Tensor) else output[0]
-
-
-def _with_states(output: Any, states: Tensor) -> Any:
-    """Return what a block returns with other hidden states."""
-    return states if isinstance(output, Tensor) else type(output)((states, *output[1:]))

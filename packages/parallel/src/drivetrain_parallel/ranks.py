@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from drivetrain_parallel.sequence import SequenceCut
-
 
 class TensorRanks(Protocol):
     """The ranks that divide a model's layers.
@@ -133,22 +131,6 @@ class _Gather(Function):
         return ctx.ranks.exchange(parts).sum(0), None, None
 
 
-class _JoinSequence(Function):
-    """The whole sequence, on which all ranks go on alike: gradients of parameters are the mean over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-        ctx.cut, ctx.ranks = cut, ranks
-        parts = ranks.join(part.contiguous(), 1, (cut.own_length,) * ranks.size)
-        return parts.index_select(1, cut.order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cut, ranks = ctx.cut, ctx.ranks
-        own = gradients[0].index_select(1, cut.positions(ranks.rank)) * ranks.size
-        return own * cut.is_real(ranks.rank).view(-1, 1), None, None
-
-
 def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """Return a tensor that all ranks hold alike, for a part of the model that they divide.
 
@@ -178,12 +160,3 @@ def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     The gradient of a part is the sum over the ranks. Called on all of them.
     """
     return _Gather.apply(tensor, dim % tensor.dim(), ranks)  # type: ignore[no-any-return]
-
-
-def join_sequence(part: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-    """Return hidden states (batch, length, width) of all positions for this rank's part (batch, own_length, width).
-
-    What follows is computed by all ranks alike, and parameters have the mean of their gradients: so that of this
-    rank's part is multiplied by the number of ranks. Called on all of them.
-    """
-    return _JoinSequence.apply(part, cut, ranks)  # type: ignore[no-any-return]

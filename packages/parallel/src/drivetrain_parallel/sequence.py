@@ -59,11 +59,6 @@ class SequenceCut:
         by_rank = torch.stack([chunks[0], chunks[1].flip(0)], 1)
         return by_rank.flatten().clamp(max=self.length - 1)
 
-    def is_real(self, rank: int) -> Tensor:
-        """Return which of a rank's positions are no copies of the last one, bool of shape (own_length,)."""
-        places = torch.arange(rank * self.own_length, (rank + 1) * self.own_length, device=self.device)
-        return self.order[self.positions(rank)] == places
-
     @cached_property
     def order(self) -> Tensor:
         """The place of each position in `all_positions`, int64 of shape (length,)."""

@@ -118,6 +118,11 @@ class ParallelDims:
     expert: int | None = _setting(
         "Number of processes that hold different experts; divides shard x context x tensor."
     )
+    context_method: Literal["heads", "gathered"] | None = _setting(
+        "How the context dimension divides attention: ranks exchange heads (Ulysses), or gather keys and values; "
+        "unset: by heads where they divide.",
+        needs="context",
+    )
     tensor_styles: Mapping[str, str] | None = _setting(
         "How the tensor dimension divides layers, by patterns of their names: column, row, vocabulary, "
         "gathered_column, summed or whole; unset: by the model's own plan, or as found by a trial.",

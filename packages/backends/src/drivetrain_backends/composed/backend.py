@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain_backends.composed.divided_layers import across_axes, refuse_divided
+from drivetrain_backends.composed.divided_layers import across_axes
+from drivetrain_backends.composed.divided_sequences import refuse_divided
 from drivetrain_backends.composed.prepared import ComposedPrepared
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.errors import AccumulationError, PairingError
@@ -89,7 +90,7 @@ class ComposedBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
-        if self.context.ranks("tensor").size == 1:
+        if self.context.ranks("replica").size == 1:
             for model in models:
                 refuse_divided(model)
         check_schedulers(schedulers, known)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -11,13 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_backends.compat import tree_leaves
 from drivetrain_backends.composed.divided_layout import DividedLayout
+from drivetrain_backends.composed.divided_sequences import (
+    DivideSequences,
+    compare_first_input,
+    refuse_divided,
+)
 from drivetrain_backends.composed.strategy import ModelTransform, StepGuard, Strategy
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.packed_weights import parts_of
-from drivetrain_backends.modules.replicated_weights import checksum
 from drivetrain_backends.optim.divided_trial import check_steps_parts
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_messages import format_count
@@ -26,19 +28,20 @@ from drivetrain_parallel import (
     GroupRanks,
     ParallelPlan,
     divide_model,
-    has_divided_layers,
     named_cuts,
     plan_model,
 )
 from drivetrain_precision import is_low_bit
-from drivetrain_state import Context, broadcast_object, gather_object, synchronize_rng_states
+from drivetrain_state import Context, broadcast_object, synchronize_rng_states
 from drivetrain_weights.meta_init import initialise, replace_meta_tensors
 
 logger = logging.getLogger(__name__)
 
 
 def across_axes(strategy: Strategy, context: Context) -> Strategy:
-    """Return a strategy of data parallel ranks for a mesh of which only some ranks are data parallel."""
+    """Return a strategy of data parallel ranks for a mesh with other axes."""
+    if context.ranks("context").size > 1:
+        strategy = replace(strategy, transforms=(DivideSequences(context), *strategy.transforms))
     if context.ranks("counts").size == context.topology.world_size:
         return strategy
     divide = DivideLayers(context)
@@ -98,7 +101,8 @@ class DivideLayers(ModelTransform):
         """
         self._plans.clear()
         for model in models:
-            refuse_divided(model, is_known=self._find(model) is not None)
+            if self._find(model) is None:
+                refuse_divided(model)
         if self._size == 1:
             return
         for optimizer in optimizers:
@@ -128,7 +132,7 @@ class DivideLayers(ModelTransform):
             group = self._context.ranks("tensor").process_group
             assert group is not None  # of several ranks
             divide_model(inner, plan, GroupRanks(group), device=self._context.device)
-            _compare_first_input(inner, self._context)
+            compare_first_input(inner, self._context, over="tensor")
             # Outside divided layers these ranks drop the same elements, and inside each draws its own.
             synchronize_rng_states(self._context, ("torch", "accelerator"), over="tensor")
         self.cuts[model] = cuts
@@ -188,32 +192,3 @@ class DivideLayers(ModelTransform):
             logger.info("%s among %d ranks: %s", kind, self._size, self._shown[kind])
             for name, reason in plan.left.items():
                 logger.debug("%s stays whole: %s", name, reason)
-
-
-def refuse_divided(model: nn.Module, *, is_known: bool = False) -> None:
-    """Refuse a model whose layers are divided, unless it `is_known`: this rank's parts would be taken for whole."""
-    if not is_known and has_divided_layers(model):
-        raise ValueError(
-            f"{type(unwrap_compiled(model)).__name__} is divided already, by another Accelerator: build it anew, "
-            "whole; prepare() divides it as parallel.tensor says"
-        )
-
-
-def _compare_first_input(model: nn.Module, context: Context) -> None:
-    """Have the first call of a divided model refuse inputs that differ among the ranks that divide it.
-
-    Each of them computes a part of one output: with other batches, the sum of the parts is the output of none.
-    """
-
-    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        own = [int(checksum(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = gather_object(context, own, over="tensor")
-        if any(other != given[0] for other in given):
-            ranks = ", ".join(map(str, context.ranks("tensor").ranks))
-            raise ValueError(
-                f"ranks {ranks} divide {type(model).__name__}, and were given different inputs: prepare() the "
-                "loader, which gives these ranks the same batches, or read the same on all of them"
-            )
-
-    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)

@@ -7,6 +7,7 @@ the backend and by a plain loop over all ranks' micro-batches, and compares ever
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +55,7 @@ class BackendContract:
             Gradients are derived from movements of weights, and may differ by tolerance / learning rate.
         modes: The precisions that the backend supports.
         trains_models_together: Whether one optimizer may train two models; if not, the backend must refuse this.
+        layer: The class of the models' layers; see `Case.layer`.
         mixed_tolerance: The tolerance for fp16 or bf16, against a plain loop in float32.
     """
 
@@ -61,6 +63,7 @@ class BackendContract:
     settings: ClassVar[Any] = None
     dtype: ClassVar[torch.dtype] = torch.float64
     tolerance: ClassVar[float] = 1e-10
+    layer: ClassVar[Callable[..., nn.Module]] = nn.Linear
     mixed_tolerance: ClassVar[float] = 2e-2
     modes: ClassVar[Sequence[str]] = ("no", "fp16", "bf16")
     trains_models_together: ClassVar[bool] = True
@@ -118,7 +121,7 @@ class BackendContract:
 
     def check_case(self, context: Context, name: str, case: Case) -> None:
         """Check losses, norms, gradients and weights against the plain loop at every step."""
-        reads = context.ranks("reads")
+        reads, case = context.ranks("reads"), replace(case, layer=self.layer)
         expected = train_plainly(case, reads.size, self._dtype_of(case))
         tolerance = self.tolerance if case.mode == "no" else self.mixed_tolerance
         run = self._start(context, case)
@@ -139,7 +142,7 @@ class BackendContract:
 
     def check_scheduler_counts_steps(self, context: Context) -> None:
         """Check that a schedule counts optimizer steps, at any number of ranks and micro-batches."""
-        run = self._start(context, Case(windows=[4, 4, 2], accumulation=4), scheduled=True)
+        run = self._start(context, self._case(windows=[4, 4, 2], accumulation=4), scheduled=True)
         rates = [run.optimizer.param_groups[0]["lr"] for _ in run.steps()]
         expected = [RATE * (1 - step / 3) for step in (1, 2, 3)]
         assert rates == expected, f"scheduler: learning rates {rates}, expected {expected}"
@@ -147,8 +150,8 @@ class BackendContract:
 
     def check_resume(self, context: Context) -> None:
         """Check that a run resumed from `state_dict` continues as if it had not stopped."""
-        self._check_resume(context, Case(windows=[2] * 6, accumulation=2, counted=True), make_optimizer)
-        self._check_resume(context, Case(windows=[2] * 6, accumulation=2, clip=0.05), make_adamw)
+        self._check_resume(context, self._case(windows=[2] * 6, accumulation=2, counted=True), make_optimizer)
+        self._check_resume(context, self._case(windows=[2] * 6, accumulation=2, clip=0.05), make_adamw)
 
     def _check_resume(self, context: Context, case: Case, make: Callable[[nn.Module], Optimizer]) -> None:
         run = self._start(context, case, scheduled=True, make=make)
@@ -172,9 +175,11 @@ class BackendContract:
         """Check two models under one optimizer, prepared in two calls: they train like one model, or are refused."""
         if self.trains_models_together:
             for counted in (False, True):
-                self._check_two_models(context, Case(windows=[2, 2, 1], accumulation=2, counted=counted))
+                self._check_two_models(
+                    context, self._case(windows=[2, 2, 1], accumulation=2, counted=counted)
+                )
             return
-        case = Case(windows=[1])
+        case = self._case(windows=[1])
         backend = self._backend(context, case)
         model = tiny_model(case, self.dtype, seed=0)
         try:
@@ -208,13 +213,13 @@ class BackendContract:
 
     def check_gan(self, context: Context) -> None:
         """Check a generator and a discriminator that train in turns; the discriminator is frozen in between."""
-        for case in (Case(windows=[1] * 4), Case(windows=[2, 2, 1], accumulation=2, clip=0.2)):
+        for case in (self._case(windows=[1] * 4), self._case(windows=[2, 2, 1], accumulation=2, clip=0.2)):
             self._check_gan(context, case)
 
     def _check_gan(self, context: Context, case: Case) -> None:
         expected = train_gan_plainly(case, context.ranks("reads").size, self.dtype)
         backend = self._backend(context, case)
-        generator, discriminator = make_gan(self.dtype)
+        generator, discriminator = make_gan(case, self.dtype)
         g, d = backend.prepare(
             [generator, discriminator], [make_optimizer(generator), make_optimizer(discriminator)], []
         )
@@ -236,7 +241,7 @@ class BackendContract:
 
     def check_cleared_gradients(self, context: Context) -> None:
         """Check that gradients cleared instead of a step leave no trace in the next step."""
-        case = Case(windows=[1] * 3)
+        case = self._case(windows=[1] * 3)
         expected = train_plainly(case, context.ranks("reads").size, self.dtype)
         run = self._start(context, case)
         for step, _ in enumerate(run.steps()):
@@ -249,7 +254,7 @@ class BackendContract:
 
     def check_failed_micro_batch(self, context: Context) -> None:
         """Check that gradients cleared after an exception are in no step, and that `close` ends the window."""
-        case = Case(windows=[2] * 3, accumulation=2)
+        case = self._case(windows=[2] * 3, accumulation=2)
         expected = train_plainly(case, context.ranks("reads").size, self.dtype)
         run = self._start(context, case)
         x = torch.ones(2, NUM_FEATURES, dtype=self.dtype, device=context.device)
@@ -268,7 +273,7 @@ class BackendContract:
 
     def check_gathered(self, context: Context) -> None:
         """Check that `gathered` gives full parameters, and that all ranks keep the values written by rank 0."""
-        run = self._start(context, Case(windows=[1]))
+        run = self._start(context, self._case(windows=[1]))
         with run.prepared.gathered(write=True):
             shapes = {name: tuple(p.shape) for name, p in run.prepared.unwrap().named_parameters()}
             if context.topology.is_main:
@@ -284,10 +289,10 @@ class BackendContract:
 
     def check_untrained_model(self, context: Context) -> None:
         """Check that a model without an optimizer computes the same as before."""
-        model = tiny_model(Case(windows=[1]), self.dtype, seed=0).requires_grad_(False)
+        model = tiny_model(self._case(windows=[1]), self.dtype, seed=0).requires_grad_(False)
         x = torch.ones(2, NUM_FEATURES, dtype=self.dtype)
         expected = model(x)
-        backend = self._backend(context, Case(windows=[1]))
+        backend = self._backend(context, self._case(windows=[1]))
         (prepared,) = backend.prepare([model], [], [])
         with torch.no_grad():
             found = prepared.model(x.to(context.device)).cpu()
@@ -296,11 +301,14 @@ class BackendContract:
 
     def check_unwrap(self, context: Context) -> None:
         """Check that `unwrap` returns the user's module, with the names of the state dict."""
-        run = self._start(context, Case(windows=[1]))
+        run = self._start(context, self._case(windows=[1]))
         assert run.prepared.unwrap() is run.model, "unwrap: another module than the user's"
         names, expected = set(run.prepared.state_dict()["model"]), set(run.model.state_dict(keep_vars=True))
         assert names == expected, f"state_dict: names {sorted(names)}, expected {sorted(expected)}"
         run.backend.close()
+
+    def _case(self, **options: Any) -> Case:
+        return Case(layer=self.layer, **options)
 
     def _backend(self, context: Context, case: Case) -> Backend:
         window = AccumulationWindow(case.accumulation)

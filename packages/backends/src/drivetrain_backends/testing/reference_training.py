@@ -1,6 +1,6 @@
 """The training of the contract, and its reference: a plain loop in one process, with torch alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,6 +28,8 @@ class Case:
     zero_first: bool = False  # whether `zero_grad` comes before backward, as in many loops
     # The precision; in fp16 and bf16 the model is float32, and its weights approximate the plain loop's.
     mode: str = "no"
+    # The class of both layers, which is built like nn.Linear, and like it maps (items, features) and has a `weight`.
+    layer: Callable[..., nn.Module] = nn.Linear
 
 
 class TinyModel(nn.Module):
@@ -35,8 +37,8 @@ class TinyModel(nn.Module):
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         super().__init__()
-        self.first = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
-        self.last = nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
+        self.first = case.layer(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
+        self.last = case.layer(NUM_FEATURES, NUM_FEATURES, dtype=dtype)
         if case.tied:
             self.last.weight = self.first.weight
         if case.frozen:
@@ -159,12 +161,12 @@ class UsedGradients:
         return gradients
 
 
-def make_gan(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def make_gan(case: Case, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Return a generator to (items, features) and a discriminator to (items, 1), always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        generator = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES, dtype=dtype))
-        return generator, nn.Sequential(nn.Tanh(), nn.Linear(NUM_FEATURES, 1, dtype=dtype))
+        generator = nn.Sequential(case.layer(NUM_FEATURES, NUM_FEATURES, dtype=dtype))
+        return generator, nn.Sequential(nn.Tanh(), case.layer(NUM_FEATURES, 1, dtype=dtype))
 
 
 def gan_batches(case: Case, num_ranks: int, dtype: torch.dtype) -> list[Window]:
@@ -190,7 +192,7 @@ def generator_loss(fake: Tensor) -> Tensor:
 
 def train_gan_plainly(case: Case, num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Train a generator and a discriminator in turns; return the weights of both after each window."""
-    generator, discriminator = make_gan(dtype)
+    generator, discriminator = make_gan(case, dtype)
     optimizers = {model: make_optimizer(model) for model in (generator, discriminator)}
     weights: list[dict[str, Tensor]] = []
     for window in gan_batches(case, num_ranks, dtype):

@@ -55,7 +55,7 @@ def compose(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
     )
     parallelism = given.parallel if given.parallel.is_said else None
-    for name in ("pipeline", "context", "expert"):
+    for name in ("pipeline", "expert"):
         if (size := getattr(given.parallel, name)) not in (None, 1):
             source = given.resolved["parallel"].sources[name]
             raise ConfigError(f"{source}: parallel.{name}={size}: no backend divides along it yet")

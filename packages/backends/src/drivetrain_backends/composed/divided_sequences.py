@@ -1,0 +1,101 @@
+"""Context parallelism for any strategy: ranks compute parts of each sequence, and average gradients as replicas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain_backends.compat import tree_leaves
+from drivetrain_backends.composed.strategy import ModelTransform
+from drivetrain_backends.modules.compile import unwrap_compiled
+from drivetrain_backends.modules.replicated_weights import checksum
+from drivetrain_messages import format_count
+from drivetrain_parallel import (
+    GroupRanks,
+    SequencePlan,
+    divide_sequences,
+    has_divided_layers,
+    has_divided_sequences,
+    plan_sequences,
+)
+from drivetrain_state import Context, gather_object, synchronize_rng_states
+from drivetrain_state.mesh import View
+
+
+class DivideSequences(ModelTransform):
+    """Have the blocks of each model compute on this rank's part of the sequences that it is called with.
+
+    Parameters stay whole. A model stays divided for as long as it lives: `release` changes nothing, and a later
+    `prepare` takes it as it is.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ranks = context.ranks("context")
+        self._method = None if context.parallelism is None else context.parallelism.context_method
+        self._divided = WeakSet[nn.Module]()
+        self._plans: dict[nn.Module, SequencePlan] = {}
+        self._shown: dict[str, str] = {}
+
+    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Plan the division of new models' sequences; refuse models whose sequences cannot be divided.
+
+        Raises:
+            ValueError: A model has no stack of blocks, or is divided by another Accelerator.
+        """
+        del optimizers
+        self._plans.clear()
+        for model in map(unwrap_compiled, models):
+            if model not in self._divided:
+                refuse_divided(model, layers=self._context.ranks("tensor").size == 1)
+                self._plans[model] = plan_sequences(model, self._ranks.size, self._method)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Divide the sequences of a model that is not divided yet. Called on all ranks."""
+        inner = unwrap_compiled(model)
+        if (plan := self._plans.get(inner)) is not None:
+            group = self._ranks.process_group
+            assert group is not None  # of several ranks
+            divide_sequences(inner, plan, GroupRanks(group), device=self._context.device)
+            compare_first_input(inner, self._context, over="context")
+            # Outside of the blocks these ranks drop the same elements, and inside each draws its own.
+            synchronize_rng_states(self._context, ("torch", "accelerator"), over="context")
+            self._divided.add(inner)
+            self._shown[type(inner).__name__] = f"{format_count(len(plan.blocks), 'block')}"
+        return model
+
+    def applied(self) -> Mapping[str, object]:
+        """Return whose sequences are divided, in words."""
+        said = "; ".join(f"{kind}: {blocks}" for kind, blocks in self._shown.items())
+        return {"divided_sequences": f"among {self._ranks.size} ranks: {said}"} if said else {}
+
+
+def refuse_divided(model: nn.Module, *, layers: bool = True) -> None:
+    """Refuse a model whose sequences, or `layers`, other ranks divide: this rank's parts would be taken for whole."""
+    if (layers and has_divided_layers(model)) or has_divided_sequences(model):
+        raise ValueError(
+            f"{type(unwrap_compiled(model)).__name__} is divided already, by another Accelerator: build it anew, "
+            "whole; prepare() divides it as the section parallel says"
+        )
+
+
+def compare_first_input(model: nn.Module, context: Context, *, over: View) -> None:
+    """Have the first call of a divided model refuse inputs that differ among the ranks that divide it.
+
+    Each of them computes a part of one output: with other batches, what they join is the output of none.
+    """
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        own = [int(checksum(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = gather_object(context, own, over=over)
+        if any(other != given[0] for other in given):
+            ranks = ", ".join(map(str, context.ranks(over).ranks))
+            raise ValueError(
+                f"ranks {ranks} divide {type(model).__name__}, and were given different inputs: prepare() the "
+                "loader, which gives these ranks the same batches, or read the same on all of them"
+            )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
