@@ -105,6 +105,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
         pytest.param(("--backend", "deepspeed", "--deepspeed-stage", "3"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
+        pytest.param(("--parallel-context", "2"), 2, marks=pytest.mark.slow),
+        pytest.param(("--parallel-context", "2", "--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
+        pytest.param(
+            ("--backend", "deepspeed", "--deepspeed-stage", "3", "--parallel-context", "2"),
+            2,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--backend", "fsdp", "--parallel-tensor", "2", "--parallel-shard", "2"),
             4,

@@ -1,6 +1,7 @@
-"""A run goes on at any other product of tensor, shard and data, as if it had never stopped."""
+"""A run goes on at any other product of tensor, context, shard and data, as if it had never stopped."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Accelerator
 from drivetrain_state import ParallelDims
 
-PRODUCTS: dict[str, tuple[dict[str, int], str, int]] = {
+PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "single": ({}, "single", 1),
     "ddp 3": ({}, "ddp", 3),
     "tensor 2": ({"tensor": 2}, "auto", 2),
@@ -18,6 +19,10 @@ PRODUCTS: dict[str, tuple[dict[str, int], str, int]] = {
     "tensor 2 x data 2": ({"tensor": 2, "data": 2}, "ddp", 4),
     "tensor 2 x replicas": ({"tensor": 2, "data": 2}, "fsdp", 4),
     "tensor 2 x shard 2": ({"tensor": 2, "shard": 2}, "fsdp", 4),
+    "context 2": ({"context": 2}, "auto", 2),
+    "context 3 gathered": ({"context": 3, "context_method": "gathered"}, "fsdp", 3),
+    "context 2 x shard 2": ({"context": 2, "shard": 2}, "fsdp", 4),
+    "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "ddp", 4),
 }
 # Of 65 words and 3 heads, two ranks hold 32 and 33, and 1 and 2.
 STYLES = {"transformer.wte": "vocabulary", "lm_head": "gathered_column"}
@@ -81,6 +86,8 @@ def train(
         ["tensor 3", "single", "tensor 2 x data 2"],
         ["tensor 2", "tensor 2 x replicas", "tensor 3"],
         ["single", "tensor 2 x shard 2"],
+        ["context 2", "tensor 2 x shard 2", "context 2 x tensor 2"],
+        ["context 2 x shard 2", "context 3 gathered"],
     ],
     ids=" then ".join,
 )
