@@ -1,9 +1,10 @@
-"""A training step of divided layers against plain torch, time and peak memory; and the time of planning.
+"""A training step of divided layers or sequences against plain torch, time and peak memory; and the time of planning.
 
     uv run --group bench python benchmarks/parallel.py
 
 Two ranks over gloo on the CPU, a thread each, train one Llama of 10 million parameters on the same batch, and divide
-the same layers in the same way; contestants whose losses differ are an error. Times are of contestants that take
+the same layers in the same way, or one of 7 million on longer sequences, which they divide; contestants whose losses
+differ are an error. Times are of contestants that take
 turns in the same processes; peaks of memory are of processes of their own. The second part plans meshes of many
 ranks, and models of many layers.
 """
@@ -33,14 +34,15 @@ ITEMS, TOKENS = 4, 128
 STEPS = 2  # before the peak is read
 RANKS_ASKED = 20  # of a mesh, for the members of all views
 RAW = "torch, parallelize_module"
+RAW_SEQUENCES = "torch, heads exchanged by hand"
 Step = Callable[[], float]
 
 
-def llama(*, num_layers: int = 8, width: int = 256) -> LlamaForCausalLM:
+def llama(*, num_layers: int = 8, width: int = 256, vocabulary: int = 8192) -> LlamaForCausalLM:
     """A Llama, of 10.5 million parameters in 8 layers."""
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4 * TOKENS, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -146,11 +148,90 @@ def transformers_own() -> Step:
     return loop(divided.train(), x)
 
 
+def make_long() -> tuple[LlamaForCausalLM, Tensor]:
+    """A model of few words, and a batch of two long sequences, the same on all ranks."""
+    torch.manual_seed(0)
+    model = llama(vocabulary=256)
+    return model, torch.randint(model.config.vocab_size, (2, 4 * TOKENS))
+
+
+def raw_sequences() -> Step:
+    """What an expert writes with torch alone: each rank reads its own half of the tokens, and exchanges heads."""
+    import torch.nn.functional as F
+    from torch.distributed.nn.functional import all_to_all_single
+    from transformers import AttentionInterface
+
+    def to_heads(x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (2, -1)).movedim(1, 0).contiguous()
+        return all_to_all_single(torch.empty_like(parts), parts).movedim(0, 2).flatten(2, 3)
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        del module
+        whole = (to_heads(x) for x in (query, key, value))
+        mixed = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)  # type: ignore[arg-type]
+        parts = mixed.unflatten(2, (2, -1)).movedim(2, 0).contiguous()
+        own = all_to_all_single(torch.empty_like(parts), parts).movedim(0, 1).flatten(1, 2)
+        return own.transpose(1, 2), None
+
+    AttentionInterface.register("by_heads", attend)
+    model, x = make_long()
+    model.set_attn_implementation("by_heads")
+    labels = F.pad(x[:, 1:], (0, 1), value=-100)
+    own, half = dist.get_rank() * x.shape[1] // 2, x.shape[1] // 2
+    x, labels = x[:, own : own + half], labels[:, own : own + half]
+    positions = torch.arange(own, own + half)[None]
+    optimizer, count = AdamW(model.parameters()), 2 * (2 * half - 1)
+
+    def step() -> float:
+        logits = model(x, position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([one.flatten() for one in gradients])
+        dist.all_reduce(flat)
+        for one, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            one.copy_(summed.view_as(one))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach())
+        return loss.item()
+
+    return step
+
+
+def accelerator_sequences() -> Step:
+    """The documented loop of drivetrain, on whole sequences."""
+    from drivetrain import Accelerator, ParallelDims
+
+    prepares = Accelerator(
+        parallelism=ParallelDims(context=dist.get_world_size()),
+        sections={"run": {"show_plan": False}},
+        cpu=True,
+    )
+    model, x = make_long()
+    model, optimizer = prepares.prepare(model, AdamW(model.parameters()))
+
+    def step() -> float:
+        loss = model(x, labels=x).loss
+        prepares.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
 CONTESTANTS: dict[str, Callable[[], Step]] = {
     RAW: raw,
     "drivetrain, Accelerator": accelerator,
     "drivetrain-parallel alone": package_alone,
     "transformers, tp_size": transformers_own,
+}
+SEQUENCES: dict[str, Callable[[], Step]] = {
+    RAW_SEQUENCES: raw_sequences,
+    "drivetrain, context": accelerator_sequences,
 }
 
 
@@ -163,17 +244,19 @@ def measure(arguments: argparse.Namespace) -> None:
             import_module(library)  # so that libraries count for none
         mesh()
         with record_peak() as peak:
-            step = CONTESTANTS[arguments.contestant]()
+            step = (CONTESTANTS | SEQUENCES)[arguments.contestant]()
             for _ in range(STEPS):
                 step()
         highest = torch.tensor(peak.host_bytes - peak.host_before_bytes)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         found = {arguments.contestant: [float(highest)]}
     else:
-        steps = {name: begin() for name, begin in CONTESTANTS.items()}
-        losses = {name: [step() for _ in range(2)][-1] for name, step in steps.items()}
-        if max(losses.values()) - min(losses.values()) > 1e-3:
-            raise RuntimeError(f"after one step contestants train differently: {losses}")
+        steps: dict[str, Step] = {}
+        for contestants in (CONTESTANTS, SEQUENCES):
+            steps |= {name: begin() for name, begin in contestants.items()}
+            losses = {name: [steps[name]() for _ in range(2)][-1] for name in contestants}
+            if max(losses.values()) - min(losses.values()) > 1e-3:
+                raise RuntimeError(f"after one step contestants train differently: {losses}")
         turns = {name: repeated(step, times=1, before=dist.barrier) for name, step in steps.items()}
         found = take_turns(turns, rounds=arguments.rounds, shown=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -258,22 +341,35 @@ def main() -> None:
     if arguments.out:
         measure(arguments)
         return
-    goals = [Goal(of=name, beside=RAW, most=1.03) for name in CONTESTANTS if name.startswith("drivetrain")]
     times = run(arguments)
     peaks: dict[str, list[float]] = {}
     for name in times:
         peaks |= run(arguments, name)
-    tables = [
-        Table(
-            title="one step, two ranks",
-            unit="ms",
-            measured=times,
-            rates={"tokens/s": ITEMS * TOKENS},
-            goals=goals,
-        ),
-        Table(title="peak memory of a rank", unit="MB", measured=peaks, goals=goals),
-        *planning(arguments),
-    ]
+    tables: list[Table] = []
+    for what, contestants, num_tokens in (
+        ("layers", CONTESTANTS, ITEMS * TOKENS),
+        ("sequences", SEQUENCES, 8 * TOKENS),
+    ):
+        first, *others = contestants
+        goals = [Goal(of=name, beside=first, most=1.03) for name in others if name.startswith("drivetrain")]
+        measured = {name: times[name] for name in contestants}
+        rates = {"tokens/s": num_tokens}
+        tables += [
+            Table(
+                title=f"one step of divided {what}, two ranks",
+                unit="ms",
+                measured=measured,
+                rates=rates,
+                goals=goals,
+            ),
+            Table(
+                title=f"peak memory of a rank, divided {what}",
+                unit="MB",
+                measured={name: peaks[name] for name in contestants},
+                goals=goals,
+            ),
+        ]
+    tables += planning(arguments)
     note = (
         "A step of torch's and of drivetrain's adds up 17 times in forward and 17 in backward, and gathers once. "
         "Plans of models\nare timed for 10 seconds, one round at least."

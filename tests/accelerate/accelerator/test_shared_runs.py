@@ -280,7 +280,7 @@ def test_ranks_shard_or_replicate_as_the_launch_or_the_dimensions_say(
             {"megatron_lm_plugin": object()},
             "^megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP",
         ),
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "splits sequences"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "cp_size divides sequences"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),
         ({"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]}, "communicate by gloo"),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "all nodes see"),

@@ -489,11 +489,11 @@ def test_dimensions() -> None:
     assert FSDPSettings(**hybrid).shard_size == 4
     sizes = parallelism_handlers.parallel_sizes
     assert sizes(ParallelismConfig(dp_shard_size=4)) == {}
-    assert sizes(ParallelismConfig(tp_size=2)) == {"data": 1, "shard": 1, "tensor": 2}
-    assert sizes(ParallelismConfig(tp_size=2, dp_shard_size=4)) == {"data": 1, "shard": 4, "tensor": 2}
-    for name in ("cp_size", "sp_size"):
-        with pytest.raises(TranslationError, match=rf"ParallelismConfig\({name}=2\)"):
-            sections(ParallelismConfig(**{name: 2}))
+    assert sizes(ParallelismConfig(tp_size=2)) == {"data": 1, "shard": 1, "context": 1, "tensor": 2}
+    both = ParallelismConfig(cp_size=2, dp_shard_size=4)
+    assert sizes(both) == {"data": 1, "shard": 4, "context": 2, "tensor": 1}
+    with pytest.raises(TranslationError, match=r"ParallelismConfig\(sp_size=2\)"):
+        sections(ParallelismConfig(sp_size=2))
     check_refused(TorchTensorParallelPlugin())
     with pytest.raises(TranslationError, match="tp_size=2"):
         check_refused(TorchTensorParallelPlugin(tp_size=2))

@@ -270,9 +270,7 @@ FP8_CONFIG = Family(
     }
 )
 
-_DIMENSIONS = (
-    "no backend divides sequences yet; --parallel-tensor divides layers, --parallel-shard parameters"
-)
+_CONTEXT = "--parallel-context N divides sequences among N processes"
 _REPLICATE = (
     "--backend ddp replicates over all ranks; --backend fsdp --fsdp-strategy hybrid_shard replicates over groups of "
     "--fsdp-shard-size N ranks"
@@ -319,7 +317,7 @@ LAUNCH = Family(
         "parallelism_config_dp_replicate_size": only("1", _REPLICATE),
         "parallelism_config_dp_shard_size": only("1", _SHARD),
         "parallelism_config_tp_size": only("1", "--parallel-tensor N divides layers among N processes"),
-        "parallelism_config_cp_size": only("1", _DIMENSIONS),
-        "parallelism_config_sp_size": only("1", _DIMENSIONS),
+        "parallelism_config_cp_size": only("1", _CONTEXT),
+        "parallelism_config_sp_size": only("1", _CONTEXT),
     },
 )

@@ -42,7 +42,7 @@ class SequencePlan:
     Attributes:
         size: The number of ranks.
         blocks: The names of the blocks that compute on a part of each sequence, in order.
-        compared: Those that are compared with what they compute undivided: one of each make.
+        compared: The blocks that are compared with what they compute undivided: one of each make.
         method: The way in which attention is divided; None for the one that the number of heads allows.
         is_random: Whether blocks draw random numbers when they train.
     """
@@ -194,8 +194,8 @@ class BlockStack:
 
         Args:
             name: The name of the block.
-            block: The block.
-            whole: Its undivided forward.
+            block: The module of that name.
+            whole: The undivided forward.
             args: The arguments of the call; the first tensor is hidden states of shape (batch, positions, width).
             kwargs: The keyword arguments, such as masks and positions, which are those of the whole sequence.
         """

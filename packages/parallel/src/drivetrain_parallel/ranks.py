@@ -105,7 +105,7 @@ class _Join(Function):
 
 
 class _Exchange(Function):
-    """What the ranks sent each other: the gradients go back the same way."""
+    """The parts that the ranks sent each other: the gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:

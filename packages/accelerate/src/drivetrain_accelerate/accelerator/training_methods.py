@@ -209,7 +209,7 @@ class TrainingMethods(PrepareMethods):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Run the block as it is: the run has no context parallel dimension."""
+        """Run the block as it is: prepared models divide sequences themselves, and return whole outputs."""
         del buffers, buffer_seq_dims, no_restore_buffers
         return nullcontext()
 

@@ -16,7 +16,6 @@ from drivetrain_accelerate.plugins.parallelism_handlers import (
 )
 
 _ENV = "PARALLELISM_CONFIG_"
-_UNSPLIT = "no backend of drivetrain's splits sequences over ranks yet; use dp_shard_size instead"
 # In the order of the mesh: the last are neighbours, with the fastest links.
 _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
@@ -36,9 +35,9 @@ class ParallelismConfig:
     dp_replicate_size: int = becomes("fsdp.strategy", default=None)
     dp_shard_size: int = becomes("fsdp.strategy, fsdp.shard_size", default=None)
     tp_size: int = becomes("parallel.tensor", default=None)
-    cp_size: int = refused("parallel.context", _UNSPLIT, default=None)
+    cp_size: int = becomes("parallel.context", default=None)
     cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType] filled below
-    sp_size: int = refused("parallel.context", _UNSPLIT, default=None)
+    sp_size: int = refused("parallel.context", "cp_size divides sequences", default=None)
     sp_backend: Literal["deepspeed"] = None  # pyright: ignore[reportAssignmentType]
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None

@@ -75,9 +75,8 @@ class DeepSpeedSequenceParallelConfig:
 
 def parallelism_sections(configuration: Any) -> dict[str, object]:
     """Return the `fsdp` section's fields for a `ParallelismConfig`: the strategy and the ranks of one replica."""
-    for name in ("cp_size", "sp_size"):
-        if (size := getattr(configuration, name)) > 1:
-            raise refusal(configuration, name, size)
+    if (size := configuration.sp_size) > 1:
+        raise refusal(configuration, "sp_size", size)
     if configuration.dp_shard_size == 1:
         return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
     if configuration.dp_replicate_size == 1:
@@ -86,11 +85,13 @@ def parallelism_sections(configuration: Any) -> dict[str, object]:
 
 
 def parallel_sizes(configuration: Any) -> dict[str, object]:
-    """Return the `parallel` section's fields for a `ParallelismConfig` that divides layers; none for others."""
+    """Return the `parallel` section's fields, if a `ParallelismConfig` divides layers or sequences."""
     if configuration.tp_handler is not None:
         check_refused(configuration.tp_handler)
-    names = {"data": "dp_replicate_size", "shard": "dp_shard_size", "tensor": "tp_size"}
-    return {ours: getattr(configuration, name) for ours, name in names.items() if configuration.tp_size > 1}
+    if configuration.tp_size == configuration.cp_size == 1:
+        return {}
+    names = {"data": "dp_replicate_size", "shard": "dp_shard_size", "context": "cp_size", "tensor": "tp_size"}
+    return {ours: getattr(configuration, name) for ours, name in names.items()}
 
 
 def check_dimensions(configuration: Any, *, num_processes: int) -> None:
