@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_parallel import divide_sequences, plan_sequences
-from drivetrain_parallel.blocks import sequence_dim
+from drivetrain_parallel import GroupRanks, divide_sequences, plan_sequences
+from drivetrain_parallel.block_stack import sequence_dim
 from drivetrain_parallel.errors import ParallelPlanError
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
 from parallel.transformers_cases import CASES, Case, inputs_of
@@ -229,22 +230,21 @@ def test_what_has_no_blocks_or_is_divided_is_refused() -> None:
         on_threads(2, work)
 
 
+@pytest.mark.ranks(2)
 def test_dropout_differs_inside_blocks_and_agrees_outside() -> None:
+    torch.manual_seed(0)
     model = Model(dropout=0.5)
     plan = plan_sequences(model, 2)
     assert plan.is_random
-    seen: list[Tensor] = [torch.empty(0)] * 2
-
-    def work(ranks: ThreadRanks) -> list[float]:
-        own = deepcopy(model)
-        divide_sequences(own, plan, ranks)
-        drop = own.blocks[0].drop
-        drop.register_forward_hook(lambda _, __, output: seen.__setitem__(ranks.rank, output == 0))
-        return own(tokens_of(8)).flatten().tolist()
-
-    outputs = on_threads(2, work)
-    assert outputs[0] == outputs[1]
-    assert not torch.equal(*seen)
+    divide_sequences(model, plan, GroupRanks(dist.group.WORLD))
+    dropped: list[Tensor] = []
+    model.blocks[0].drop.register_forward_hook(lambda _, __, output: dropped.append(output == 0))  # type: ignore[union-attr]
+    output = torch.cat([model(tokens_of(8)).detach().flatten(), torch.rand(1)])
+    outputs, masks = ([torch.empty_like(one) for _ in range(2)] for one in (output, dropped[-1]))
+    dist.all_gather(outputs, output)
+    dist.all_gather(masks, dropped[-1])
+    assert torch.equal(*outputs)
+    assert not torch.equal(*masks)
 
 
 @pytest.mark.parametrize(

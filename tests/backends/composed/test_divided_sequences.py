@@ -5,19 +5,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend
+from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend, SingleBackend
 from drivetrain_state import ParallelDims
 from plain_loop.backends import context
 
-BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend}
+BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend, "single": SingleBackend}
 MESHES = {
     "context 2": ParallelDims(context=2),
     "context 3": ParallelDims(context=3),
     "data 2 x context 2": ParallelDims(data=2, context=2),
     "shard 2 x context 2": ParallelDims(shard=2, context=2),
     "context 2 x tensor 2": ParallelDims(context=2, tensor=2),
+    "tensor 2": ParallelDims(tensor=2, sequence=True),
+    "shard 2 x tensor 2": ParallelDims(shard=2, tensor=2, sequence=True),
 }
-NUM_RANKS = {"context 2": 2, "context 3": 3}
+NUM_RANKS = {"context 2": 2, "context 3": 3, "tensor 2": 2}
 CASES = ("count, accumulated, clipped, uneven tails, 20 steps", "tied weights")
 WIDTH = 4
 
@@ -53,7 +55,9 @@ class SequenceLayer(nn.Module):
         states = x.unsqueeze(-1) * self.weight
         for block in self.blocks:
             states = block(states)
-        return self.output(torch.tanh(states).flatten(1)) / 4  # small, so that rounding does not grow by training
+        return (
+            self.output(torch.tanh(states).flatten(1)) / 4
+        )  # small, so that rounding does not grow by training
 
 
 def contract(kind: str, mesh: str, is_whole: bool) -> None:
@@ -79,8 +83,10 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
         ("fsdp", "shard 2 x context 2"),
         ("ddp", "context 2 x tensor 2"),
         ("fsdp", "context 2 x tensor 2"),
+        ("single", "tensor 2"),
+        ("fsdp", "shard 2 x tensor 2"),
     ],
 )
-@pytest.mark.default_cases("ddp-context 2-two cases", "fsdp-context 2-two cases")
+@pytest.mark.default_cases("ddp-context 2-two cases", "single-tensor 2-two cases")
 def test_the_contract_holds_on_divided_sequences(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(contract, kind, mesh, is_whole, num_processes=NUM_RANKS.get(mesh, 4), timeout_seconds=170)

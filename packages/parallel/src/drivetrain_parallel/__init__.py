@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from drivetrain_parallel.apply import has_divided_layers as has_divided_layers
     from drivetrain_parallel.apply import named_cuts as named_cuts
     from drivetrain_parallel.apply import part_of as part_of
+    from drivetrain_parallel.between_layers import BetweenPlan as BetweenPlan
+    from drivetrain_parallel.between_layers import divide_between_layers as divide_between_layers
+    from drivetrain_parallel.between_layers import plan_between_layers as plan_between_layers
+    from drivetrain_parallel.block_stack import has_divided_sequences as has_divided_sequences
     from drivetrain_parallel.blocks import SequencePlan as SequencePlan
     from drivetrain_parallel.blocks import divide_sequences as divide_sequences
-    from drivetrain_parallel.blocks import has_divided_sequences as has_divided_sequences
     from drivetrain_parallel.blocks import plan_sequences as plan_sequences
     from drivetrain_parallel.errors import ParallelPlanError as ParallelPlanError
     from drivetrain_parallel.plan import AttributeChange as AttributeChange
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
 # Module -> its public names.
 _NAMES = {
     "apply": "divide_model has_divided_layers named_cuts part_of",
-    "blocks": "SequencePlan divide_sequences has_divided_sequences plan_sequences",
+    "between_layers": "BetweenPlan divide_between_layers plan_between_layers",
+    "block_stack": "has_divided_sequences",
+    "blocks": "SequencePlan divide_sequences plan_sequences",
     "errors": "ParallelPlanError",
     "plan": "AttributeChange Cut LayerPlan ParallelPlan",
     "planning": "plan_model",

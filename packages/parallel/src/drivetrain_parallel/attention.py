@@ -7,7 +7,7 @@ queries, as Llama 3 does (Meta 2024): no number of heads is needed.
 
 from collections.abc import Callable, Iterable
 from math import gcd
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,7 @@ from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.ranks import TensorRanks, exchange, gather
 from drivetrain_parallel.sequence import SequenceCut
 
-AttentionMethod = Literal["heads", "gathered"]
-METHODS: tuple[AttentionMethod, ...] = get_args(AttentionMethod)
+METHODS = ("heads", "gathered")
 
 
 class DividedAttention(TorchFunctionMode):
@@ -35,7 +34,7 @@ class DividedAttention(TorchFunctionMode):
         method: The way; None for "heads" where the ranks divide their number, and "gathered" elsewhere.
     """
 
-    def __init__(self, cut: SequenceCut, ranks: TensorRanks, method: AttentionMethod | None) -> None:
+    def __init__(self, cut: SequenceCut, ranks: TensorRanks, method: str | None) -> None:
         super().__init__()
         self._cut, self._ranks, self._method = cut, ranks, method
 

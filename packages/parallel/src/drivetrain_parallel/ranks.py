@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from drivetrain_parallel.sequence import SequenceCut
+
 
 class TensorRanks(Protocol):
     """The ranks that divide a model's layers.
@@ -131,6 +133,21 @@ class _Gather(Function):
         return ctx.ranks.exchange(parts).sum(0), None, None
 
 
+class _TakePositions(Function):
+    """This rank's positions of a whole sequence: the gradients of all ranks are that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
+        ctx.cut, ctx.ranks = cut, ranks
+        return tensor.index_select(1, cut.positions(ranks.rank))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        sizes = (ctx.cut.own_length,) * ctx.cut.size
+        whole = ctx.ranks.join(gradients[0].contiguous(), 1, sizes)
+        return whole.index_select(1, ctx.cut.order), None, None
+
+
 def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """Return a tensor that all ranks hold alike, for a part of the model that they divide.
 
@@ -160,3 +177,8 @@ def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     The gradient of a part is the sum over the ranks. Called on all of them.
     """
     return _Gather.apply(tensor, dim % tensor.dim(), ranks)  # type: ignore[no-any-return]
+
+
+def take_positions(tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
+    """Return this rank's positions of (batch, length, ...) that all ranks hold alike. Called on all of them."""
+    return _TakePositions.apply(tensor, cut, ranks)  # type: ignore[no-any-return]

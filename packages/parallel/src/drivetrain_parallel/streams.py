@@ -1,6 +1,7 @@
 """Random numbers inside divided layers: each rank draws its own, whereas all ranks draw the same outside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -37,6 +38,15 @@ class RankStream:
     def forget(self) -> None:
         """Leave the generator as it is, which another has put back."""
         self._outside = None
+
+    @contextmanager
+    def outside(self) -> Generator[None]:
+        """Draw the numbers of all ranks in the block, and this rank's own after it if that had begun."""
+        had_begun = self._outside is not None
+        self.close()
+        yield
+        if had_begun:
+            self.open()
 
     def close(self) -> None:
         """Go on with the numbers that all ranks draw."""

@@ -123,6 +123,12 @@ class ParallelDims:
         "unset: by heads where they divide.",
         needs="context",
     )
+    sequence: bool = _setting(
+        "Whether the tensor dimension also divides what stands between divided layers, such as norms and residuals, "
+        "along sequences.",
+        default=False,
+        needs="tensor",
+    )
     tensor_styles: Mapping[str, str] | None = _setting(
         "How the tensor dimension divides layers, by patterns of their names: column, row, vocabulary, "
         "gathered_column, summed or whole; unset: by the model's own plan, or as found by a trial.",

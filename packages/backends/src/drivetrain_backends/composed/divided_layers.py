@@ -24,11 +24,14 @@ from drivetrain_backends.optim.divided_trial import check_steps_parts
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_messages import format_count
 from drivetrain_parallel import (
+    BetweenPlan,
     Cut,
     GroupRanks,
     ParallelPlan,
+    divide_between_layers,
     divide_model,
     named_cuts,
+    plan_between_layers,
     plan_model,
 )
 from drivetrain_precision import is_low_bit
@@ -90,7 +93,9 @@ class DivideLayers(ModelTransform):
         self._context = context
         self._size = context.ranks("tensor").size
         self._styles = None if context.parallelism is None else context.parallelism.tensor_styles
+        self._is_between = context.parallelism is not None and bool(context.parallelism.sequence)
         self._plans: dict[nn.Module, ParallelPlan] = {}
+        self._between: dict[nn.Module, BetweenPlan] = {}
         self._shown: dict[str, str] = {}
 
     def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -100,6 +105,7 @@ class DivideLayers(ModelTransform):
             ValueError: Styles or sizes do not fit the model, or an optimizer keeps states that cannot be divided.
         """
         self._plans.clear()
+        self._between.clear()
         for model in models:
             if self._find(model) is None:
                 refuse_divided(model)
@@ -113,7 +119,9 @@ class DivideLayers(ModelTransform):
                 )
         for model in models:
             if self._find(model) is None:
-                self._plans[model] = plan_model(unwrap_compiled(model), self._size, self._styles)
+                plan = self._plans[model] = plan_model(unwrap_compiled(model), self._size, self._styles)
+                if self._is_between and plan.layers:
+                    self._between[model] = plan_between_layers(unwrap_compiled(model), plan)
         if any(plan.layers for plan in self._plans.values()) or any(self.cuts.values()):
             for optimizer in optimizers:
                 check_steps_parts(optimizer, self._context, num_ranks=self._size)
@@ -132,6 +140,8 @@ class DivideLayers(ModelTransform):
             group = self._context.ranks("tensor").process_group
             assert group is not None  # of several ranks
             divide_model(inner, plan, GroupRanks(group), device=self._context.device)
+            if (between := self._between.get(model)) is not None:
+                divide_between_layers(inner, between, GroupRanks(group), device=self._context.device)
             compare_first_input(inner, self._context, over="tensor")
             # Outside divided layers these ranks drop the same elements, and inside each draws its own.
             synchronize_rng_states(self._context, ("torch", "accelerator"), over="tensor")
