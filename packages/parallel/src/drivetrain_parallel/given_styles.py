@@ -15,7 +15,6 @@ from drivetrain_parallel.layers import kind_of
 from drivetrain_parallel.plan import STYLES, LayerPlan, ParallelPlan, Style
 from drivetrain_parallel.regions import (
     RegionShape,
-    column_plan,
     layer_sizes,
     output_cuts,
     proposals,
@@ -84,6 +83,8 @@ def read_library_plan(model: nn.Module) -> tuple[dict[str, GivenStyle], dict[str
     names = [name for name, _ in model.named_modules() if name]
     styles: dict[str, GivenStyle] = {}
     left: dict[str, str] = {}
+    # Some models gather the outputs of layers that are no head.
+    vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     for pattern, word in (plan if isinstance(plan, dict) else {}).items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name in filter(wanted.fullmatch, names):
@@ -93,7 +94,8 @@ def read_library_plan(model: nn.Module) -> tuple[dict[str, GivenStyle], dict[str
             elif not _fits(layer, style):
                 left[name] = f"a {type(layer).__name__} cannot be divided"
             else:
-                styles[name] = GivenStyle(style)
+                is_head = style == "gathered_column" and _num_outputs(layer) in vocabularies
+                styles[name] = GivenStyle("vocabulary_column" if is_head else style)
     # A head may be tied to an embedding of a class that cannot be divided.
     whole = {
         p
@@ -157,17 +159,20 @@ def plan_styles(
 
 def _plan_outputs(name: str, layer: nn.Module, style: Style, size: int) -> ParallelPlan:
     """Return the plan of a layer that is divided along its outputs and needs no region."""
-    kind = kind_of(layer)
+    kind, number = kind_of(layer), _num_outputs(layer)
     assert kind is not None
-    number = layer.get_parameter("weight").shape[kind.outputs]
     if number < size:
         raise ParallelPlanError(f"{name} has {number} outputs, fewer than the {size} ranks that divide it")
     _refuse_options(name, layer)
-    if style == "gathered_column":
-        one = column_plan(layer, name, (number,), number, region="")
-    else:
-        one = LayerPlan(name=name, style=style, cuts=output_cuts(layer, kind, (number,), number))
+    one = LayerPlan(name=name, style=style, cuts=output_cuts(layer, kind, (number,), number))
     return ParallelPlan(size=size, layers=(one,))
+
+
+def _num_outputs(layer: nn.Module) -> int:
+    """Return the number of outputs of a layer that can be divided; of an embedding, that of its rows."""
+    kind = kind_of(layer)
+    assert kind is not None
+    return layer.get_parameter("weight").shape[kind.outputs]
 
 
 def _refuse_options(name: str, layer: nn.Module) -> None:

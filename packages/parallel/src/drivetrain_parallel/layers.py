@@ -6,6 +6,7 @@ kind says along which dimensions of its weight outputs and inputs lie, and how i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from drivetrain_parallel.compat import exchanged_parameters
 from drivetrain_parallel.plan import LayerPlan, Style
 from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join
 from drivetrain_parallel.streams import RankStream
+from drivetrain_parallel.vocabulary_logits import divided_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,22 @@ def _gathered_column(
     return forward
 
 
+def _vocabulary_column(
+    plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None
+) -> _Forward:
+    del region, layer
+    sizes, calls = plan.cuts["weight"].sizes(ranks.size), count()
+
+    def forward(module: nn.Module, whole: Callable[..., Tensor], tensor: Tensor) -> Tensor:
+        part = whole(module, enter(tensor, ranks))
+        # Ranks train alike, whereas one of them may evaluate or show what the model returns.
+        if module.training and part.requires_grad and not torch.compiler.is_compiling():
+            return divided_logits(part, sizes, ranks, f"{plan.name}, call {next(calls)}")
+        return join(part, -1, sizes, ranks)
+
+    return forward
+
+
 def _vocabulary(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
     del region, layer
     cut = plan.cuts["weight"]
@@ -202,6 +220,7 @@ _FORWARDS: Mapping[Style, Callable[[LayerPlan, TensorRanks, Region, LayerKind | 
             "column": _column,
             "row": _row,
             "gathered_column": _gathered_column,
+            "vocabulary_column": _vocabulary_column,
             "vocabulary": _vocabulary,
             "summed": _summed,
         }

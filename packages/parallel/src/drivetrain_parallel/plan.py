@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Style = Literal["column", "row", "vocabulary", "gathered_column", "summed"]
+Style = Literal["column", "row", "vocabulary", "gathered_column", "vocabulary_column", "summed"]
 STYLES: tuple[Style, ...] = get_args(Style)
 
 
@@ -75,6 +75,8 @@ class LayerPlan:
     - `column`: each rank computes some of the outputs, from the whole input.
     - `row`: each rank computes a part of every output from some of the inputs; the parts are added up.
     - `gathered_column`: as `column`, and the outputs of all ranks are joined.
+    - `vocabulary_column`: as `gathered_column`; in training the outputs are joined only if something else than a
+      cross entropy asks for them.
     - `vocabulary`: each rank holds some rows of an embedding; what ranks look up is added up.
     - `summed`: every rank holds the whole layer and applies it to its own part of the activations, as a norm of
       each head; the gradients of its parameters are added up.

@@ -1,6 +1,7 @@
 """The ranks that hold one model together, and collectives over them that autograd follows."""
 
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,12 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from drivetrain_parallel.sequence import SequenceCut
+
+_LONE = (
+    "{by}() asks on this rank for the whole of what each rank holds a part of ({place}), and other ranks do not come "
+    "to it, or ask for something else: call it on all ranks alike; or give the layer the style 'gathered_column', "
+    "under which every rank holds the whole"
+)
 
 
 class TensorRanks(Protocol):
@@ -34,13 +41,27 @@ class TensorRanks(Protocol):
         """Send element i of dimension 0 to rank i, and return what each rank sent, in order. Called on all ranks."""
         ...
 
+    def meet(self, place: str, by: str) -> None:
+        """Wait on the host until all ranks come to a `place`; `by` is the function that asks for it.
+
+        Raises:
+            RuntimeError: Another rank is at another place, or does not come.
+        """
+        ...
+
 
 class GroupRanks:
-    """The ranks of a process group."""
+    """The ranks of a process group.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    Args:
+        group: The group in which they add up and join.
+        host: A group of the same ranks for tensors of the CPU, in which they meet and do nothing else: a rank that
+            waits there alone disturbs no collective of the others. By default they do not meet.
+    """
+
+    def __init__(self, group: ProcessGroup, *, host: ProcessGroup | None = None) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+        self._group, self._host = group, host
 
     def add_up(self, tensor: Tensor) -> None:
         """Add up a tensor over the group; see `TensorRanks`."""
@@ -61,6 +82,19 @@ class GroupRanks:
         received = torch.empty_like(tensor)
         dist.all_to_all_single(received, tensor, group=self._group)
         return received
+
+    def meet(self, place: str, by: str) -> None:
+        """Wait until all ranks come to a place; see `TensorRanks`."""
+        if self._host is None:
+            return
+        own = torch.tensor([crc32(place.encode())])
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, own, group=self._host)
+        except RuntimeError as error:
+            raise RuntimeError(_LONE.format(by=by, place=place)) from error
+        if any(one != own for one in found):
+            raise RuntimeError(_LONE.format(by=by, place=place))
 
 
 class _Enter(Function):

@@ -114,8 +114,9 @@ def column_plan(
     """Return the plan of a column layer, whose bias is divided as its outputs."""
     kind = kind_of(layer)
     assert kind is not None
-    style = "column" if region else "gathered_column"
-    return LayerPlan(name=name, style=style, region=region, cuts=output_cuts(layer, kind, pieces, num_units))
+    return LayerPlan(
+        name=name, style="column", region=region, cuts=output_cuts(layer, kind, pieces, num_units)
+    )
 
 
 def output_cuts(

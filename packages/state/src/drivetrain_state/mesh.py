@@ -131,7 +131,8 @@ class ParallelDims:
     )
     tensor_styles: Mapping[str, str] | None = _setting(
         "How the tensor dimension divides layers, by patterns of their names: column, row, vocabulary, "
-        "gathered_column, summed or whole; unset: by the model's own plan, or as found by a trial.",
+        "vocabulary_column, gathered_column, summed or whole; unset: by the model's own plan, or as found by a "
+        "trial.",
         needs="tensor",
     )
 

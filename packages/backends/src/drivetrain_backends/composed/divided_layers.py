@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,6 +38,7 @@ from drivetrain_parallel import (
 )
 from drivetrain_precision import is_low_bit
 from drivetrain_state import Context, broadcast_object, synchronize_rng_states
+from drivetrain_state.rank_group import end_group
 from drivetrain_weights.meta_init import initialise, replace_meta_tensors
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,7 @@ class DivideLayers(ModelTransform):
         self._plans: dict[nn.Module, ParallelPlan] = {}
         self._between: dict[nn.Module, BetweenPlan] = {}
         self._shown: dict[str, str] = {}
+        self._meetings: ProcessGroup | None = None
 
     def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Plan the division of new models; refuse models and optimizers that cannot be divided.
@@ -139,9 +143,10 @@ class DivideLayers(ModelTransform):
         if plan.layers:
             group = self._context.ranks("tensor").process_group
             assert group is not None  # of several ranks
-            divide_model(inner, plan, GroupRanks(group), device=self._context.device)
+            ranks = GroupRanks(group, host=self._meeting_place(plan))
+            divide_model(inner, plan, ranks, device=self._context.device)
             if (between := self._between.get(model)) is not None:
-                divide_between_layers(inner, between, GroupRanks(group), device=self._context.device)
+                divide_between_layers(inner, between, ranks, device=self._context.device)
             compare_first_input(inner, self._context, over="tensor")
             # Outside divided layers these ranks drop the same elements, and inside each draws its own.
             synchronize_rng_states(self._context, ("torch", "accelerator"), over="tensor")
@@ -158,6 +163,13 @@ class DivideLayers(ModelTransform):
         """Return what is divided, in words."""
         said = "; ".join(f"{kind}: {layers}" for kind, layers in self._shown.items())
         return {"divided": f"among {self._size} ranks: {said}"} if said else {}
+
+    def _meeting_place(self, plan: ParallelPlan) -> ProcessGroup | None:
+        """Return a group where a rank waits that asks alone for whole logits. Called on all ranks."""
+        if self._meetings is None and any(layer.style == "vocabulary_column" for layer in plan.layers):
+            self._meetings = self._context.ranks("tensor").new_group(backend="gloo")
+            self._context.before_close(partial(end_group, self._meetings.group_name))
+        return self._meetings
 
     def _find(self, model: nn.Module) -> Mapping[str, Cut] | None:
         """Return the division of a model that an earlier `prepare` divided, compiled or not."""
