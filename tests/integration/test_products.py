@@ -25,7 +25,7 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "ddp", 4),
 }
 # Of 65 words and 3 heads, two ranks hold 32 and 33, and 1 and 2.
-STYLES = {"transformer.wte": "vocabulary", "lm_head": "gathered_column"}
+STYLES = {"transformer.wte": "vocabulary", "lm_head": "vocabulary_column"}
 STEPS = 3
 
 

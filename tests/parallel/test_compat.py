@@ -1,10 +1,16 @@
-"""A module's dict of parameters is what its forward reads them from."""
+"""A module's dict of parameters is what its forward reads them from; wrappers of tensors hold no values."""
 
 import pytest
 import torch
 from torch import nn
 
-from drivetrain_parallel.compat import exchanged_parameters
+from drivetrain_parallel.compat import (
+    DisableTorchFunctionSubclass,
+    changes_in_place,
+    exchanged_parameters,
+    make_wrapper,
+    tree_map_only,
+)
 
 
 def test_a_forward_reads_the_exchanged_parameters() -> None:
@@ -24,3 +30,29 @@ def test_the_parameters_are_back_after_a_failure_and_none_stays_none() -> None:
     with exchanged_parameters(layer, torch.clone):
         assert layer.bias is None
     assert layer.weight is weight
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without values."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> None:
+        raise RuntimeError(f"{func} has no values")
+
+
+def test_a_wrapper_looks_like_a_wider_tensor_and_computes_nothing() -> None:
+    part = torch.ones(4, 6, 3, dtype=torch.float64)[:, 2:]
+    made = make_wrapper(Wrapper, part, 10)
+    assert (made.shape, made.stride(), made.dtype) == ((4, 4, 10), (60, 10, 1), torch.float64)
+    with pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor has no values"):
+        made.mul(2)
+    with DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="has no values"):
+        made.sum()
+    assert tree_map_only(Wrapper, id, ([made], {"a": part})) == ([id(made)], {"a": part})
+
+
+def test_operators_that_change_an_argument_are_known() -> None:
+    assert changes_in_place(torch.ops.aten.mul_.Tensor)
+    assert not changes_in_place(torch.ops.aten.mul.Tensor)

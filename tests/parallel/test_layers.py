@@ -30,6 +30,9 @@ class CountingRanks:
     def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         return self.inner.join(tensor, dim, sizes)
 
+    def meet(self, place: str, by: str) -> None:
+        self.inner.meet(place, by)
+
 
 def embedding_plan(rows: int, size: int) -> ParallelPlan:
     cuts = {"weight": Cut(dim=0, pieces=(rows,), num_units=rows)}

@@ -7,13 +7,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain_parallel import ParallelPlanError, plan_model
 from optional_modules import skip_without
 from parallel.divided import assert_same, with_random_values
 from parallel.models import WIDTH, Attention, Block, Perceptron
-from parallel.transformers_cases import CASES, Case, inputs_of
+from parallel.transformers_cases import CASES, VOCABULARY, Case, inputs_of
 
 SIZES = {"gpt2": (2, 3), "llama": (2,)}
 DIVIDED = [(name, size) for name in CASES for size in SIZES.get(name, (2,))]
@@ -38,6 +39,31 @@ def compare(case: Case, size: int) -> None:
 def test_a_model_of_transformers_computes_the_same(name: str, size: int) -> None:
     skip_without("transformers")
     compare(CASES[name], size)
+
+
+HEADS = ("llama", "llama tied", "qwen2", "qwen3", "gemma2", "mistral", "gpt neox", "phi3", "deepseek v3")
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.default_cases("gemma2")  # which caps its logits
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_computes_its_loss_in_parts(name: str) -> None:
+    skip_without("transformers")
+    model = with_random_values(CASES[name].build()).train()
+    plan = plan_model(model, 2)
+    assert {layer.name for layer in plan.layers if layer.style == "vocabulary_column"} == {"lm_head"}
+    (tokens,) = inputs_of(CASES[name])
+
+    def own_loss(own: nn.Module, _: Sequence[Tensor]) -> Tensor:
+        logits = own(input_ids=tokens).logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
+
+    def its_loss(own: nn.Module, _: Sequence[Tensor]) -> Tensor:
+        labels = tokens.masked_fill(tokens % 5 == 0, -100)
+        return own(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(7)).loss
+
+    assert assert_same(model, [], plan, call=own_loss) == {""}
+    assert assert_same(model, [], plan, call=its_loss, tolerance=1e-5) == {""}  # it computes the loss in fp32
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,6 @@ def test_a_layer_without_bias_has_one_cut() -> None:
     kind = kind_of(layer)
     assert kind is not None
     assert output_cuts(layer, kind, (6,), 6) == {"weight": Cut(dim=0, pieces=(6,), num_units=6)}
-    assert column_plan(layer, "head", (6,), 6, region="").style == "gathered_column"
     assert layer_sizes(layer) == (4, 6)
 
 

@@ -98,6 +98,16 @@ CASES: Mapping[str, Case] = {
     ),
     "qwen2": _decoder(model="Qwen2ForCausalLM", config="Qwen2Config"),
     "qwen3": _decoder(model="Qwen3ForCausalLM", config="Qwen3Config", settings={**_GROUPED, "head_dim": 8}),
+    "gemma2": _decoder(
+        model="Gemma2ForCausalLM",
+        config="Gemma2Config",
+        settings={
+            **_GROUPED,
+            "head_dim": 8,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "mistral": _decoder(model="MistralForCausalLM", config="MistralConfig"),
     "mixtral": _decoder(
         model="MixtralForCausalLM",

@@ -301,3 +301,38 @@ def test_ranks_that_draw_other_numbers_are_told_at_the_first_step(run_ranks) -> 
     first, second = run_ranks(other_numbers, num_processes=2)
     assert "differs on ranks 1 from rank 0" in first
     assert first == second
+
+
+class Words(Perceptron):
+    """A perceptron with a head over its words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) tokens to (batch, length, 5)."""
+        return self.head(super().forward(tokens))
+
+
+def looks(kind: str) -> str:
+    """Train on logits that stay divided, then look at other logits on each rank."""
+    styles = {**STYLES, "head": "vocabulary_column"}
+    with context(parallelism=ParallelDims(tensor=2, tensor_styles=styles)) as where:
+        torch.manual_seed(0)
+        model = Words()
+        backend, one = prepared(where, kind, model, SGD(model.parameters(), lr=0.1))
+        backend.window.begin(is_last=True)
+        backend.backward(nn.functional.cross_entropy(one.model(TOKENS).flatten(0, 1), TOKENS.flatten()))
+        one.optimizers[0].step()
+        logits = [one.model(TOKENS), one.model(TOKENS)]
+        with pytest.raises(RuntimeError) as caught:
+            logits[where.topology.rank].argmax(-1)
+        backend.close()
+        return str(caught.value)
+
+
+def test_ranks_that_look_at_other_logits_are_told_so(run_ranks) -> None:
+    for number, said in enumerate(run_ranks(looks, "single", num_processes=2)):
+        assert said.startswith("argmax() asks on this rank for the whole of what each rank holds a part of")
+        assert f"(head, call {number + 1})" in said
