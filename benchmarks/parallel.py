@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -99,12 +100,13 @@ def raw() -> Step:
     return loop(parallelize_module(model, mesh(), plan), x)
 
 
-def package_alone() -> Step:
-    """drivetrain-parallel in the loop of plain torch."""
+def package_alone(**styles: str) -> Step:
+    """drivetrain-parallel in the loop of plain torch; `styles` are of layers, by their names."""
     from drivetrain_parallel import GroupRanks, divide_model, plan_model
 
     model, x = make()
-    divide_model(model, plan_model(model, dist.get_world_size()), GroupRanks(mesh().get_group("tensor")))
+    plan = plan_model(model, dist.get_world_size(), styles)
+    divide_model(model, plan, GroupRanks(mesh().get_group("tensor")))
     return loop(model, x)
 
 
@@ -227,6 +229,7 @@ CONTESTANTS: dict[str, Callable[[], Step]] = {
     RAW: raw,
     "drivetrain, Accelerator": accelerator,
     "drivetrain-parallel alone": package_alone,
+    "the same, with joined logits": partial(package_alone, lm_head="gathered_column"),
     "transformers, tp_size": transformers_own,
 }
 SEQUENCES: dict[str, Callable[[], Step]] = {
@@ -371,8 +374,9 @@ def main() -> None:
         ]
     tables += planning(arguments)
     note = (
-        "A step of torch's and of drivetrain's adds up 17 times in forward and 17 in backward, and gathers once. "
-        "Plans of models\nare timed for 10 seconds, one round at least."
+        "A step of torch's and of drivetrain's adds up 17 times in forward and 17 in backward, and gathers once: "
+        "logits, or two\nnumbers of each token's loss where drivetrain does not join them. Plans of models are timed "
+        "for 10 seconds, one round at least."
     )
     report("parallel", tables, arguments, note=note)
 
