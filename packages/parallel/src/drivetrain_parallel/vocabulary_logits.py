@@ -96,7 +96,7 @@ class DividedLogits(Tensor):
             one, other = args
             if one.sizes == other.sizes and not (one.is_joined or other.is_joined):
                 return cls.of(one.part + other.part, one.sizes, one.ranks, f"{one.place} + {other.place}")
-        if type(args[0]) is cls and changes_in_place(func):
+        if args and type(args[0]) is cls and changes_in_place(func):
             raise RuntimeError(
                 f"{name} changes divided logits in place, past torch's functions: give it `logits.clone()`, or the "
                 "head the style 'gathered_column'"
