@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain_parallel.block_stack import BlockStack, Call, divide_blocks
+from drivetrain_parallel.block_stack import BlockCall, BlockStack, divide_blocks
 from drivetrain_parallel.blocks import find_blocks
 from drivetrain_parallel.layers import Region, divide_layer
 from drivetrain_parallel.plan import LayerPlan, ParallelPlan
@@ -143,7 +143,7 @@ def _run_around(
     if stack.is_whole:
         return whole(module, *args, **kwargs)
     if joins:
-        call = Call(args, kwargs)
+        call = BlockCall(args, kwargs)
         cut = stack.current_cut(call.states)
         args, kwargs = call.changed(lambda one: division.join(one, cut) if one is call.states else one)
     with stream.outside() if joins and takes else nullcontext():  # all ranks compute this alike

@@ -1,7 +1,7 @@
 """A stack of blocks that computes on parts of sequences, while the model around it sees the whole.
 
-The first block takes this rank's part of the hidden states, and the last one joins the parts. A `Division` says how,
-and what else is divided inside. This is compared once with what a block computes undivided.
+The first block takes this rank's part of the hidden states, and the last one joins the parts. A `SequenceDivision`
+says how, and what else is divided inside. This is compared once with what a block computes undivided.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ _SAMPLE = 32  # positions a rank, of which a block is compared
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest value; 5e-2 for narrower dtypes
 
 
-class Division(Protocol):
+class SequenceDivision(Protocol):
     """A way in which the blocks of a model compute on parts of sequences.
 
     Attributes:
@@ -87,7 +87,7 @@ class BlockStack:
         compared: Iterable[str],
         ranks: TensorRanks,
         stream: RankStream,
-        division: Division,
+        division: SequenceDivision,
     ) -> None:
         self.blocks, self._ranks, self._stream, self._division = blocks, ranks, stream, division
         self.is_whole = False  # whether a block computes on whole sequences, to be compared
@@ -124,7 +124,7 @@ class BlockStack:
             args: The arguments of the call; the first tensor is hidden states of shape (batch, positions, width).
             kwargs: The keyword arguments, such as masks and positions, which are those of the whole sequence.
         """
-        call = Call(args, kwargs)
+        call = BlockCall(args, kwargs)
         is_first = name == self.blocks[0]
         cut = self._first_cut(call.states) if is_first else self.current_cut(call.states)
         if name in self._to_compare:
@@ -182,7 +182,7 @@ class BlockStack:
             )
 
     def _run_part(
-        self, whole: Callable[..., Any], call: "Call", cut: SequenceCut, *, takes_part: bool
+        self, whole: Callable[..., Any], call: "BlockCall", cut: SequenceCut, *, takes_part: bool
     ) -> Any:
         def own(tensor: Tensor) -> Tensor:
             if tensor is not call.states:
@@ -195,7 +195,7 @@ class BlockStack:
 
     @torch.no_grad()
     def _compare(
-        self, name: str, block: nn.Module, whole: Callable[..., Any], call: "Call", cut: SequenceCut
+        self, name: str, block: nn.Module, whole: Callable[..., Any], call: "BlockCall", cut: SequenceCut
     ) -> None:
         """Refuse a block that computes other values on divided sequences: on the first positions of its arguments."""
         if name == self.blocks[0]:
@@ -207,7 +207,7 @@ class BlockStack:
 
         with _DetachedCopies():
             args, kwargs = call.changed(shorten, deepcopy)
-            own = Call(*Call(args, kwargs).changed(lambda tensor: tensor, deepcopy))
+            own = BlockCall(*BlockCall(args, kwargs).changed(lambda tensor: tensor, deepcopy))
         modes = [(module, module.training) for module in block.modules()]
         running, self.is_whole = self._cut, True
         try:
@@ -249,7 +249,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """The arguments of a block's call."""
 
     args: tuple[Any, ...]

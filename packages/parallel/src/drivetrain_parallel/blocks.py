@@ -166,5 +166,5 @@ class ContextDivision:
         return tensor if dim is None else tensor.index_select(dim, cut.positions(self._ranks.rank))
 
     def computing(self, cut: SequenceCut) -> DividedAttention:
-        """Divide attention."""
+        """Return the context in which attention is divided."""
         return DividedAttention(cut, self._ranks, self._method)

@@ -168,7 +168,7 @@ class _Gather(Function):
 
 
 class _TakePositions(Function):
-    """This rank's positions of a whole sequence: the gradients of all ranks are that of the whole."""
+    """The positions of this rank, of a whole sequence: the gradients of all ranks are that of the whole."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
