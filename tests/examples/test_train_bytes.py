@@ -105,6 +105,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
         pytest.param(("--backend", "deepspeed", "--deepspeed-stage", "3"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
+        pytest.param(("--parallel-tensor", "2", "--parallel-sequence"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-context", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-context", "2", "--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
         pytest.param(
