@@ -12,9 +12,10 @@ from drivetrain_backends import (
     FSDPSettings,
     SingleBackend,
 )
-from drivetrain_state import StateSettings, connect
+from drivetrain_state import ParallelDims, StateSettings, connect
 from hardware.devices import OnDevice, here
 from optional_modules import skip_without
+from sequence_layer import SequenceLayer
 
 
 class SingleContract(BackendContract):
@@ -69,6 +70,31 @@ def test_fsdp_passes_the_contract(
 ) -> None:
     for ran in on_device(check, contract.__name__, num_processes=num_processes):
         assert set(BackendContract.cases) < set(ran)
+
+
+MESHES = {
+    "tensor 2": ("SingleContract", ParallelDims(tensor=2)),
+    "tensor 2, sequences": ("SingleContract", ParallelDims(tensor=2, sequence=True)),
+    "context 2": ("DDPContract", ParallelDims(context=2)),
+}
+
+
+def check_divided(mesh: str) -> list[str]:
+    """Run two cases of a contract on models that two ranks divide; their names."""
+    name, parallelism = MESHES[mesh]
+    contract = type("Divided", (getattr(sys.modules[__name__], name),), {"layer": SequenceLayer})()
+    settings = StateSettings(device=here().name, watchdog=False)
+    cases = ("count, accumulated, clipped, uneven tails, 20 steps", "tied weights")
+    with connect(settings, parallelism=parallelism, needs_group=True) as context:
+        for case in cases:
+            contract.check_case(context, case, contract.cases[case])
+    return list(cases)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
+def test_divided_models_pass_the_contract(on_device: OnDevice, mesh: str) -> None:
+    on_device(check_divided, mesh, num_processes=2)
 
 
 def check_deepspeed(stage: int) -> list[str]:

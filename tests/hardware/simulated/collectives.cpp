@@ -132,6 +132,13 @@ class Collectives final : public c10d::Backend {
             Reduction::scale(out, reduction.after);
         });
     }
+    Handle alltoall_base(
+        at::Tensor& output, at::Tensor& input, std::vector<int64_t>& received, std::vector<int64_t>& sent,
+        const c10d::AllToAllOptions& options) override {
+        return carry(OpType::ALLTOALL_BASE, {input}, {output}, [&](Tensors& in, Tensors& out) {
+            host_->alltoall_base(out[0], in[0], received, sent, options)->wait();
+        });
+    }
     Handle scatter(
         Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
         const Tensors given = inputs.empty() ? Tensors() : inputs[0];
