@@ -32,9 +32,17 @@ class ThreadRanks:
         assert tuple(one.shape[dim] for one in found) == sizes
         return torch.cat(found, dim)
 
-    def exchange(self, tensor: Tensor) -> Tensor:
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
         assert tensor.is_contiguous()
-        return torch.stack([one[self.rank] for one in self._exchange(tensor)])
+        sent, received = (one or [1] * self.size for one in (sent, received))
+        assert len(tensor) == sum(sent)
+        numbers = self._exchange(torch.tensor(sent))
+        given = zip(self._exchange(tensor), numbers, strict=True)
+        found = [rows.split(each.tolist())[self.rank] for rows, each in given]
+        assert [len(rows) for rows in found] == list(received)
+        return torch.cat(found)
 
     def meet(self, place: str, by: str) -> None:
         self.joined_by = by
@@ -142,6 +150,8 @@ def assert_near(
         assert all(one is None or not one.any() for one in (found, expected)), f"{what} is missing"
         return
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)}, not {tuple(expected.shape)}"
+    if not found.numel():
+        return
     difference = (found - expected).abs().max() / (scale + expected.abs().max())
     assert difference <= tolerance, f"{what} differs by {difference:.1e}"
 

@@ -144,3 +144,36 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         x = x + self.attended(mixed.transpose(1, 2).flatten(2))
         return x + self.outside(self.down(self.inside(self.between(self.up(self.mlp_norm(x))))))
+
+
+class Experts(nn.Module):
+    """Perceptrons that are stacked, of which each token chooses some."""
+
+    def __init__(self, num_experts: int = 5, width: int = WIDTH) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, 2 * width) * width**-0.5)
+        self.bias = nn.Parameter(torch.randn(num_experts, 2 * width))
+        self.down = nn.Parameter(torch.randn(num_experts, 2 * width, width) * (2 * width) ** -0.5)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            row, choice = torch.where(index == expert)
+            output = F.gelu(tokens[row] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            found = found.index_add(0, row, output * weights[row, choice, None])
+        return found
+
+
+class Routed(nn.Module):
+    """A block that chooses two experts for each token."""
+
+    def __init__(self, experts: nn.Module | None = None, num_experts: int = 5, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, num_experts)
+        self.experts = experts or Experts(num_experts, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, -2)
+        weights, index = self.router(rows).softmax(-1).topk(2)
+        return x + self.experts(rows, index, weights).view(x.shape)

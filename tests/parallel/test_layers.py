@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from copy import deepcopy
 
 import pytest
@@ -29,6 +30,11 @@ class CountingRanks:
 
     def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         return self.inner.join(tensor, dim, sizes)
+
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        return self.inner.exchange(tensor, sent, received)
 
     def meet(self, place: str, by: str) -> None:
         self.inner.meet(place, by)

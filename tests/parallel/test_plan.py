@@ -69,3 +69,14 @@ def test_a_plan_divides_nothing_unless_it_is_told() -> None:
     plan = ParallelPlan(size=2)
     assert (plan.layers, plan.attributes, plan.left, plan.random) == ((), (), {}, frozenset())
     assert LayerPlan(name="norm", style="summed").cuts == {}
+
+
+def test_a_plan_is_that_of_its_regions_and_of_the_layers_outside() -> None:
+    names = (("a", "x"), ("head", ""), ("b", "y"), ("c", "x"), ("norm", ""))
+    layers = tuple(LayerPlan(name=name, style="summed", region=region) for name, region in names)
+    change = AttributeChange(module="a", attribute="n", whole=4, num_units=4, region="x")
+    plan = ParallelPlan(size=2, layers=layers, attributes=(change,))
+    parts = list(plan.regions())
+    assert [[layer.name for layer in part.layers] for part in parts] == [["a", "c"], ["head", "norm"], ["b"]]
+    assert [part.attributes for part in parts] == [(change,), (), ()]
+    assert list(ParallelPlan(size=2).regions()) == []

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_parallel import GroupRanks, divide_model, named_cuts, part_of, plan_model
-from drivetrain_parallel.ranks import add_up, enter, join
-from parallel.models import WIDTH, Attention, Block, Perceptron
+from drivetrain_parallel import GroupRanks, divide_model, named_cuts, part_of, plan_experts, plan_model
+from drivetrain_parallel.ranks import add_up, enter, exchange, join
+from parallel.models import WIDTH, Attention, Block, Experts, Perceptron, Routed
 
 
 def of_all() -> GroupRanks:
@@ -68,6 +68,19 @@ def test_gradients_cross_ranks_where_values_do() -> None:
     assert joined[0].tolist() == [0, 1, 1]
     assert piece.grad is not None
     assert piece.grad[0].tolist() == ([1.0] if ranks.rank == 0 else [2.0, 3.0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_are_exchanged_and_their_gradients_sent_back(dtype: torch.dtype) -> None:
+    ranks = of_all()
+    sent, received = ([1, 2], [1, 0]) if ranks.rank == 0 else ([0, 0], [2, 0])
+    rows = torch.arange(sum(sent) * 2, dtype=dtype).view(-1, 2).requires_grad_()
+    found = exchange(rows, ranks, sent, received)
+    assert found.tolist() == ([[0, 1]] if ranks.rank == 0 else [[2, 3], [4, 5]])
+    (found * torch.tensor([[1.0, ranks.rank]], dtype=dtype)).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.tolist() == ([[1, 0], [1, 1], [1, 1]] if ranks.rank == 0 else [])
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
@@ -249,3 +262,25 @@ def check_checkpoint(part: str) -> None:
 @pytest.mark.parametrize("part", ["block", "first layer", "between"])
 def test_what_is_computed_again_drops_the_same(run_ranks: Callable[..., object], part: str) -> None:
     run_ranks(check_checkpoint, part)
+
+
+class DroppingExperts(Experts):
+    """Experts that drop elements of what they compute."""
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(torch.dropout(tokens, 0.5, self.training), index, weights)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_share_tokens_draw_the_same_outside_experts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Routed(DroppingExperts()), nn.Dropout(0.5))
+    plan = plan_experts(model, 3)
+    assert plan.random == {"0.experts"}
+    divide_model(model, plan, of_all(), alike=of_all())
+    torch.manual_seed(1)
+    for _ in range(2):
+        output = model(torch.randn(2, 5, WIDTH))
+        output.sum().backward()
+        assert_alike(output)
+        assert_alike(torch.get_rng_state())

@@ -2,13 +2,14 @@
 
 `plan_model(model, size)` chooses layers by given patterns, by the plan that a model of transformers brings, or by
 their sizes, and tries each region on threads that stand for ranks. `divide_model(model, plan, ranks)` cuts the
-parameters of one rank, in place.
+parameters of one rank, in place. `plan_experts(model, size)` plans the experts of a model, which ranks hold some of.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_parallel.apply import divide_model as divide_model
+    from drivetrain_parallel.apply import expert_counts as expert_counts
     from drivetrain_parallel.apply import has_divided_layers as has_divided_layers
     from drivetrain_parallel.apply import named_cuts as named_cuts
     from drivetrain_parallel.apply import part_of as part_of
@@ -20,23 +21,26 @@ if TYPE_CHECKING:
     from drivetrain_parallel.blocks import divide_sequences as divide_sequences
     from drivetrain_parallel.blocks import plan_sequences as plan_sequences
     from drivetrain_parallel.errors import ParallelPlanError as ParallelPlanError
+    from drivetrain_parallel.layers import holds_experts as holds_experts
     from drivetrain_parallel.plan import AttributeChange as AttributeChange
     from drivetrain_parallel.plan import Cut as Cut
     from drivetrain_parallel.plan import LayerPlan as LayerPlan
     from drivetrain_parallel.plan import ParallelPlan as ParallelPlan
+    from drivetrain_parallel.planning import plan_experts as plan_experts
     from drivetrain_parallel.planning import plan_model as plan_model
     from drivetrain_parallel.ranks import GroupRanks as GroupRanks
     from drivetrain_parallel.ranks import TensorRanks as TensorRanks
 
 # Module -> its public names.
 _NAMES = {
-    "apply": "divide_model has_divided_layers named_cuts part_of",
+    "apply": "divide_model expert_counts has_divided_layers named_cuts part_of",
     "between_layers": "BetweenPlan divide_between_layers plan_between_layers",
     "block_stack": "has_divided_sequences",
     "blocks": "SequencePlan divide_sequences plan_sequences",
     "errors": "ParallelPlanError",
+    "layers": "holds_experts",
     "plan": "AttributeChange Cut LayerPlan ParallelPlan",
-    "planning": "plan_model",
+    "planning": "plan_experts plan_model",
     "ranks": "GroupRanks TensorRanks",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -4,8 +4,10 @@ A module's class is exchanged for a subclass, so that the module, its names and 
 kind says along which dimensions of its weight outputs and inputs lie, and how it multiplies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.compat import exchanged_parameters
 from drivetrain_parallel.plan import LayerPlan, Style
-from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join
+from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join, with_mean_gradient
 from drivetrain_parallel.streams import RankStream
+from drivetrain_parallel.token_exchange import apply_experts, share_tokens
 from drivetrain_parallel.vocabulary_logits import divided_logits
 
 
@@ -74,14 +77,20 @@ def is_divided(module: nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
+def holds_experts(module: object) -> bool:
+    """Return whether a module holds this rank's experts, of those that ranks divide."""
+    return getattr(type(module), _MARK, None) == "experts"
+
+
 class Region:
     """The computation between column layers and the row layer that follows, on this rank's part of the activations.
 
-    Query, key and value layers are given one input, whose gradient is then added up over the ranks once.
+    Query, key and value layers are given one input, whose gradient is then added up over the ranks once. Experts are
+    a region of their own, whose `ranks` are those that are given the same tokens.
     """
 
     def __init__(self, ranks: TensorRanks, stream: RankStream) -> None:
-        self._ranks, self._stream = ranks, stream
+        self.ranks, self._stream = ranks, stream
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
 
@@ -91,7 +100,7 @@ class Region:
         entered = self._entered
         is_followed = tensor.requires_grad and torch.is_grad_enabled()
         if entered is None or self._given is not tensor or entered.requires_grad != is_followed:
-            entered = self._entered = enter(tensor, self._ranks)
+            entered = self._entered = enter(tensor, self.ranks)
             self._given = tensor
         return entered
 
@@ -99,6 +108,15 @@ class Region:
         """End the region."""
         self._stream.close()
         self._given = self._entered = None
+
+    @contextmanager
+    def own_numbers(self) -> Generator[None]:
+        """Draw this rank's own random numbers in the block."""
+        self._stream.open()
+        try:
+            yield
+        finally:
+            self._stream.close()
 
     def watch(self, model: nn.Module) -> None:
         """End the region too where the model fails between the layers: all ranks go on with the same numbers."""
@@ -214,6 +232,29 @@ def _summed(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKin
     return forward
 
 
+def _experts(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+    del layer
+    cut = next(iter(plan.cuts.values()))
+    num_losses = ranks.size // region.ranks.size
+
+    def forward(module: Any, whole: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        def own(*given: Tensor) -> Tensor:
+            with exchanged_parameters(module, lambda parameter: with_mean_gradient(parameter, num_losses)):
+                return whole(module, *given)
+
+        def apply(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            found, module.expert_counts = apply_experts(own, tokens, index, weights, cut=cut, ranks=ranks)
+            return found
+
+        tokens, index, weights = signature(whole).bind(module, *args, **kwargs).args[1:]
+        if region.ranks.size == 1:
+            return apply(tokens, index, weights)
+        with region.own_numbers():
+            return share_tokens(apply, tokens, index, weights, ranks=region.ranks)
+
+    return forward
+
+
 _FORWARDS: Mapping[Style, Callable[[LayerPlan, TensorRanks, Region, LayerKind | None], _Forward]] = (
     MappingProxyType(
         {
@@ -223,6 +264,7 @@ _FORWARDS: Mapping[Style, Callable[[LayerPlan, TensorRanks, Region, LayerKind | 
             "vocabulary_column": _vocabulary_column,
             "vocabulary": _vocabulary,
             "summed": _summed,
+            "experts": _experts,
         }
     )
 )

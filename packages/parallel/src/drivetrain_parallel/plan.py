@@ -1,11 +1,12 @@
 """The plan of a divided model, as frozen values: which layers are divided, how, and what each rank holds of them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-Style = Literal["column", "row", "vocabulary", "gathered_column", "vocabulary_column", "summed"]
-STYLES: tuple[Style, ...] = get_args(Style)
+Style = Literal["column", "row", "vocabulary", "gathered_column", "vocabulary_column", "summed", "experts"]
+# Those of a tensor axis, which patterns may give.
+STYLES: tuple[Style, ...] = tuple(style for style in get_args(Style) if style != "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class LayerPlan:
     - `vocabulary`: each rank holds some rows of an embedding; what ranks look up is added up.
     - `summed`: every rank holds the whole layer and applies it to its own part of the activations, as a norm of
       each head; the gradients of its parameters are added up.
+    - `experts`: each rank holds some experts, which compute the tokens of all ranks. Ranks have tokens and losses of
+      their own, and the gradients of the experts' parameters are the means of all ranks' losses.
 
     Attributes:
         name: The name of the module.
@@ -121,13 +124,13 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """The division of a model among the ranks of a tensor axis.
+    """The division of a model among the ranks of a tensor axis, or of its experts among those that hold them.
 
     Attributes:
         size: The number of ranks.
         layers: The divided layers, in the order of the model's modules.
         attributes: The numbers in modules that change with them.
-        sources: The source of each divided layer's style, by name: "given", "the model" or "found".
+        sources: The source of each divided layer's style, by name: "given", "the model's own plan" or "found".
         left: The layers with parameters that every rank holds in full although their kind could be divided, with
             the reason.
         random: The regions whose layers draw random numbers, such as the dropout of attention.
@@ -139,3 +142,12 @@ class ParallelPlan:
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     left: Mapping[str, str] = field(default_factory=dict[str, str])
     random: frozenset[str] = frozenset()
+
+    def regions(self) -> Iterator["ParallelPlan"]:
+        """Yield the plan of each region, for a model that is divided step by step; layers outside of one are one."""
+        for region in dict.fromkeys(layer.region for layer in self.layers):
+            yield replace(
+                self,
+                layers=tuple(layer for layer in self.layers if layer.region == region),
+                attributes=tuple(change for change in self.attributes if change.region == region),
+            )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from drivetrain_messages import list_some
 from drivetrain_parallel.apply import named_cuts
 from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.found_experts import find_experts
 from drivetrain_parallel.found_styles import TIED, find_regions, joined
 from drivetrain_parallel.given_styles import GIVEN, plan_styles, read_library_plan, read_patterns
 from drivetrain_parallel.plan import Cut, ParallelPlan
@@ -54,6 +55,33 @@ def plan_model(model: nn.Module, size: int, styles: Mapping[str, str] | None = N
     _check_ties(model, plan)
     places = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return replace(plan, layers=tuple(sorted(plan.layers, key=lambda layer: places[layer.name])))
+
+
+def plan_experts(model: nn.Module, size: int) -> ParallelPlan:
+    """Plan the division of a model's experts among `size` ranks. Pure: nothing is changed or sent.
+
+    Experts are a module of its own: all of its parameters are of shape (experts, ...), and its forward takes tokens
+    (tokens, width), the experts that each token chooses (tokens, choices) and the weights of these choices (tokens,
+    choices), and returns the weighted sums (tokens, width). So are those of transformers. Each kind is tried.
+
+    Args:
+        model: The model, on any device, meta included.
+        size: The number of ranks that hold the experts.
+
+    Returns:
+        The plan, the same on every rank that is given an equal model. It divides nothing if the model has no experts.
+
+    Raises:
+        ParallelPlanError: The model has experts, and none can be divided.
+    """
+    plan = find_experts(model, size)
+    if plan.left and not plan.layers:
+        reasons = list_some([f"{name}: {reason}" for name, reason in plan.left.items()], most=2)
+        raise ParallelPlanError(
+            f"{type(model).__name__} has no experts that {size} ranks can divide: {reasons}"
+        )
+    _check_ties(model, plan)
+    return plan
 
 
 def _check_ties(model: nn.Module, plan: ParallelPlan) -> None:

@@ -1,5 +1,6 @@
 """The ranks that hold one model together, and collectives over them that autograd follows."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -19,7 +20,7 @@ _LONE = (
 
 
 class TensorRanks(Protocol):
-    """The ranks that divide a model's layers.
+    """The ranks that divide a model's layers, or hold its experts.
 
     Attributes:
         rank: The position of this rank among them.
@@ -37,8 +38,16 @@ class TensorRanks(Protocol):
         """Return the tensors of all ranks, of `sizes` elements along `dim`, joined along it. Called on all ranks."""
         ...
 
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Send element i of dimension 0 to rank i, and return what each rank sent, in order. Called on all ranks."""
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the rows that each rank sends to this one, in the order of the ranks. Called on all ranks.
+
+        Args:
+            tensor: The rows to send, contiguous, in the order of the ranks.
+            sent: The number of rows for each rank; None for one.
+            received: The number of rows of each rank; None for one.
+        """
         ...
 
     def meet(self, place: str, by: str) -> None:
@@ -77,11 +86,15 @@ class GroupRanks:
         dist.all_gather(found, padded, group=self._group)
         return torch.cat([one.narrow(dim, 0, size) for one, size in zip(found, sizes, strict=True)], dim)
 
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Exchange the parts of a contiguous tensor within the group; see `TensorRanks`."""
-        received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=self._group)
-        return received
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        """Exchange rows within the group; see `TensorRanks`."""
+        splits = [None if one is None else list(one) for one in (received, sent)]
+        num_rows = self.size if received is None else sum(received)
+        found = tensor.new_empty(num_rows, *tensor.shape[1:])
+        dist.all_to_all_single(found, tensor, *splits, group=self._group)
+        return found
 
     def meet(self, place: str, by: str) -> None:
         """Wait until all ranks come to a place; see `TensorRanks`."""
@@ -95,6 +108,30 @@ class GroupRanks:
             raise RuntimeError(_LONE.format(by=by, place=place)) from error
         if any(one != own for one in found):
             raise RuntimeError(_LONE.format(by=by, place=place))
+
+
+class OneRank:
+    """A rank without others."""
+
+    rank, size = 0, 1
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is; see `TensorRanks`."""
+
+    def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        """Return the tensor; see `TensorRanks`."""
+        del dim, sizes
+        return tensor
+
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the tensor; see `TensorRanks`."""
+        del sent, received
+        return tensor
+
+    def meet(self, place: str, by: str) -> None:
+        """Go on; see `TensorRanks`."""
 
 
 class _Enter(Function):
@@ -141,16 +178,22 @@ class _Join(Function):
 
 
 class _Exchange(Function):
-    """The parts that the ranks sent each other: the gradients go back the same way."""
+    """Rows of all ranks: their gradients go back to the ranks that sent them."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.exchange(tensor.contiguous())
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        ranks: TensorRanks,
+        sent: Sequence[int] | None,
+        received: Sequence[int] | None,
+    ) -> Tensor:
+        ctx.back = ranks, received, sent
+        return ranks.exchange(tensor.contiguous(), sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.exchange(gradients[0].contiguous()), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[return-value]
 
 
 class _Gather(Function):
@@ -182,6 +225,19 @@ class _TakePositions(Function):
         return whole.index_select(1, ctx.cut.order), None, None
 
 
+class _Mean(Function):
+    """A parameter whose gradient is the sum of several losses: what is passed on is their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_losses: int) -> Tensor:
+        ctx.num_losses = num_losses
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.num_losses, None
+
+
 def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """Return a tensor that all ranks hold alike, for a part of the model that they divide.
 
@@ -200,9 +256,17 @@ def join(tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -
     return _Join.apply(tensor, dim % tensor.dim(), sizes, ranks)  # type: ignore[no-any-return]
 
 
-def exchange(tensor: Tensor, ranks: TensorRanks) -> Tensor:
-    """Send element i of dimension 0 to rank i, and return what each rank sent, in order. Called on all ranks."""
-    return _Exchange.apply(tensor, ranks)  # type: ignore[no-any-return]
+def exchange(
+    tensor: Tensor,
+    ranks: TensorRanks,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the rows that all ranks send to this one; see `TensorRanks.exchange`. Called on all of them.
+
+    Backward, which sends gradients back, is called on all of them too.
+    """
+    return _Exchange.apply(tensor, ranks, sent, received)  # type: ignore[no-any-return]
 
 
 def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
@@ -216,3 +280,8 @@ def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
 def take_positions(tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
     """Return this rank's positions of (batch, length, ...) that all ranks hold alike. Called on all of them."""
     return _TakePositions.apply(tensor, cut, ranks)  # type: ignore[no-any-return]
+
+
+def with_mean_gradient(tensor: Tensor, num_losses: int) -> Tensor:
+    """Return a parameter that computes for several losses, whose gradient is to be their mean."""
+    return _Mean.apply(tensor, num_losses)  # type: ignore[no-any-return]

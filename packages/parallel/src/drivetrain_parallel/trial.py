@@ -4,6 +4,7 @@ The ranks are threads of this process, so that a plan needs no process group and
 """
 
 import inspect
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Barrier, BrokenBarrierError, Thread
@@ -41,8 +42,13 @@ class _ThreadRanks:
         del sizes
         return torch.cat(self._exchange(tensor), dim)
 
-    def exchange(self, tensor: Tensor) -> Tensor:
-        return torch.stack([one[self.rank] for one in self._exchange(tensor)])
+    def exchange(
+        self, tensor: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        del received
+        numbers = self._exchange(torch.tensor(sent or [1] * self.size))
+        given = zip(self._exchange(tensor), numbers, strict=True)
+        return torch.cat([rows.split(each.tolist())[self.rank] for rows, each in given])
 
     def meet(self, place: str, by: str) -> None:
         del place, by
@@ -54,7 +60,7 @@ class _Values:
     """The values that a module computes.
 
     Attributes:
-        outside: The output of the module and the gradient of its input.
+        outside: The output of the module and the gradients of its inputs.
         more: The tensors that it returns beside its output, such as the weights of each head.
         gradients: The gradients of its parameters, by name.
     """
@@ -70,24 +76,28 @@ class Trial:
     Args:
         module: The module, which is copied; it may be on the meta device.
         width: The size of the last dimension of its input, of shape (2, 5, width).
+        more: The arguments beside the input, by default None for each that the forward wants; the input is then of
+            their first dimension, and of shape (rows, width).
 
     Attributes:
         is_possible: Whether the module can be run so at all.
         draws: Whether it draws random numbers when it trains.
     """
 
-    def __init__(self, module: nn.Module, width: int) -> None:
+    def __init__(self, module: nn.Module, width: int, more: Sequence[Tensor] = ()) -> None:
         generator = torch.Generator().manual_seed(0)
         self._module = _with_random_values(module, generator)
-        self._input = torch.randn(2, 5, width, generator=generator, dtype=torch.float32)
+        shape = more[0].shape[:1] if more else (2, 5)
+        first = torch.randn(*shape, width, generator=generator, dtype=torch.float32)
+        self._inputs = first, *(more or [None] * _num_required(module))
         self._expected, self.draws = None, False
         with torch.random.fork_rng(devices=[]):
             try:
                 before = torch.get_rng_state()
-                self._expected = _run(self._module, self._input)
+                self._expected = _run(self._module, self._inputs)
                 self.draws = not torch.equal(before, torch.get_rng_state())
                 if self.draws:
-                    self._expected = _run(self._module.eval(), self._input)
+                    self._expected = _run(self._module.eval(), self._inputs)
             except Exception:  # noqa: BLE001 whatever a module raises on a bare tensor, it is not tried so
                 self._expected = None
         self.is_possible = self._expected is not None
@@ -150,7 +160,7 @@ class Trial:
             try:
                 module = deepcopy(self._module)
                 divide_model(module, plan, _ThreadRanks(rank, barrier, given))
-                if (values := _run(module, self._input)) is not None:
+                if (values := _run(module, self._inputs)) is not None:
                     found[rank] = values
             except BrokenBarrierError:
                 return
@@ -186,16 +196,18 @@ def _with_random_values(module: nn.Module, generator: torch.Generator) -> nn.Mod
 
 
 @torch.enable_grad()
-def _run(module: nn.Module, given: Tensor) -> _Values | None:
-    """Return what a module computes of one tensor; None if it returns no tensor of floats that depends on it."""
-    tensor = given.clone().requires_grad_()
-    returned = module(tensor, *[None] * _num_required(module))
+def _run(module: nn.Module, given: Sequence[Tensor | None]) -> _Values | None:
+    """Return what a module computes of some inputs; None if it returns no tensor that depends on those of floats."""
+    own = [one if one is None else one.clone().requires_grad_(one.is_floating_point()) for one in given]
+    returned = module(*own)
     output, *more = returned if isinstance(returned, tuple) and returned else (returned,)
     if not isinstance(output, Tensor) or not output.is_floating_point() or not output.requires_grad:
         return None
     weights = torch.linspace(-1, 1, output.numel()).view_as(output)
     (output * weights).sum().backward()
-    if tensor.grad is None:
+    of_inputs = [one.grad for one in own if one is not None and one.requires_grad]
+    found = [one for one in of_inputs if one is not None]
+    if len(found) < len(of_inputs):
         module.zero_grad()
         return None
     gradients = {
@@ -203,7 +215,7 @@ def _run(module: nn.Module, given: Tensor) -> _Values | None:
     }
     module.zero_grad()  # its copies need none
     beside = [one.detach() for one in more if isinstance(one, Tensor) and one.is_floating_point()]
-    return _Values(outside=[output.detach(), tensor.grad], more=beside, gradients=gradients)
+    return _Values(outside=[output.detach(), *found], more=beside, gradients=gradients)
 
 
 def _num_required(module: nn.Module) -> int:
