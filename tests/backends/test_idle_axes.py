@@ -1,7 +1,5 @@
 """Ranks along an axis that nothing divides yet are copies: they train as the ranks that read other data do."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from torch.optim import SGD
 from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_precision import choose_policy
-from drivetrain_state import MeshPlan, ParallelDims, gather
+from drivetrain_state import ParallelDims, gather
 from plain_loop.backends import context
 
 BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend}
@@ -58,11 +56,3 @@ def test_models_that_were_built_differently_begin_with_rank_0s_weights(run_ranks
     torch.manual_seed(0)
     expected = nn.Linear(2, 2).weight.flatten().tolist()
     assert run_ranks(first_weights, kind, num_processes=4)[0] == [expected] * 4
-
-
-def test_experts_are_refused_until_a_backend_divides_them() -> None:
-    with context(parallelism=ParallelDims(shard=1, expert=1)) as where:
-        FSDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow(1))
-        divided = replace(where, plan=MeshPlan(names=("shard",), sizes=(2,), expert=2))
-        with pytest.raises(ValueError, match="expert=2: no backend divides experts yet"):
-            FSDPBackend(divided, choose_policy("no", where.device), window=AccumulationWindow(1))

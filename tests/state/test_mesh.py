@@ -50,6 +50,7 @@ def test_what_is_not_said_is_what_is_left(
         ({"tensor": -2}, "^tensor=-2: "),
         ({"data": -1, "shard": -1}, "data=-1 and shard=-1: only one"),
         ({"expert": -1}, "^expert=-1: "),
+        ({"data": 8, "expert": 2}, "not among those of data: say shard in place of data$"),
         (
             {"shard": 4, "expert": 3},
             "shard=4 x context=1 x tensor=1: .*these 4 processes; expert may be 1, 2, 4$",

@@ -50,7 +50,7 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "saving/registered.py::gathered_states": "a checkpoint holds the states of all ranks",
         "saving/resume.py::reseed_generators": "all ranks derive their seeds from one",
         "scaling/gradient_watch.py::_gather": "the message names ranks of the world",
-        "composed/divided_layers.py::DivideLayers._fill": _WHOLE,
+        "composed/divided_layers.py::DivideLayers._seed": _WHOLE,
         "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
         "composed/backend.py::ComposedBackend.__init__": "only whether there is a group",
         "composed/prepared.py::ComposedPrepared._gather": _TOGETHER,

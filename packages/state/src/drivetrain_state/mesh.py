@@ -178,8 +178,11 @@ class ParallelDims:
         expert, num_ranks = self.expert or 1, prod(fixed.get(name, 1) for name in _EXPERT_AXES)
         if num_ranks % expert:
             allowed = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+            do = f"these {num_ranks} processes; expert may be {allowed}"
+            if num_ranks == 1:
+                do = "the processes of these, not among those of data: say shard in place of data"
             raise ValueError(
                 f"expert={expert} with {' x '.join(f'{name}={fixed.get(name, 1)}' for name in _EXPERT_AXES)}: "
-                f"experts are divided among these {num_ranks} processes; expert may be {allowed}"
+                f"experts are divided among {do}"
             )
         return MeshPlan(names=names, sizes=tuple(fixed[name] for name in names), expert=expert)

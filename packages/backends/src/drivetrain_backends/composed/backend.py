@@ -42,8 +42,6 @@ class ComposedBackend:
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
     ) -> None:
-        if context.plan is not None and context.plan.expert > 1:
-            raise ValueError(f"parallelism expert={context.plan.expert}: no backend divides experts yet")
         if self.needs_group and context.group is None:
             raise RuntimeError(
                 f"the {self.settings_section} backend needs a process group, and this context has none; "
@@ -90,7 +88,7 @@ class ComposedBackend:
             *(one for p in self._prepared for o in p.optimizers for one in (o, o.optimizer)),
         ]
         check_new(models)
-        if self.context.ranks("replica").size == 1:
+        if self.context.ranks("replica").size == self.context.ranks("expert").size == 1:
             for model in models:
                 refuse_divided(model)
         check_schedulers(schedulers, known)

@@ -14,8 +14,8 @@ from drivetrain_backends.composed.state_layout import StateLayout, weights_of
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
-from drivetrain_backends.state_dict.tensor_part import TensorPart, join_parts, localized
-from drivetrain_parallel import Cut, part_of
+from drivetrain_backends.state_dict.tensor_part import TensorDivision, TensorPart, join_parts, localized
+from drivetrain_state.rank_group import RankGroup
 
 
 class DividedLayout(StateLayout):
@@ -23,15 +23,22 @@ class DividedLayout(StateLayout):
 
     Args:
         inner: The layout of each rank's parts.
-        cuts: The division of each model's parameters, by name.
+        divisions: The division of each model's parameters that are divided, by name.
+        by_parameter: The division of each of them, as optimizers hold them before the inner layout has them.
         replaced: Parameters that optimizers may hold, with those that took their place.
     """
 
-    def __init__(self, inner: StateLayout, cuts: WeakIdKeyDictionary, replaced: WeakIdKeyDictionary) -> None:
+    def __init__(
+        self,
+        inner: StateLayout,
+        divisions: WeakIdKeyDictionary,
+        by_parameter: WeakIdKeyDictionary,
+        replaced: WeakIdKeyDictionary,
+    ) -> None:
         super().__init__(inner.context)
-        self._inner, self._models, self._replaced = inner, cuts, replaced
-        self._ranks = inner.context.ranks("tensor")
-        self._by_parameter = WeakIdKeyDictionary()
+        self._inner, self._models, self._replaced = inner, divisions, replaced
+        self._by_parameter = by_parameter
+        self._rank_groups: dict[RankGroup, None] = {}  # those that divide parameters, in order
         self._num_known = 0
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -39,11 +46,12 @@ class DividedLayout(StateLayout):
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(p, p) for p in group["params"]]
         for parameter, state in optimizer.state.items():
-            if (cut := self._cut(parameter)) is None:
+            if (division := self._division(parameter)) is None:
                 continue
+            cut = division.cut
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape[cut.dim : cut.dim + 1] == (cut.num_elements,):
-                    state[key] = part_of(value, cut, self._ranks.index, self._ranks.size)
+                    state[key] = division.own(value)
         self._inner.adopt(optimizer)
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None = None) -> None:
@@ -58,25 +66,24 @@ class DividedLayout(StateLayout):
         Called on all ranks. What these ranks compute together is right only while they hold the same.
         """
         for model in models:
-            held = {p: self._cut(p) for p in self.parameters(model).values()}
-            divided = {p for p, cut in held.items() if cut is not None}
+            divided = {p for p in self.parameters(model).values() if self._division(p) is not None}
             check_replicas(self.context, [model], over="tensor", without=divided)
 
     @contextmanager
     def gathered(self, model: nn.Module, *, write: bool) -> Generator[None]:
         """Have parameters hold the whole tensors in the block, in which no forward may run; see `StateLayout`."""
-        cuts = self._cuts_of(model)
+        divisions = self._divisions_of(model)
         with self._inner.gathered(model, write=write):
             named = {strip_wrapper_prefix(name): p for name, p in nn.Module.named_parameters(model)}
-            parts = {p: (cuts[name], p.data) for name, p in named.items() if name in cuts}
-            for parameter, (cut, part) in parts.items():
-                parameter.data = join_parts(part, cut, self._ranks)
+            parts = {p: (divisions[name], p.data) for name, p in named.items() if name in divisions}
+            for parameter, (division, part) in parts.items():
+                parameter.data = join_parts(part, division)
             try:
                 yield
                 if write:
                     broadcast_parts(weights_of(model), self.context, over="world")
-                    for parameter, (cut, part) in parts.items():
-                        part.copy_(part_of(parameter.data, cut, self._ranks.index, self._ranks.size))
+                    for parameter, (division, part) in parts.items():
+                        part.copy_(division.own(parameter.data))
             finally:
                 for parameter, (_, part) in parts.items():
                     parameter.data = part
@@ -90,68 +97,77 @@ class DividedLayout(StateLayout):
         return self._inner.chosen(model, parameters)
 
     def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all gradients: those of divided parameters are added up over the tensor axis."""
-        divided = [p for p in parameters if self._cut(p) is not None]
-        held = set(map(id, divided))
-        rest = self._inner.norm([p for p in parameters if id(p) not in held], norm_type)
-        own = self._inner.norm(divided, norm_type).to(self.context.device)
-        if norm_type == torch.inf:
-            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._ranks.process_group)
-            return torch.maximum(own, rest.to(own.device))
-        own = own**norm_type
-        dist.all_reduce(own, group=self._ranks.process_group)
-        return (own + rest.to(own.device) ** norm_type) ** (1 / norm_type)
+        """Return the norm of all gradients: those of divided parameters are added up over the ranks that divide them.
+
+        The ranks of each view need one all-reduce.
+        """
+        divisions = [self._division(parameter) for parameter in parameters]
+        # All of them, so that every rank reduces, whatever gradients it has.
+        held: dict[RankGroup, list[Tensor]] = {ranks: [] for ranks in self._rank_groups}
+        rest: list[Tensor] = []
+        for parameter, division in zip(parameters, divisions, strict=True):
+            (rest if division is None else held[division.ranks]).append(parameter)
+        is_max, device = norm_type == torch.inf, self.context.device
+        power, op = (1.0, dist.ReduceOp.MAX) if is_max else (norm_type, dist.ReduceOp.SUM)
+        total = self._inner.norm(rest, norm_type).to(device) ** power
+        for ranks, parts in held.items():
+            own = self._inner.norm(parts, norm_type).to(device) ** power
+            dist.all_reduce(own, op, group=ranks.process_group)
+            total = torch.maximum(total, own) if is_max else total + own
+        return total ** (1 / power)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict, with the parts of divided parameters as `TensorPart`."""
-        cuts, first, state = self._cuts_of(model), _first_names(model), self._inner.model_state(model)
+        divisions, first = self._divisions_of(model), _first_names(model)
+        state = self._inner.model_state(model)
         # A tied parameter is one part, by all of its names: an empty shard has no memory to tell it by.
-        parts = {first[name]: TensorPart(state[name], cut, self._ranks) for name, cut in cuts.items()}
-        return {name: parts[first[name]] if name in cuts else value for name, value in state.items()}
+        parts = {first[name]: TensorPart(state[name], each) for name, each in divisions.items()}
+        return {name: parts[first[name]] if name in divisions else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the state; what has the shape of a divided parameter's part is a `TensorPart`."""
         named = self._inner.optimizer_state(optimizer, names)
         for parameter, name in names.items():
-            if (cut := self._cut(parameter)) is None:
+            if (division := self._division(parameter)) is None:
                 continue
             for key, value in named["state"].get(name, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    named["state"][name][key] = TensorPart(value, cut, self._ranks)
+                    named["state"][name][key] = TensorPart(value, division)
         return named
 
     def divide(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> Mapping[str, Any]:
         """Return a saved state with this rank's parts of it, in the inner layout."""
         state = {name: dict(kept) for name, kept in saved["state"].items()}
         for parameter, name in names.items():
-            if (cut := self._cut(parameter)) is None:
+            if (division := self._division(parameter)) is None:
                 continue
             for key, value in state.get(name, {}).items():
                 if hasattr(value, "shape") and len(value.shape):
-                    state[name][key] = localized(value, cut, self._ranks, parameter)
+                    state[name][key] = localized(value, division, parameter)
         return self._inner.divide({**saved, "state": state}, names)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a saved state."""
         own, first = self.parameters(model), _first_names(model)
         found = dict(state)
-        for name, cut in self._cuts_of(model).items():
+        for name, division in self._divisions_of(model).items():
             if name in found:
-                found[name] = localized(found[name], cut, self._ranks, own[first[name]])
+                found[name] = localized(found[name], division, own[first[name]])
         self._inner.load_model(model, found)
 
-    def _cuts_of(self, model: nn.Module) -> Mapping[str, Cut]:
-        found: Mapping[str, Cut] | None = self._models.get(model)
+    def _divisions_of(self, model: nn.Module) -> Mapping[str, TensorDivision]:
+        found: Mapping[str, TensorDivision] | None = self._models.get(model)
         return found or {}
 
-    def _cut(self, parameter: Tensor) -> Cut | None:
+    def _division(self, parameter: Tensor) -> TensorDivision | None:
         """Return the division of a parameter, as optimizers hold it; None if every rank holds the whole."""
         if self._num_known != len(self._models):
             self._num_known = len(self._models)
-            for model, cuts in self._models.items():
+            for model, divisions in self._models.items():
                 for name, one in self.parameters(model).items():
-                    if name in cuts:
-                        self._by_parameter[one] = cuts[name]
+                    if name in divisions:
+                        self._by_parameter[one] = divisions[name]
+                        self._rank_groups[divisions[name].ranks] = None
         return self._by_parameter.get(parameter)
 
 

@@ -49,7 +49,8 @@ class DivideSequences(ModelTransform):
         self._plans.clear()
         for model in map(unwrap_compiled, models):
             if model not in self._divided:
-                refuse_divided(model, layers=self._context.ranks("tensor").size == 1)
+                is_whole = self._context.ranks("tensor").size == self._context.ranks("expert").size == 1
+                refuse_divided(model, layers=is_whole)
                 self._plans[model] = plan_sequences(model, self._ranks.size, self._method)
 
     def apply(self, model: nn.Module) -> nn.Module:

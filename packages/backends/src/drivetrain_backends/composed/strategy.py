@@ -95,6 +95,8 @@ class Strategy:
             run's device.
         direct: Returns a context in which torch's own code handles all parameters, for a step, a clip and
             `zero_grad`; None if it always does.
+        averages_experts: Whether the gradients of experts that ranks divide are averaged over those ranks alone that
+            hold the same ones.
     """
 
     transforms: tuple[ModelTransform, ...]
@@ -103,3 +105,4 @@ class Strategy:
     guards: tuple[StepGuard, ...] = ()
     building: Callable[[], AbstractContextManager[Any]] | None = None
     direct: Callable[[], AbstractContextManager[None]] | None = None
+    averages_experts: bool = False

@@ -11,6 +11,7 @@ from drivetrain_backends.modules.activation_checkpointing import checkpointing_o
 from drivetrain_backends.modules.wrap_policy import class_name
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
+from drivetrain_parallel import holds_experts
 from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 
 
@@ -22,8 +23,9 @@ def read_back(models: Sequence[ShardedModel], settings: FSDPSettings, reason: st
     models = [model for model in models if len(model.plain) < len(model.parameters)]  # those with shards
     if not models:
         return {}
-    # The arguments of `fully_shard` are the same for all models.
-    group = next(group for block in models[0].blocks for group in compat.parameter_groups(block))
+    # The arguments of `fully_shard` are the same for all models, but for experts.
+    blocks = [block for block in models[0].blocks if not holds_experts(block)]
+    group = next(group for block in blocks for group in compat.parameter_groups(block))
     offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
     resharding, other = (
         ("full_shard", "shard_grad_op") if group.mesh_info.mesh.ndim == 1 else ("hybrid_shard", "no_shard")
@@ -59,6 +61,7 @@ _MAY_FALL_SHORT = ("wrap", "prefetch")  # of the requested value, with a reason
 def _read_back_models(models: Sequence[ShardedModel], settings: FSDPSettings) -> dict[str, object]:
     """Return the fields whose values depend on the modules of the models."""
     blocks = [model.module.get_submodule(name) for model in models for name in model.plan.blocks]
+    blocks = [block for block in blocks if not holds_experts(block)]
     regions = blocks or [model.module for model in models]
     classes = {class_name(block) for block in blocks}
     asked = [name for name in settings.wrap or () if name in classes]

@@ -27,10 +27,11 @@ from drivetrain_backends.modules.activation_checkpointing import checkpoint_acti
 from drivetrain_backends.modules.autocast_forward import prepare_forward, restore_forward
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.modules.held_dtypes import Islands, make_islands, plan_islands
-from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks, without_blocks
+from drivetrain_backends.modules.wrap_policy import class_name, plan_blocks, with_blocks, without_blocks
 from drivetrain_backends.protocol import AutoValue
 from drivetrain_backends.settings import FSDPSettings
 from drivetrain_backends.state_dict.optimizer_state import check_divisible
+from drivetrain_parallel import holds_experts
 from drivetrain_precision import DtypePolicy
 from drivetrain_weights.meta_init import parameters_on_meta
 
@@ -82,6 +83,7 @@ class FSDPBackend(ComposedBackend):
             guards=(BlockOrderGuard(run.order, run.buffers), ShardGuard(run.models)),
             building=parameters_on_meta,
             direct=run.direct,
+            averages_experts=True,
         )
 
 
@@ -231,7 +233,14 @@ class ShardBlocks(ModelTransform):
         """Shard a new model. Called on all ranks."""
         islands = self._islands.pop(model)
         make_islands(inner, islands, self._run.context.device, outside=self._run.sharding.dtypes.compute)
-        retained = shard_for_good(inner, self._run.blocks[model], self._run, islands)
+        experts = {name: one for name, one in inner.named_modules() if holds_experts(one)}
+        if kept := [name for name, one in experts.items() if one in islands]:
+            raise ValueError(
+                f"precision.keep_fp32 keeps {kept[0]} whole on every rank, and parallel.expert divides it: leave it "
+                "out of keep_fp32, or expert out of parallel"
+            )
+        plan = with_blocks(self._run.blocks[model], experts)  # whose ranks are others than those of the rest
+        retained = shard_for_good(inner, plan, self._run, islands)
         self._gradients.watch(retained.sharded)
         self._retained.add(retained)
         return retained

@@ -47,7 +47,7 @@ class ShardedLayout(StateLayout):
     def __init__(self, run: ShardedRun) -> None:
         super().__init__(run.context)
         self._models, self._successors, self._assignments = run.models, run.successors, run.assignments
-        self._told_mixed = set[str]()
+        self._mesh, self._told_mixed = run.sharding.mesh, set[str]()
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Point an optimizer and its state to the shards of its parameters."""
@@ -84,7 +84,9 @@ class ShardedLayout(StateLayout):
             yield
             with torch.no_grad():
                 for parameter, values in whole.items() if write else ():
-                    broadcast_parts([values.detach()], self.context)
+                    # The layout around this one has shared those of experts, of which ranks hold different ones.
+                    if not isinstance(parameter, DTensor) or parameter.device_mesh == self._mesh:
+                        broadcast_parts([values.detach()], self.context)
                     if values is not parameter:
                         local(parameter).copy_(own_part(values, parameter))
         finally:

@@ -1,6 +1,6 @@
 """The plan of a sharded run, made without a device: which ranks share a replica, and the dtypes of its tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drivetrain_backends.modules.packed_weights import is_wrapper
 from drivetrain_backends.settings import FSDPSettings
+from drivetrain_parallel import holds_experts
 from drivetrain_precision import DtypePolicy, Policy, PrecisionError
 from drivetrain_precision.dtypes.dtype_policy import HALF, NAMES
 from drivetrain_precision.dtypes.holding import held_dtype
@@ -116,10 +117,19 @@ class Sharding:
     """The sharding options that are the same for every model of a run."""
 
     mesh: DeviceMesh  # the ranks that parameters are sharded over
+    experts: DeviceMesh | None  # those that experts are sharded over, as they hold the same ones
     reshards: bool  # whether parameters are released after forward
     dtypes: DtypePlan  # the dtypes of storage and computation
     offload: bool  # whether shards are kept on the CPU
     pin_memory: bool  # whether offloaded shards are in pinned memory
+
+    def mesh_of(self, block: nn.Module) -> DeviceMesh:
+        """Return the mesh that a block's own parameters are sharded over."""
+        return self.experts if self.experts is not None and holds_experts(block) else self.mesh
+
+    def policy_of(self, block: nn.Module) -> MixedPrecisionPolicy:
+        """Return the dtypes of a block. Inputs of experts are not cast: they come from within another block."""
+        return replace(self.dtypes.policy(), cast_forward_inputs=not holds_experts(block))
 
 
 def is_plain(parameter: Tensor) -> bool:

@@ -23,6 +23,7 @@ from drivetrain_backends.fsdp.sharded_run import ShardedRun
 from drivetrain_backends.modules.packed_weights import is_wrapper, parts_of
 from drivetrain_backends.modules.wrap_policy import BlockPlan, class_name
 from drivetrain_backends.state_dict.dtensor import broadcast_from_first, broadcast_parts
+from drivetrain_parallel import holds_experts
 from drivetrain_precision.fp8.protocol import gathers_in_fp8
 from drivetrain_state import Context
 from drivetrain_weights.meta_init import check_ways, initialise, replace_meta_tensors, tensors_of
@@ -178,14 +179,19 @@ def check_sources(model: nn.Module, context: Context) -> None:
 def _agree(model: nn.Module, context: Context) -> _Sources:
     """Return the origin of the tensors' values, which ranks agree on by one all-gather. Called on all ranks.
 
-    Ranks that hold the same part of the model have the same shapes.
+    Ranks that hold the same part of the model have the same shapes; experts may be others on each.
     """
     tensors: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     meta = frozenset(name for name, tensor in tensors.items() if tensor.is_meta)
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    experts = {p for module in model.modules() if holds_experts(module) for p in module.parameters()}
+    shapes = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in tensors.items()
+        if tensor not in experts
+    ]
     own = (crc32(repr(shapes).encode()), meta, int(torch.randint(2**31, ()).item()) if meta else 0)
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
@@ -247,7 +253,7 @@ def _bring_values(
                 _bring_packed(tensor, context)
                 continue
             values = tensor.detach().to(context.device, storage.dtype_of(tensor)).contiguous()
-            if tensor not in filled:
+            if tensor not in filled and not holds_experts(module):  # which have theirs
                 broadcast_from_first(values, context)
             if is_parameter:
                 tensor.data = values
@@ -288,9 +294,9 @@ def _shard(
             module.weight = nn.Parameter(form, requires_grad=module.weight.requires_grad)
     fully_shard(
         block,
-        mesh=sharding.mesh,
+        mesh=sharding.mesh_of(block),
         reshard_after_forward=reshards,
-        mp_policy=sharding.dtypes.policy(),
+        mp_policy=sharding.policy_of(block),
         offload_policy=offload,
         ignored_params={p for p in held if storage.is_whole(p)},
     )

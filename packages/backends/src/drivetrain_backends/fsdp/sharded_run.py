@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import gcd
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,6 +61,7 @@ class ShardedRun:
         pins = context.device.type != "cpu" if settings.pin_memory is None else settings.pin_memory
         sharding = Sharding(
             mesh=_mesh(context, shape),
+            experts=_experts_mesh(context, shape),
             reshards=shape.reshards,
             dtypes=dtypes,
             offload=settings.offload,
@@ -88,4 +90,21 @@ def _mesh(context: Context, shape: MeshShape) -> DeviceMesh:
         return init_device_mesh(context.device.type, shape.sizes, mesh_dim_names=shape.names)
     sizes = (context.plan.size("pipeline"), *shape.sizes, context.plan.size("tensor"))
     names = ("outer", *shape.names, "inner")
+    return init_device_mesh(context.device.type, sizes, mesh_dim_names=names)[shape.names]
+
+
+def _experts_mesh(context: Context, shape: MeshShape) -> DeviceMesh | None:
+    """Return the mesh to shard experts over: the ranks that hold the same ones. Called on all ranks.
+
+    An expert's gradient is the mean over the ranks of `expert` already, so that its mean over these ranks is that
+    over all ranks whose gradients add up. They make as many replicas as the ranks of the model's other parameters, if
+    that divides their number.
+    """
+    num_expert_ranks = context.ranks("expert").size
+    if context.plan is None or num_expert_ranks == 1:
+        return None
+    num_holders = context.plan.size("data") * context.ranks("expert_shard").size
+    num_replicas = gcd(num_holders, shape.num_replicas)
+    sizes = (context.plan.size("pipeline"), num_replicas, num_holders // num_replicas, num_expert_ranks)
+    names = ("outer", "data", "shard", "expert")
     return init_device_mesh(context.device.type, sizes, mesh_dim_names=names)[shape.names]

@@ -139,3 +139,8 @@ def without_blocks(plan: BlockPlan, model: nn.Module, excluded: frozenset[nn.Mod
     """Return a plan without the blocks that are among the excluded modules."""
     blocks = tuple(name for name in plan.blocks if model.get_submodule(name) not in excluded)
     return replace(plan, blocks=blocks)
+
+
+def with_blocks(plan: BlockPlan, added: Iterable[str]) -> BlockPlan:
+    """Return a plan with more blocks, by name."""
+    return replace(plan, blocks=tuple(_inner_first(list(dict.fromkeys((*plan.blocks, *added))))))
