@@ -1,4 +1,4 @@
-"""A run goes on at any other product of tensor, context, shard and data, as if it had never stopped."""
+"""A run goes on at any other product of tensor, context, expert, shard and data, as if it had never stopped."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain_state import ParallelDims
+from parallel.models import Routed
 
 PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "single": ({}, "single", 1),
@@ -23,13 +24,32 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "context 3 gathered": ({"context": 3, "context_method": "gathered"}, "fsdp", 3),
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "fsdp", 4),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "ddp", 4),
+    "shard 2": ({"shard": 2}, "fsdp", 2),
+    "expert 2": ({"shard": 2, "expert": 2}, "fsdp", 2),
+    "expert 3": ({"shard": 3, "expert": 3}, "fsdp", 3),
+    "expert 2 x shards": ({"shard": 4, "expert": 2}, "fsdp", 4),
 }
 # Of 65 words and 3 heads, two ranks hold 32 and 33, and 1 and 2.
 STYLES = {"transformer.wte": "vocabulary", "lm_head": "vocabulary_column"}
 STEPS = 3
 
 
-def build() -> nn.Module:
+class RoutedModel(nn.Module):
+    """Two blocks of five experts, of which ranks hold two and three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(65, 8), nn.Linear(8, 65)
+        self.blocks = nn.Sequential(Routed(width=8), Routed(width=8))
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.head(self.blocks(self.words(input_ids))),)
+
+
+def build(model_of: str) -> nn.Module:
+    if model_of == "experts":
+        torch.manual_seed(0)
+        return RoutedModel().double()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -39,7 +59,7 @@ def build() -> nn.Module:
 
 
 def train(
-    product: str, folder: str, resume: bool, num_steps: int
+    product: str, model_of: str, folder: str, resume: bool, num_steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train some steps and save; return losses and norms, and the weights at the beginning and at the end."""
     sizes, backend, _ = PRODUCTS[product]
@@ -55,7 +75,7 @@ def train(
         seed=0,
         data={"split_batches": True},
     ) as accelerator:
-        model = build()
+        model = build(model_of)
         model, optimizer, loader = accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(tokens, batch_size=12)
         )
@@ -64,7 +84,7 @@ def train(
         begin = accelerator.get_state_dict(model)
         steps: list[tuple[float, float]] = []
         for batch in loader:
-            logits = model(input_ids=batch[:, :-1]).logits
+            logits = model(input_ids=batch[:, :-1])[0]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             accelerator.backward(loss)
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -88,14 +108,20 @@ def train(
         ["single", "tensor 2 x shard 2"],
         ["context 2", "tensor 2 x shard 2", "context 2 x tensor 2"],
         ["context 2 x shard 2", "context 3 gathered"],
+        ["expert 2", "single"],
+        ["expert 2 x shards", "shard 2", "expert 2"],
+        ["expert 3", "expert 2", "expert 2 x shards"],
+        ["ddp 3", "expert 2 x shards", "single"],
     ],
     ids=" then ".join,
 )
-@pytest.mark.default_cases("tensor 2 x shard 2 then single")
+@pytest.mark.default_cases("tensor 2 x shard 2 then single", "expert 2 then single")
 def test_a_run_goes_on_at_another_product(run_ranks, tmp_path: Path, chain: list[str]) -> None:
+    model_of = "gpt2" if not any("expert" in product for product in chain) else "experts"
     whole = run_ranks(
         train,
         "single",
+        model_of,
         str(tmp_path / "whole"),
         False,
         STEPS * len(chain),
@@ -108,7 +134,14 @@ def test_a_run_goes_on_at_another_product(run_ranks, tmp_path: Path, chain: list
     for number, product in enumerate(chain):
         folder = str(tmp_path / "chain")
         first, *_ = run_ranks(
-            train, product, folder, number > 0, STEPS, num_processes=PRODUCTS[product][2], timeout_seconds=150
+            train,
+            product,
+            model_of,
+            folder,
+            number > 0,
+            STEPS,
+            num_processes=PRODUCTS[product][2],
+            timeout_seconds=150,
         )
         steps, begin, now = first
         if end:

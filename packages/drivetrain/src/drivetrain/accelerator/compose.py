@@ -55,10 +55,9 @@ def compose(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
     )
     parallelism = given.parallel if given.parallel.is_said else None
-    for name in ("pipeline", "expert"):
-        if (size := getattr(given.parallel, name)) not in (None, 1):
-            source = given.resolved["parallel"].sources[name]
-            raise ConfigError(f"{source}: parallel.{name}={size}: no backend divides along it yet")
+    if (size := given.parallel.pipeline) not in (None, 1):
+        source = given.resolved["parallel"].sources["pipeline"]
+        raise ConfigError(f"{source}: parallel.pipeline={size}: no backend divides along it yet")
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
