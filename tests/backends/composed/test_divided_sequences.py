@@ -1,5 +1,7 @@
 """Models whose sequences ranks divide train as whole ones under every strategy."""
 
+from pathlib import Path
+
 import pytest
 
 from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend, SingleBackend
@@ -17,6 +19,7 @@ MESHES = {
     "tensor 2": ParallelDims(tensor=2, sequence=True),
     "shard 2 x tensor 2": ParallelDims(shard=2, tensor=2, sequence=True),
 }
+TESTS = Path(__file__).parents[2]
 NUM_RANKS = {"context 2": 2, "context 3": 3, "tensor 2": 2}
 CASES = ("count, accumulated, clipped, uneven tails, 20 steps", "tied weights")
 
@@ -51,3 +54,33 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
 @pytest.mark.default_cases("ddp-context 2-two cases", "single-tensor 2-two cases")
 def test_the_contract_holds_on_divided_sequences(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(contract, kind, mesh, is_whole, num_processes=NUM_RANKS.get(mesh, 4), timeout_seconds=170)
+
+
+STAYS_AWAY = """
+import time
+import torch
+from sequence_layer import SequenceLayer
+from drivetrain_backends import AccumulationWindow, DDPBackend
+from drivetrain_precision import choose_policy
+from drivetrain_state import ParallelDims, StateSettings, connect
+settings = StateSettings(device="cpu", hang_timeout_seconds=4, timeout_seconds=15)
+context = connect(settings, parallelism=ParallelDims(context=2))
+backend = DDPBackend(context, choose_policy("no", context.device), window=AccumulationWindow())
+model = SequenceLayer(6, 6)
+(prepared,) = backend.prepare([model], [torch.optim.SGD(model.parameters(), lr=0.1)], [])
+for step in range(3):
+    if step == 2 and context.topology.rank == 1:
+        time.sleep(25)  # in a step that the other rank begins
+    prepared.backward(prepared.model(torch.ones(2, 6)).sum())
+    prepared.optimizers[0].step()
+    prepared.optimizers[0].zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_away_from_a_divided_sequence_is_named(run_ranks_script, tmp_path) -> None:
+    begin = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(TESTS)!r})\n"
+    zero, _ = run_ranks_script(begin + STAYS_AWAY, fresh=True)
+    assert zero.returncode in (1, 124)  # gloo's limit ends the rank, or the watchdog's
+    assert "likely culprit: rank 1" in zero.stderr
+    assert "Block.forward  all_to_all_single" in zero.stderr
