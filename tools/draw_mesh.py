@@ -12,8 +12,7 @@ from drivetrain_state import MeshPlan, ParallelDims
 from drivetrain_state.mesh import View
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "mesh.svg"
-SIZES = {"data": 2, "shard": 2, "context": 2, "tensor": 2}
-PLAN: MeshPlan = ParallelDims(**SIZES, expert=4).plan(16)
+PLAN: MeshPlan = ParallelDims(data=2, shard=2, context=2, tensor=2, expert=4).plan(16)
 MEANINGS: dict[View, str] = {
     "tensor": "divide each layer, and what is between",
     "context": "divide each sequence",
@@ -31,7 +30,7 @@ def draw() -> str:
     """The picture, as SVG: ranks of one colour in a row are one part of the view."""
     ranks = range(16)
     width, height = _LEFT + len(ranks) * _CELL + 8, _HEAD + len(MEANINGS) * _ROW + 8
-    product = " x ".join(f"{name} {size}" for name, size in SIZES.items())
+    product = " x ".join(f"{name} {size}" for name, size in zip(PLAN.names, PLAN.sizes, strict=True))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' font-family="sans-serif" font-size="12">',

@@ -14,7 +14,6 @@ from plain_loop.backends import context
 BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend}
 MESHES = {
     "pipeline 2 x data 2": ParallelDims(pipeline=2, data=2),
-    "pipeline 2 x shard 2": ParallelDims(pipeline=2, shard=2),
 }
 CASES = ("count, accumulated, clipped, uneven tails, 20 steps", "fp16, count, accumulated, clipped")
 

@@ -224,7 +224,7 @@ def test_what_has_no_blocks_or_is_divided_is_refused() -> None:
         model = Model()
         plan = plan_sequences(model, 2)
         divide_sequences(model, plan, ranks)
-        divide_sequences(model, plan, ranks)
+        plan_sequences(model, 2)
 
     with pytest.raises(ParallelPlanError, match="sequences of Model are divided already"):
         on_threads(2, work)

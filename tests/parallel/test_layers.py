@@ -3,9 +3,10 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain_parallel import Cut, LayerPlan, ParallelPlan, divide_model, plan_model
+from drivetrain_parallel import Cut, GroupRanks, LayerPlan, ParallelPlan, divide_model, plan_model
 from drivetrain_parallel.layers import is_divided, kind_of
 from parallel.divided import ThreadRanks, assert_same, on_threads, with_random_values
 from parallel.models import WIDTH, Attention, Perceptron
@@ -149,3 +150,15 @@ def test_a_summed_layer_that_fails_has_its_parameters_again() -> None:
         assert list(model.parameters()) == [weight]
 
     on_threads(1, work)
+
+
+@pytest.mark.ranks(2)
+def test_a_fast_path_of_torch_does_not_bypass_divided_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).double().eval()
+    tokens = torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(tokens)
+        plan = plan_model(model, 2, {"linear1": "column", "linear2": "row"})
+        divide_model(model, plan, GroupRanks(dist.group.WORLD))
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-9, atol=1e-9)

@@ -216,3 +216,10 @@ def test_collectives_run_over_the_ranks_of_a_view(run_ranks) -> None:
     assert [found["tensor"] for found in by_rank] == [3, 3, 7, 7]
     assert [found["world"] for found in by_rank] == [10] * 4
     assert [found["pipeline"] for found in by_rank] == [1, 2, 3, 4]
+
+
+def test_sequences_are_divided_by_one_of_two_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"sequence=True with context=2: .* leave sequence out"):
+        ParallelDims(context=2, tensor=2, sequence=True)
+    with pytest.raises(TypeError, match="context='2': a size is a whole number"):
+        ParallelDims(context="2")  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_a_backend_derived_from_another_has_the_defaults_of_its_own_section() ->
 @pytest.mark.ranks(2)
 def test_several_processes_do_not_train_models_of_their_own() -> None:
     with pytest.raises(
-        ValueError, match="backend='single' with 2 processes: each would train a separate model"
+        ValueError, match="backend='single' with 2 processes whose gradients add up"
     ) as caught:
         backend()
     assert "say ddp, fsdp or deepspeed" in str(caught.value)

@@ -378,12 +378,17 @@ def refusals() -> list[str]:
             call(*args, **kwargs)
         said.append(str(caught.value))
 
+    for mesh, match in (
+        (MESHES["shard 2 x expert 2"], "parallel.shard=2 under backend='ddp', .* say backend='fsdp'"),
+        (
+            ParallelDims(context=2, expert=2),
+            "parallel.expert=2 with tensor=1: this backend .* backend='fsdp'",
+        ),
+    ):
+        with context(parallelism=mesh) as where:
+            policy = choose_policy("no", where.device)
+            refused(match, DDPBackend, where, policy, window=AccumulationWindow(1), settings=DDPSettings())
     with context(parallelism=MESHES["shard 2 x expert 2"]) as where:
-        policy = choose_policy("no", where.device)
-        refused(
-            "parallel.expert=2 with tensor=1: this backend .* say backend='fsdp'",
-            DDPBackend, where, policy, window=AccumulationWindow(1), settings=DDPSettings(),
-        )  # fmt: skip
         model = LanguageModel()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         refused("Adafactor cannot step the parts", prepared, where, model, Adafactor(model.parameters()))

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain_backends import BackendContract, DDPBackend, FSDPBackend, SingleBackend
+from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims
 from plain_loop.backends import context
 from sequence_layer import SequenceLayer
@@ -54,6 +57,47 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
 @pytest.mark.default_cases("ddp-context 2-two cases", "single-tensor 2-two cases")
 def test_the_contract_holds_on_divided_sequences(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(contract, kind, mesh, is_whole, num_processes=NUM_RANKS.get(mesh, 4), timeout_seconds=170)
+
+
+def losses(mesh: str, compiles: bool) -> list[float]:
+    with context(parallelism=MESHES[mesh]) as where:
+        torch.manual_seed(0)
+        model = SequenceLayer(6, 6)
+        backend = DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+        (prepared,) = backend.prepare([model], [torch.optim.SGD(model.parameters(), lr=0.1)], [])
+        call = torch.compile(prepared.model, backend="aot_eager") if compiles else prepared.model
+        found: list[float] = []
+        for _ in range(3):
+            loss = call(torch.linspace(-1, 1, 12).view(2, 6)).square().mean()
+            prepared.backward(loss)
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+            found.append(loss.item())
+        backend.close()
+        return found
+
+
+@pytest.mark.parametrize("mesh", ["context 2", "tensor 2"])
+@pytest.mark.slow
+def test_a_compiled_model_trains_as_the_eager_one(run_ranks, mesh: str) -> None:
+    eager, compiled = (run_ranks(losses, mesh, compiles, num_processes=2) for compiles in (False, True))
+    assert compiled == [pytest.approx(one, rel=1e-6) for one in eager]
+
+
+def given_other_shapes() -> str:
+    with context(parallelism=MESHES["context 2"]) as where:
+        model = SequenceLayer(6, 6)
+        backend = DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+        (prepared,) = backend.prepare([model], [torch.optim.SGD(model.parameters(), lr=0.1)], [])
+        with pytest.raises(
+            ValueError, match="ranks 0, 1 divide SequenceLayer, and were given different"
+        ) as found:
+            prepared.model(torch.zeros(2 + where.topology.rank, 6))  # of one sum of bits
+        return str(found.value)
+
+
+def test_inputs_of_other_shapes_are_refused_on_every_rank(run_ranks) -> None:
+    assert len(set(run_ranks(given_other_shapes, num_processes=2))) == 1
 
 
 STAYS_AWAY = """

@@ -120,6 +120,6 @@ class RunSettings:
             )
 
 
-def automatic_backend(num_ranks: int) -> str:
-    """Return the name of the backend that `backend="auto"` selects for the ranks whose gradients add up."""
-    return "single" if num_ranks == 1 else "ddp"
+def automatic_backend(num_ranks: int, num_shards: int = 1) -> str:
+    """Return the backend of "auto", where gradients of ranks add up and some of these divide the parameters."""
+    return "fsdp" if num_shards > 1 else "single" if num_ranks == 1 else "ddp"

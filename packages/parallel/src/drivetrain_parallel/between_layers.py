@@ -58,7 +58,7 @@ def plan_between_layers(model: nn.Module, plan: ParallelPlan) -> BetweenPlan:
         plan: The plan of its layers.
 
     Raises:
-        ParallelPlanError: The model has no stack of blocks.
+        ParallelPlanError: The model has no stack of blocks, or its sequences are divided already.
     """
     found = find_blocks(model, plan.size, setting=_SETTING)
     columns: defaultdict[str, list[str]] = defaultdict(list)
@@ -103,9 +103,6 @@ def divide_between_layers(
         plan: The plan, made before that.
         ranks: The ranks that divide the layers.
         device: The device that the model will run on; by default that of its first parameter.
-
-    Raises:
-        ParallelPlanError: The model's sequences are divided already.
     """
     on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     stream = RankStream(ranks.rank, on, is_used=plan.is_random)

@@ -53,13 +53,7 @@ class SequenceDivision(Protocol):
 
 
 def divide_blocks(model: nn.Module, stack: "BlockStack") -> None:
-    """Have the blocks of a model run as a stack.
-
-    Raises:
-        ParallelPlanError: Blocks of the model do so already.
-    """
-    if has_divided_sequences(model):
-        raise ParallelPlanError(f"the sequences of {type(model).__name__} are divided already")
+    """Have the blocks of a model run as a stack."""
     for name in stack.blocks:
         block = model.get_submodule(name)
         kind = type(block)
@@ -166,8 +160,8 @@ class BlockStack:
         if cut.length < 2 * cut.size:
             raise ParallelPlanError(
                 f"a sequence of {cut.length} positions among {cut.size} ranks, which divide those of "
-                f"{2 * cut.size} or more: a token after a cache of earlier ones cannot be divided; generate from an "
-                "export of the model"
+                f"{2 * cut.size} or more: pad shorter ones to that; generate without a cache of earlier tokens "
+                "(use_cache=False), or from an export of the model"
             )
         self._lengths[cut.own_length].add(cut.length)
         if self._is_running:

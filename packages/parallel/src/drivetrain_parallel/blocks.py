@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_parallel.attention import METHODS, DividedAttention
-from drivetrain_parallel.block_stack import BlockStack, divide_blocks, sequence_dim
+from drivetrain_parallel.block_stack import (
+    BlockStack,
+    divide_blocks,
+    has_divided_sequences,
+    sequence_dim,
+)
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.found_styles import make_of
 from drivetrain_parallel.ranks import TensorRanks, gather
@@ -67,6 +72,10 @@ def plan_sequences(model: nn.Module, size: int, method: str | None = None) -> Se
 
 def find_blocks(model: nn.Module, size: int, *, setting: str) -> SequencePlan:
     """Return the plan of the blocks of a model; `setting` is what errors say to leave out."""
+    if has_divided_sequences(model):
+        raise ParallelPlanError(
+            f"the sequences of {type(model).__name__} are divided already: build it anew, whole"
+        )
     stacks = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
@@ -123,7 +132,7 @@ def divide_sequences(
         device: The device that the model will run on; by default that of its first parameter.
 
     Raises:
-        ParallelPlanError: The plan is for another number of ranks, or the model's sequences are divided already.
+        ParallelPlanError: The plan is for another number of ranks.
     """
     if plan.size != ranks.size:
         raise ParallelPlanError(

@@ -146,6 +146,12 @@ def divide_layer(module: nn.Module, plan: LayerPlan, ranks: TensorRanks, region:
     # The class holds the ranks, so that a copy of the module computes with the same ones.
     members = {"forward": divided_forward, _MARK: plan.style, "__module__": kind.__module__}
     module.__class__ = type(kind.__name__, (kind,), members)
+    # The fast path of torch's encoder layer reads the weights of layers that it does not call, unless one has a hook.
+    module.register_forward_pre_hook(_is_called)
+
+
+def _is_called(*_: object) -> None:
+    pass
 
 
 # A forward of a divided layer: it is given the module and the forward of the module's former class.

@@ -139,8 +139,15 @@ class ParallelDims:
     def __post_init__(self) -> None:
         for name in AXES:
             size = getattr(self, name)
+            if not isinstance(size, int | None):
+                raise TypeError(f"{name}={size!r}: a size is a whole number")
             if size is not None and size != -1 and size < 1:
                 raise ValueError(f"{name}={size!r}: a size of 1 or more is allowed, or -1 to infer the size")
+        if self.sequence and self.context not in (None, 1):
+            raise ValueError(
+                f"sequence=True with context={self.context}: the context dimension divides all of a block along "
+                "sequences, also what stands between its layers; leave sequence out"
+            )
         if self.expert is not None and self.expert < 1:
             raise ValueError(f"expert={self.expert!r}: a size of 1 or more is allowed")
         rest = [name for name in AXES if getattr(self, name) == -1]

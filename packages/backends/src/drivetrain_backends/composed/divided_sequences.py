@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,13 +91,15 @@ def compare_first_input(model: nn.Module, context: Context, *, over: View) -> No
 
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
-        own = [int(checksum(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = gather_object(context, own, over=over)
-        if any(other != given[0] for other in given):
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        own = [(tuple(leaf.shape), int(checksum(leaf))) for leaf in given]
+        found = gather_object(context, own, over=over)
+        if any(other != found[0] for other in found):
             ranks = ", ".join(map(str, context.ranks(over).ranks))
             raise ValueError(
                 f"ranks {ranks} divide {type(model).__name__}, and were given different inputs: prepare() the "
                 "loader, which gives these ranks the same batches, or read the same on all of them"
             )
 
-    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+    eager: Any = torch.compiler.disable(compare)  # it gathers objects, and reads values
+    handle = model.register_forward_pre_hook(eager, prepend=True, with_kwargs=True)

@@ -24,8 +24,8 @@ class SingleBackend(ComposedBackend):
         """Return the strategy: nothing is wrapped, averaged or divided."""
         if (count := self.context.ranks("counts").size) > 1:
             raise ValueError(
-                f"backend='single' with {count} processes: each would train a separate model, and no gradient is "
-                "averaged; say ddp, fsdp or deepspeed, or --num-processes 1"
+                f"backend='single' with {count} processes whose gradients add up (data x shard x context): each "
+                "would train a separate model; say ddp, fsdp or deepspeed, or --num-processes 1"
             )
         if self.policy.dtypes.reduce is not None:
             logger.warning(

@@ -48,7 +48,16 @@ class DDPBackend(ComposedBackend):
     needs_group: ClassVar[bool] = True
 
     def compose(self) -> Strategy:
-        """Return the strategy: a model on its device, in its dtypes, under autocast, and DDP around it."""
+        """Return the strategy: a model on its device, in its dtypes, under autocast, and DDP around it.
+
+        Raises:
+            ValueError: The mesh has shards, which DDP would hold whole.
+        """
+        if (size := self.context.ranks("shard").size) > 1:
+            raise ValueError(
+                f"parallel.shard={size} under backend='ddp', which divides no parameters: say backend='fsdp', or "
+                f"data={size} in place of shard"
+            )
         settings: DDPSettings = self.settings
         dtypes = self.policy.dtypes
         check_hook(settings, dtypes)

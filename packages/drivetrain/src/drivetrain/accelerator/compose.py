@@ -61,7 +61,8 @@ def compose(
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
-        backend_class = named or registry.get(automatic_backend(context.ranks("counts").size))
+        num_ranks, num_shards = context.ranks("counts").size, context.ranks("shard").size
+        backend_class = named or registry.get(automatic_backend(num_ranks, num_shards))
         parts = _build(context, backend_class, registry, given, trackers, fp8_recipe)
         others = given.others(registry.names())
         undo.pop_all()

@@ -84,7 +84,8 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     by_backend = parts.backend.applied()
     run: dict[str, object] = {}
     if parts.settings.backend == "auto":
-        run["backend"] = automatic_backend(parts.context.ranks("counts").size)
+        ranks = parts.context.ranks
+        run["backend"] = automatic_backend(ranks("counts").size, ranks("shard").size)
     if "all" in parts.settings.log_with:
         run["log_with"] = parts.trackers.names
     sections: dict[str, Mapping[str, object]] = {
