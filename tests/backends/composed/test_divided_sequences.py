@@ -24,7 +24,7 @@ MESHES = {
 }
 TESTS = Path(__file__).parents[2]
 NUM_RANKS = {"context 2": 2, "context 3": 3, "tensor 2": 2}
-CASES = ("count, accumulated, clipped, uneven tails, 20 steps", "tied weights")
+CASE = "mean, accumulated, clipped, a short last window"
 
 
 def contract(kind: str, mesh: str, is_whole: bool) -> None:
@@ -35,11 +35,11 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
     with context(parallelism=MESHES[mesh]) as where:
         if is_whole:
             Contract().check_all(where)
-        for name in () if is_whole else CASES:
-            Contract().check_case(where, name, Contract.cases[name])
+        else:
+            Contract().check_case(where, CASE, Contract.cases[CASE])
 
 
-@pytest.mark.parametrize("is_whole", [False, True], ids=["two cases", "whole"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["one case", "whole"])
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
@@ -54,7 +54,7 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
         ("fsdp", "shard 2 x tensor 2"),
     ],
 )
-@pytest.mark.default_cases("ddp-context 2-two cases", "single-tensor 2-two cases")
+@pytest.mark.default_cases("ddp-context 2-one case", "single-tensor 2-one case")
 def test_the_contract_holds_on_divided_sequences(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(contract, kind, mesh, is_whole, num_processes=NUM_RANKS.get(mesh, 4), timeout_seconds=170)
 
