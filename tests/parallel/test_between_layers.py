@@ -43,10 +43,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *, recomputes: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, *, num_blocks: int = 2, recomputes: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.words = nn.Embedding(9, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9)
         self.recomputes = recomputes
 
@@ -118,6 +118,24 @@ def test_what_stands_between_layers_holds_parts() -> None:
 
     on_threads(2, work)
     assert shapes == {(2, 4, WIDTH)}
+
+
+@pytest.mark.ranks(2)
+def test_dropout_of_blocks_that_are_run_again_is_that_of_their_forward() -> None:
+    found: list[dict[str, Tensor | None]] = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = with_random_values(Model(num_blocks=3, recomputes=recomputes, dropout=0.5))
+        plan = plan_model(model, 2)
+        between = plan_between_layers(model, plan)
+        divide_model(model, plan, GroupRanks(dist.group.WORLD))
+        divide_between_layers(model, between, GroupRanks(dist.group.WORLD))
+        torch.manual_seed(1)
+        for _ in range(2):
+            trained(model, [tokens_of(8)])
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        assert_near(name, found[1][name], gradient, 1e-9)
 
 
 @pytest.mark.ranks(2)

@@ -94,6 +94,7 @@ class BlockStack:
 
     def begin(self, *_: object) -> None:
         """Begin a forward of the model."""
+        self._stream.forget()
         self._is_running, self._cut = True, None
 
     def end(self, *_: object) -> None:
@@ -124,8 +125,10 @@ class BlockStack:
         if name in self._to_compare:
             self._compare(name, block, whole, call, cut)
         self._stream.open()
-        output = self._run_part(whole, call, cut, takes_part=is_first)
-        self._stream.close()
+        try:
+            output = self._run_part(whole, call, cut, takes_part=is_first)
+        finally:  # a checkpoint ends a block that it runs again by an exception, once it has what it needs
+            self._stream.close()
         if name != self.blocks[-1]:
             return output
         return self.with_states(output, lambda states: self._division.join(states, cut))
@@ -193,7 +196,7 @@ class BlockStack:
     ) -> None:
         """Refuse a block that computes other values on divided sequences: on the first positions of its arguments."""
         if name == self.blocks[0]:
-            self._sample = call.states[:, : _SAMPLE * cut.size].detach()
+            self._sample = call.states[:, : _SAMPLE * cut.size].detach().clone()
         first = SequenceCut(length=self._sample.shape[1], size=cut.size, device=cut.device)
 
         def shorten(tensor: Tensor) -> Tensor:

@@ -44,9 +44,11 @@ class RankStream:
         """Draw the numbers of all ranks in the block, and this rank's own after it if that had begun."""
         had_begun = self._outside is not None
         self.close()
-        yield
-        if had_begun:
-            self.open()
+        try:
+            yield
+        finally:
+            if had_begun:
+                self.open()
 
     def close(self) -> None:
         """Go on with the numbers that all ranks draw."""
