@@ -183,13 +183,13 @@ class DivideLayers(ModelTransform):
         if known is not None:
             self.divisions[model] = known
             return model
-        plans, divisions = self._plans.get(model, {}), dict[str, TensorDivision]()
+        plans, divisions = self._plans.pop(model, {}), dict[str, TensorDivision]()
         for view, plan in plans.items():
             divisions |= self._divide(inner, view, plan)
             self._show(inner, view, plan)
         tensors = (*inner.parameters(), *inner.buffers())
         self._broadcast(one for one in tensors if one not in self.by_parameter)
-        if (between := self._between.get(model)) is not None:
+        if (between := self._between.pop(model, None)) is not None:
             ranks = self._group_ranks("tensor", host=self._meetings)
             divide_between_layers(inner, between, ranks, device=self._context.device)
         if "tensor" in plans and any(plan.layers for plan in plans.values()):

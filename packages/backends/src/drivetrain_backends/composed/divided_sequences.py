@@ -57,7 +57,7 @@ class DivideSequences(ModelTransform):
     def apply(self, model: nn.Module) -> nn.Module:
         """Divide the sequences of a model that is not divided yet. Called on all ranks."""
         inner = unwrap_compiled(model)
-        if (plan := self._plans.get(inner)) is not None:
+        if (plan := self._plans.pop(inner, None)) is not None:
             group = self._ranks.process_group
             assert group is not None  # of several ranks
             divide_sequences(inner, plan, GroupRanks(group), device=self._context.device)
