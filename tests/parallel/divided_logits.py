@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from drivetrain_parallel.vocabulary_logits import DividedLogits, divided_logits
+from drivetrain_parallel.outputs.vocabulary_logits import DividedLogits, divided_logits
 from parallel.divided import ThreadRanks, assert_near, on_threads
 
 Function = Callable[[Tensor], Tensor]

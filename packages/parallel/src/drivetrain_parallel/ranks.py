@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from drivetrain_parallel.sequence import SequenceCut
-
 _LONE = (
     "{by}() asks on this rank for the whole of what each rank holds a part of ({place}), and other ranks do not come "
     "to it, or ask for something else: call it on all ranks alike; or give the layer the style 'gathered_column', "
@@ -210,21 +208,6 @@ class _Gather(Function):
         return ctx.ranks.exchange(parts).sum(0), None, None
 
 
-class _TakePositions(Function):
-    """The positions of this rank, of a whole sequence: the gradients of all ranks are that of the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-        ctx.cut, ctx.ranks = cut, ranks
-        return tensor.index_select(1, cut.positions(ranks.rank))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        sizes = (ctx.cut.own_length,) * ctx.cut.size
-        whole = ctx.ranks.join(gradients[0].contiguous(), 1, sizes)
-        return whole.index_select(1, ctx.cut.order), None, None
-
-
 class _Mean(Function):
     """A parameter whose gradient is the sum of several losses: what is passed on is their mean."""
 
@@ -275,11 +258,6 @@ def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     The gradient of a part is the sum over the ranks. Called on all of them.
     """
     return _Gather.apply(tensor, dim % tensor.dim(), ranks)  # type: ignore[no-any-return]
-
-
-def take_positions(tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-    """Return this rank's positions of (batch, length, ...) that all ranks hold alike. Called on all of them."""
-    return _TakePositions.apply(tensor, cut, ranks)  # type: ignore[no-any-return]
 
 
 def with_mean_gradient(tensor: Tensor, num_losses: int) -> Tensor:

@@ -47,8 +47,7 @@ def profile(
 
     def write(profiler: torch_profile) -> None:
         nonlocal cycles
-        if place is None:
-            return
+        assert place is not None
         name = f"trace-rank-{rank}.json" if schedule is None else f"trace-rank-{rank}.{cycles}.json"
         profiler.export_chrome_trace(str(place / name))
         cycles += 1
@@ -59,7 +58,7 @@ def profile(
     with torch_profile(
         activities=[ProfilerActivity.CPU, *on_device],
         schedule=schedule,
-        on_trace_ready=write,
+        on_trace_ready=None if place is None else write,
         record_shapes=record_shapes,
         profile_memory=profile_memory,
         with_stack=with_stack,

@@ -1,0 +1,270 @@
+"""A model whose sequences ranks divide computes what the whole one does, or is refused before it has computed."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain_parallel import GroupRanks, divide_sequences, plan_sequences
+from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.sequences.block_stack import sequence_dim
+from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
+from parallel.transformers_cases import CASES, Case, inputs_of
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A block of a language model, with what may go wrong in one."""
+
+    def __init__(self, *, fault: str = "", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.projections, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.drop = nn.Dropout(dropout)
+        self.fault = fault
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Map (batch, positions, WIDTH) to the same; scale is of each position."""
+        if self.fault == "counts positions":
+            x = x + torch.arange(x.shape[1])[:, None]
+        heads = self.projections(x * scale).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = heads
+        if self.fault == "attends itself":
+            scores = query @ key.transpose(-1, -2)
+            is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            mixed = scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ value
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return x + self.drop(self.perceptron(x))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 2, *, recomputes: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, WIDTH), nn.Embedding(20, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9)
+        self.recomputes = recomputes
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        scale = self.places.weight[: tokens.shape[1], :1].abs()
+        for block in self.blocks:
+            x = checkpoint(block, x, scale, use_reentrant=False) if self.recomputes else block(x, scale)
+        return self.head(self.norm(x))
+
+
+def tokens_of(length: int) -> Tensor:
+    return torch.randint(9, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def assert_same(
+    model: nn.Module,
+    size: int,
+    inputs: Sequence[Tensor],
+    *,
+    method: str | None = None,
+    call: Any = lambda model, inputs: model(*inputs),
+    tolerance: float = 1e-9,
+) -> None:
+    """Assert that each rank computes the whole output, and that the gradients are the mean over the ranks."""
+    whole = deepcopy(model)
+    output, _ = trained(whole, inputs, call)
+    plan = plan_sequences(model, size, method)
+
+    def work(ranks: ThreadRanks) -> tuple[Tensor, dict[str, Tensor | None]]:
+        own = deepcopy(model)
+        divide_sequences(own, plan, ranks)
+        found, _ = trained(own, inputs, call)
+        return found, gradients(own)
+
+    found = on_threads(size, work)
+    largest = max(one.abs().max().item() for one in gradients(whole).values() if one is not None)
+    for own, _ in found:
+        assert_near("the output", own, output, tolerance)
+    for name, expected in gradients(whole).items():
+        parts = [one for _, held in found if (one := held[name]) is not None]
+        mean = torch.stack(parts).mean(0) if parts else None
+        assert_near(f"the gradient of {name}", mean, expected, tolerance, 1e-3 * largest)
+
+
+@pytest.mark.parametrize("method", ["heads", "gathered"])
+@pytest.mark.parametrize(("num_blocks", "length"), [(1, 5), (3, 8), (3, 13)])
+def test_a_stack_of_blocks_computes_alike(num_blocks: int, length: int, method: str) -> None:
+    assert_same(with_random_values(Model(num_blocks)), 2, [tokens_of(length)], method=method)
+
+
+def two_lengths(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """Two forwards before one backward, which runs the blocks of the first one again after those of the second."""
+    return torch.cat([model(inputs[0]), model(inputs[1])], 1)
+
+
+def test_blocks_that_backward_runs_again_compute_alike() -> None:
+    model = with_random_values(Model(recomputes=True))
+    assert_same(model, 2, [tokens_of(8), tokens_of(11)], call=two_lengths)
+    with pytest.raises(ParallelPlanError, match=r"sequences of \[7, 8\] positions: pad .* a multiple of 4"):
+        assert_same(model, 2, [tokens_of(8), tokens_of(7)], call=two_lengths)
+
+
+CALLS = {
+    "padded": {"attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4])},
+    "padded behind": {"attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])},
+    "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2), "use_cache": False},
+    "with its loss": {"labels": torch.tensor([[-100, 6, 7, 8, 9, 5, -100]] * 2)},
+    "without a cache": {"use_cache": False},
+}
+WINDOW = Case(
+    model="MistralForCausalLM",
+    config="MistralConfig",
+    settings={**CASES["mistral"].settings, "sliding_window": 3},
+)
+PATTERN = Case(
+    model="Qwen2ForCausalLM",
+    config="Qwen2Config",
+    settings={
+        **CASES["qwen2"].settings,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+)
+
+
+def call_case(model: nn.Module, inputs: Sequence[Tensor], *, case: Case, **options: Any) -> Any:
+    """Return the logits; with labels, those times the loss, so that gradients are of both."""
+    output = model(**dict(zip(case.inputs, inputs, strict=True)), **options)
+    return output.logits * output.loss if "labels" in options else output
+
+
+def assert_case(case: Case, size: int, method: str | None = None, **options: Any) -> None:
+    model = with_random_values(case.build()) if case.in_fp64 else case.build()
+    call = partial(call_case, case=case, **options)
+    # Norms of transformers compute in fp32.
+    assert_same(
+        model, size, inputs_of(case), method=method, call=call, tolerance=1e-6 if case.in_fp64 else 1e-3
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("method", ["heads", "gathered"])
+def test_masks_and_losses_of_a_library_are_those_of_the_whole(name: str, method: str) -> None:
+    pytest.importorskip("transformers")
+    assert_case(CASES["llama"], 2, method, **CALLS[name])
+
+
+@pytest.mark.parametrize("case", [WINDOW, PATTERN], ids=["window", "windows in some layers"])
+@pytest.mark.parametrize("method", ["heads", "gathered"])
+def test_sliding_windows_are_those_of_the_whole(case: Case, method: str) -> None:
+    pytest.importorskip("transformers")
+    assert_case(case, 2, method)
+
+
+REFUSED = {
+    "t5": "attend to what encoder.block computes",
+    "bart": "attend to what model.encoder.layers computes",
+    "whisper": "attend to what model.encoder.layers computes",
+    "swin": "swin.encoder.layers.0 does not run on divided sequences",
+    "gptj": "transformer.h.0 does not run on divided sequences",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("size", "method"), [(2, None), (2, "gathered"), (3, None)])
+@pytest.mark.default_cases("2-None-gpt2", "2-None-vit", "3-None-qwen3")
+def test_models_of_a_library_compute_alike_or_are_refused(name: str, size: int, method: str | None) -> None:
+    pytest.importorskip("transformers")
+    if (reason := REFUSED.get(name)) is None:
+        assert_case(CASES[name], size, method)
+    else:
+        with pytest.raises(ParallelPlanError, match=reason):
+            assert_case(CASES[name], size, method)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("counts positions", "blocks.0 computes other values on divided sequences"),
+        ("attends itself", "blocks.0 computes other values on divided sequences"),
+    ],
+)
+def test_a_block_that_does_not_divide_is_refused_at_its_first_run(fault: str, said: str) -> None:
+    with pytest.raises(ParallelPlanError, match=said):
+        assert_same(with_random_values(Model(fault=fault)), 2, [tokens_of(8)])
+
+
+def test_generation_with_a_cache_is_refused() -> None:
+    pytest.importorskip("transformers")
+    model = CASES["llama"].build()
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(model)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        own.generate(tokens_of(8), attention_mask=torch.ones(2, 8), max_new_tokens=2, pad_token_id=0)  # type: ignore[operator]
+
+    with pytest.raises(ParallelPlanError, match="a sequence of 1 positions among 2 ranks"):
+        on_threads(2, work)
+
+
+def test_what_has_no_blocks_or_is_divided_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match=r"Linear has no nn\.ModuleList or nn\.Sequential of blocks"):
+        plan_sequences(nn.Linear(2, 2), 2)
+    with pytest.raises(ParallelPlanError, match="method 'ring' is none of heads, gathered"):
+        plan_sequences(Model(), 2, "ring")
+
+    def work(ranks: ThreadRanks) -> None:
+        model = Model()
+        plan = plan_sequences(model, 2)
+        divide_sequences(model, plan, ranks)
+        plan_sequences(model, 2)
+
+    with pytest.raises(ParallelPlanError, match="sequences of Model are divided already"):
+        on_threads(2, work)
+
+
+@pytest.mark.ranks(2)
+def test_dropout_differs_inside_blocks_and_agrees_outside() -> None:
+    torch.manual_seed(0)
+    model = Model(dropout=0.5)
+    plan = plan_sequences(model, 2)
+    assert plan.is_random
+    divide_sequences(model, plan, GroupRanks(dist.group.WORLD))
+    dropped: list[Tensor] = []
+    model.blocks[0].drop.register_forward_hook(lambda _, __, output: dropped.append(output == 0))  # type: ignore[union-attr]
+    output = torch.cat([model(tokens_of(8)).detach().flatten(), torch.rand(1)])
+    outputs, masks = ([torch.empty_like(one) for _ in range(2)] for one in (output, dropped[-1]))
+    dist.all_gather(outputs, output)
+    dist.all_gather(masks, dropped[-1])
+    assert torch.equal(*outputs)
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dim"),
+    [
+        ((2, 8), torch.long, 1),
+        ((8,), torch.long, 0),
+        ((1, 8, 6), torch.float, 1),
+        ((1, 8, 8), torch.float, 1),
+        ((8, 3), torch.complex64, 0),
+        ((1, 8, 1, 6), torch.float, 1),
+        ((1, 1, 8, 6), torch.float, 2),
+        ((8, 8), torch.float, None),
+        ((2, 8), torch.bool, None),
+        ((2, 1, 8, 8), torch.float, None),
+        ((2, 5), torch.long, None),
+        ((), torch.float, None),
+    ],
+)
+def test_the_dimension_of_positions_is_known_by_shape(
+    shape: tuple[int, ...], dtype: torch.dtype, dim: int | None
+) -> None:
+    assert sequence_dim(torch.zeros(shape, dtype=dtype), 8) == dim
