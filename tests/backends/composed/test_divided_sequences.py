@@ -100,6 +100,55 @@ def test_inputs_of_other_shapes_are_refused_on_every_rank(run_ranks) -> None:
     assert len(set(run_ranks(given_other_shapes, num_processes=2))) == 1
 
 
+def beside_a_whole_model() -> list[float]:
+    with context(parallelism=MESHES["context 2"]) as where:
+        backend = DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+        torch.manual_seed(0)
+        other = torch.nn.Linear(6, 1)
+        with pytest.raises(
+            ValueError, match=r"Linear has no nn\.ModuleList .* together with a model that has"
+        ):
+            backend.prepare([other], [], [])
+        model = SequenceLayer(6, 6)
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        (prepared, second) = backend.prepare([model, other], [optimizer], [])
+        for _ in range(2):
+            backend.backward(
+                second.model(prepared.model(torch.linspace(-1, 1, 12).view(2, 6))).square().mean()
+            )
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+        return [p.sum().item() for p in (*model.parameters(), *other.parameters())]
+
+
+def test_a_model_without_blocks_stays_whole_beside_one_that_has_them(run_ranks) -> None:
+    torch.manual_seed(0)
+    other, model = torch.nn.Linear(6, 1), SequenceLayer(6, 6)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    for _ in range(2):
+        other(model(torch.linspace(-1, 1, 12).view(2, 6))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [p.sum().item() for p in (*model.parameters(), *other.parameters())]
+    for found in run_ranks(beside_a_whole_model, num_processes=2):
+        assert found == [pytest.approx(one, rel=1e-5, abs=1e-6) for one in expected]
+
+
+def given_other_models(mesh: str) -> None:
+    with context(parallelism=MESHES[mesh]) as where:
+        torch.manual_seed(0)
+        num_layers = 2 + where.topology.rank
+        inner = [SequenceLayer(6, 6) for _ in range(num_layers)]
+        backend = DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+        with pytest.raises(ValueError, match="ranks 0, 1 would divide Sequential in different ways"):
+            backend.prepare([torch.nn.Sequential(*inner)], [], [])
+
+
+@pytest.mark.parametrize("mesh", ["context 2", "tensor 2"])
+def test_models_that_differ_among_ranks_are_refused_on_all_of_them(run_ranks, mesh: str) -> None:
+    run_ranks(given_other_models, mesh, num_processes=2)
+
+
 STAYS_AWAY = """
 import time
 import torch

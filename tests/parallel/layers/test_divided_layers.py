@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from copy import deepcopy
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -71,6 +72,27 @@ def test_a_divided_layer_has_no_kind() -> None:
 
     on_threads(2, work)
     assert not is_divided(model.up)
+
+
+def test_a_forward_that_fails_between_layers_keeps_no_graph() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Perceptron(between=nn.GELU()))
+    plan = plan_model(model, 2)
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(model)
+        divide_model(own, plan, ranks)
+        inputs: list[ReferenceType[Tensor]] = []
+        own[1].register_forward_pre_hook(lambda _, args: inputs.append(ref(args[0])))
+
+        def fail(*_: object) -> None:
+            raise ValueError("between")
+
+        own[1].between.register_forward_hook(fail)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="between"):
+            own(INPUT.float())
+        assert [one() for one in inputs] == [None]
+
+    on_threads(2, work)
 
 
 def test_query_key_and_value_add_up_one_gradient() -> None:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from drivetrain_parallel.layers.divided_layers import kind_of
 from drivetrain_parallel.planning.regions import (
     RegionShape,
     column_plan,
+    drops,
     layer_sizes,
     numbers_of_heads,
     output_cuts,
@@ -98,6 +101,14 @@ def test_numbers_of_heads_are_read_from_modules_and_their_configurations() -> No
     module.config.use_heads = True
     module.config.num_heads_of_another = 5  # 16 features are not of 5 heads
     assert numbers_of_heads(module, WIDTH) == [2, 4]
+
+
+def test_a_probability_of_the_configuration_counts() -> None:
+    module = Perceptron()
+    module.config = SimpleNamespace(attention_dropout=0.0)  # type: ignore[assignment]
+    assert not drops(module)
+    module.config.attention_dropout = 0.1  # type: ignore[union-attr]
+    assert drops(module)
 
 
 def test_regions_that_drop_at_random_are_told() -> None:

@@ -158,7 +158,7 @@ def test_weights_that_all_ranks_hold_have_one_gradient_under_dropout(recomputes:
 
 
 REFUSED = {
-    "opt": r"model\.decoder\.layers\.0 does not run on divided sequences",  # it flattens positions
+    "opt": r"a block of its class, is given a tensor of shape \(8, 32\) first",  # it flattens positions
     "phi3": r"model\.layers\.0 does not run on divided sequences",  # its attention stays whole
     "deepseek v3": r"model\.layers\.0 does not run on divided sequences",
 }

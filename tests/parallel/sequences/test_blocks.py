@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain_parallel import GroupRanks, divide_sequences, plan_sequences
 from drivetrain_parallel.errors import ParallelPlanError
-from drivetrain_parallel.sequences.block_stack import sequence_dim
+from drivetrain_parallel.sequences.block_calls import sequence_dim
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
 from parallel.transformers_cases import CASES, Case, inputs_of
 
@@ -36,15 +36,19 @@ class Block(nn.Module):
         if self.fault == "counts positions":
             x = x + torch.arange(x.shape[1])[:, None]
         heads = self.projections(x * scale).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = heads
-        if self.fault == "attends itself":
-            scores = query @ key.transpose(-1, -2)
-            is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-            mixed = scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ value
+        if self.fault.startswith("recomputes") and self.training:
+            mixed = checkpoint(self.attend, *heads, use_reentrant="reentrant" in self.fault)
         else:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed = self.attend(*heads)
         x = x + self.output(mixed.transpose(1, 2).flatten(2))
         return x + self.drop(self.perceptron(x))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.fault != "attends itself":
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        scores = query @ key.transpose(-1, -2)
+        is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ value
 
 
 class Model(nn.Module):
@@ -115,6 +119,56 @@ def test_blocks_that_backward_runs_again_compute_alike() -> None:
         assert_same(model, 2, [tokens_of(8), tokens_of(7)], call=two_lengths)
 
 
+def test_lengths_of_evaluation_do_not_mix_with_those_of_training() -> None:
+    model = Model(recomputes=True)
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(model)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        for length in (8, 7, 8):
+            with torch.set_grad_enabled(length == 8):
+                loss = own(tokens_of(length)).sum()
+            if length == 8:
+                loss.backward()
+
+    on_threads(2, work)
+
+
+def test_a_model_that_evaluates_first_is_tried_too() -> None:
+    model = Model()
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(model)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        with torch.inference_mode():
+            assert_near("the output", own(tokens_of(7)), model(tokens_of(7)), 1e-5)
+
+    on_threads(2, work)
+
+
+def test_a_copy_of_a_divided_model_computes_with_the_same_ranks() -> None:
+    model = Model()
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(model)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        assert_near("the copy's output", deepcopy(own)(tokens_of(7)), model(tokens_of(7)), 1e-5)
+
+    on_threads(2, work)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_trial_at_the_first_run_draws_no_numbers(dropout: float) -> None:
+    torch.manual_seed(0)
+    model = Model(dropout=dropout)
+    divide_sequences(model, plan_sequences(model, 2), GroupRanks(dist.group.WORLD))
+    torch.manual_seed(1)
+    first = model(tokens_of(8))  # is tried
+    torch.manual_seed(1)
+    assert torch.equal(model(tokens_of(8)), first)
+
+
 CALLS = {
     "padded": {"attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4])},
     "padded behind": {"attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])},
@@ -174,6 +228,7 @@ REFUSED = {
     "whisper": "attend to what model.encoder.layers computes",
     "swin": "swin.encoder.layers.0 does not run on divided sequences",
     "gptj": "transformer.h.0 does not run on divided sequences",
+    "gemma2": "model.layers.0 does not run on divided sequences",  # its attention is written out by default
 }
 
 
@@ -192,13 +247,21 @@ def test_models_of_a_library_compute_alike_or_are_refused(name: str, size: int, 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("counts positions", "blocks.0 computes other values on divided sequences"),
-        ("attends itself", "blocks.0 computes other values on divided sequences"),
+        ("counts positions", "blocks.0 computes other values or gradients on divided sequences"),
+        ("attends itself", "blocks.0 computes other values or gradients on divided sequences"),
+        ("recomputes attention", "blocks.0 does not run on divided sequences"),
+        ("recomputes attention, reentrant", "blocks.0 computes other values or gradients"),
     ],
 )
-def test_a_block_that_does_not_divide_is_refused_at_its_first_run(fault: str, said: str) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_block_that_does_not_divide_is_refused_at_its_first_run(
+    fault: str, said: str, dropout: float
+) -> None:
+    model = Model(fault=fault, dropout=dropout).double()
+    for block in model.blocks:  # the model's own values show nothing
+        nn.init.zeros_(block.output.weight)  # type: ignore[union-attr, arg-type]
     with pytest.raises(ParallelPlanError, match=said):
-        assert_same(with_random_values(Model(fault=fault)), 2, [tokens_of(8)])
+        assert_same(model, 2, [tokens_of(8)])
 
 
 def test_generation_with_a_cache_is_refused() -> None:
@@ -214,9 +277,14 @@ def test_generation_with_a_cache_is_refused() -> None:
         on_threads(2, work)
 
 
-def test_what_has_no_blocks_or_is_divided_is_refused() -> None:
-    with pytest.raises(ParallelPlanError, match=r"Linear has no nn\.ModuleList or nn\.Sequential of blocks"):
-        plan_sequences(nn.Linear(2, 2), 2)
+def test_a_model_without_blocks_stays_whole() -> None:
+    assert plan_sequences(nn.Linear(2, 2), 2).blocks == ()
+
+
+def test_what_lists_a_block_twice_or_is_divided_is_refused() -> None:
+    block = Block()
+    with pytest.raises(ParallelPlanError, match=r"Sequential lists a block of 1 twice"):
+        plan_sequences(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([block, Block(), block])), 2)
     with pytest.raises(ParallelPlanError, match="method 'ring' is none of heads, gathered"):
         plan_sequences(Model(), 2, "ring")
 

@@ -58,6 +58,17 @@ class RankStream:
             self._outside = None
 
 
+@contextmanager
+def kept_generator(device: torch.device) -> Generator[Callable[[], bool]]:
+    """Put the generator of a device back after the block; yield whether numbers have been drawn from it."""
+    get_state, set_state, _ = _functions(device)
+    before = get_state()
+    try:
+        yield lambda: not torch.equal(get_state(), before)
+    finally:
+        set_state(before)
+
+
 def _functions(
     device: torch.device,
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], None], Callable[[int], object]]:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from drivetrain_backends.composed.divided_layout import DividedLayout
 from drivetrain_backends.composed.divided_sequences import (
     DivideSequences,
+    check_same_plan,
     compare_first_input,
     refuse_divided,
 )
@@ -215,21 +216,22 @@ class DivideLayers(ModelTransform):
         return {"divided": ", and ".join(said)} if said else {}
 
     def _divide(self, model: nn.Module, view: View, plan: ParallelPlan) -> dict[str, TensorDivision]:
-        """Divide a model region by region, so that no rank holds the whole of two that were on meta."""
+        """Divide a model; each region is given its values just before, if it was on meta."""
         parameters = [parameter for _, parameter, _ in named_cuts(model, plan)]
         seed = self._seed() if any(parameter.is_meta for parameter in parameters) else 0
-        are_tied = len(set(parameters)) < len(parameters)
         ranks = self._group_ranks(view, host=self._meeting_place(plan))
         alike = self._group_ranks("tensor") if view == "expert" and "tensor" in self._sizes else None
         found: dict[str, TensorDivision] = {}
-        for part in (plan,) if are_tied else plan.regions():
+
+        def give_values(part: ParallelPlan) -> None:
             self._fill(model, part, seed)
-            cuts = list(named_cuts(model, part))
-            self._broadcast(parameter for _, parameter, _ in cuts)
-            divide_model(model, part, ranks, device=self._context.device, alike=alike)
-            for name, parameter, cut in cuts:
-                division = TensorDivision(cut=cut, ranks=self._context.ranks(view))
-                found[name] = self.by_parameter[parameter] = division
+            self._broadcast(parameter for _, parameter, _ in named_cuts(model, part))
+
+        check_same_plan(plan, model, self._context, over=view)
+        divide_model(model, plan, ranks, device=self._context.device, alike=alike, before=give_values)
+        for name, parameter, cut in named_cuts(model, plan):
+            division = TensorDivision(cut=cut, ranks=self._context.ranks(view))
+            found[name] = self.by_parameter[parameter] = division
         return found
 
     def _seed(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class DividedLayout(StateLayout):
         self._inner, self._models, self._replaced = inner, divisions, replaced
         self._by_parameter = by_parameter
         self._rank_groups: dict[RankGroup, None] = {}  # those that divide parameters, in order
-        self._num_known = 0
+        self._known = WeakSet[nn.Module]()  # models whose parameters have their divisions in `by_parameter`
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Cut the states that an optimizer has already, then have it hold what the inner layout says."""
@@ -161,9 +162,9 @@ class DividedLayout(StateLayout):
 
     def _division(self, parameter: Tensor) -> TensorDivision | None:
         """Return the division of a parameter, as optimizers hold it; None if every rank holds the whole."""
-        if self._num_known != len(self._models):
-            self._num_known = len(self._models)
+        if len(self._known) < len(self._models):
             for model, divisions in self._models.items():
+                self._known.add(model)
                 for name, one in self.parameters(model).items():
                     if name in divisions:
                         self._by_parameter[one] = divisions[name]

@@ -1,5 +1,6 @@
 """Context parallelism for any strategy: ranks compute parts of each sequence, and average gradients as replicas."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,8 @@ from drivetrain_parallel import (
 from drivetrain_state import Context, gather_object, synchronize_rng_states
 from drivetrain_state.mesh import View
 
+logger = logging.getLogger(__name__)
+
 
 class DivideSequences(ModelTransform):
     """Have the blocks of each model compute on this rank's part of the sequences that it is called with.
@@ -43,8 +46,10 @@ class DivideSequences(ModelTransform):
     def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Plan the division of new models' sequences; refuse models whose sequences cannot be divided.
 
+        A model without a stack of blocks stays whole beside one that has it, as a discriminator may.
+
         Raises:
-            ValueError: A model has no stack of blocks, or is divided by another Accelerator.
+            ValueError: No model has a stack of blocks, or one cannot be divided or is divided already.
         """
         del optimizers
         self._plans.clear()
@@ -53,19 +58,32 @@ class DivideSequences(ModelTransform):
                 is_whole = self._context.ranks("tensor").size == self._context.ranks("expert").size == 1
                 refuse_divided(model, layers=is_whole)
                 self._plans[model] = plan_sequences(model, self._ranks.size, self._method)
+        if self._plans and not self._shown and not any(plan.blocks for plan in self._plans.values()):
+            kinds = ", ".join(dict.fromkeys(type(model).__name__ for model in self._plans))
+            raise ValueError(
+                f"parallel.context={self._ranks.size}: {kinds} has no nn.ModuleList or nn.Sequential of blocks of "
+                "one class, between which sequences could stay divided: leave parallel.context out, or prepare() "
+                "it together with a model that has them"
+            )
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Divide the sequences of a model that is not divided yet. Called on all ranks."""
         inner = unwrap_compiled(model)
         if (plan := self._plans.pop(inner, None)) is not None:
-            group = self._ranks.process_group
-            assert group is not None  # of several ranks
-            divide_sequences(inner, plan, GroupRanks(group), device=self._context.device)
+            check_same_plan(plan, inner, self._context, over="context")
+            kind = type(inner).__name__
+            if plan.blocks:
+                group = self._ranks.process_group
+                assert group is not None  # of several ranks
+                divide_sequences(inner, plan, GroupRanks(group), device=self._context.device)
+                self._shown[kind] = format_count(len(plan.blocks), "block")
+            elif self._context.topology.is_main:
+                said = "context=%d: %s has no blocks to divide; each of these ranks computes the whole of it"
+                logger.warning(said, plan.size, kind)
             compare_first_input(inner, self._context, over="context")
             # Outside of the blocks these ranks drop the same elements, and inside each draws its own.
             synchronize_rng_states(self._context, ("torch", "accelerator"), over="context")
             self._divided.add(inner)
-            self._shown[type(inner).__name__] = f"{format_count(len(plan.blocks), 'block')}"
         return model
 
     def applied(self) -> Mapping[str, object]:
@@ -80,6 +98,16 @@ def refuse_divided(model: nn.Module, *, layers: bool = True) -> None:
         raise ValueError(
             f"{type(unwrap_compiled(model)).__name__} is divided already, by another Accelerator: build it anew, "
             "whole; prepare() divides it as the section parallel says"
+        )
+
+
+def check_same_plan(plan: object, model: nn.Module, context: Context, *, over: View) -> None:
+    """Refuse a model of which ranks have different plans, as of models that are not equal. Called on all of them."""
+    if any(other != plan for other in gather_object(context, plan, over=over)):
+        ranks = ", ".join(map(str, context.ranks(over).ranks))
+        raise ValueError(
+            f"ranks {ranks} would divide {type(model).__name__} in different ways: build the same model on all of "
+            "them, with the same versions of its libraries"
         )
 
 

@@ -1,12 +1,19 @@
 """Apply a plan to a model: cut the parameters, then have the layers compute with the other ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
-from drivetrain_parallel.layers.divided_layers import Region, divide_layer, holds_experts, is_divided, kind_of
+from drivetrain_parallel.layers.divided_layers import (
+    Region,
+    divide_layer,
+    holds_experts,
+    is_divided,
+    kind_of,
+    watch,
+)
 from drivetrain_parallel.plan import Cut, ParallelPlan
 from drivetrain_parallel.ranks import OneRank, TensorRanks
 from drivetrain_parallel.streams import RankStream
@@ -19,6 +26,7 @@ def divide_model(
     *,
     device: torch.device | None = None,
     alike: TensorRanks | None = None,
+    before: Callable[[ParallelPlan], None] | None = None,
 ) -> None:
     """Divide a model by a plan, in place. Called on all ranks that divide it, on equal models.
 
@@ -34,6 +42,8 @@ def divide_model(
             parameter.
         alike: Of a plan of experts, those of `ranks` that are given the same input, such as the ranks of a tensor
             axis; each computes a part of it. None if every rank is given its own.
+        before: A function that is called with the plan of each region before that is divided, such as one that gives
+            its parameters values: no rank then holds the whole of two regions.
 
     Raises:
         ParallelPlanError: The plan is for another number of ranks, the model is divided already, or some of `alike`
@@ -57,23 +67,30 @@ def divide_model(
         if is_divided(modules[layer.name]):
             raise ParallelPlanError(f"{layer.name} of {type(model).__name__} is divided already")
     on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    cut: set[Tensor] = set()
-    for name, parameter, division in named_cuts(model, plan):
-        if parameter in cut:  # tied
-            continue
-        cut.add(parameter)
-        parameter.data = part_of(parameter.data, division, ranks.rank, ranks.size)
+    parameters = [parameter for _, parameter, _ in named_cuts(model, plan)]
+    are_tied = len(set(parameters)) < len(parameters)
+    regions: list[Region] = []
+    for part in (plan,) if are_tied else plan.regions():
+        if before is not None:
+            before(part)
+        regions.extend(_divide_regions(model, part, ranks, alike or OneRank(), on))
+    watch(model, regions)
+
+
+def _divide_regions(
+    model: nn.Module, plan: ParallelPlan, ranks: TensorRanks, alike: TensorRanks, device: torch.device
+) -> Collection[Region]:
+    """Cut the parameters of some regions, and have their layers compute with the other ranks."""
+    for parameter, cut in {parameter: cut for _, parameter, cut in named_cuts(model, plan)}.items():
+        parameter.data = part_of(parameter.data, cut, ranks.rank, ranks.size)
         parameter.grad = None
-        del name
     regions: dict[str, Region] = {}
     for layer in plan.layers:
-        module = modules[layer.name]
+        module = model.get_submodule(layer.name)
         if layer.region not in regions:
-            uses = layer.region in plan.random
-            inside = ranks if layer.style != "experts" else alike or OneRank()
-            regions[layer.region] = region = Region(inside, RankStream(inside.rank, on, is_used=uses))
-            if uses:
-                region.watch(model)
+            inside = ranks if layer.style != "experts" else alike
+            stream = RankStream(inside.rank, device, is_used=layer.region in plan.random)
+            regions[layer.region] = Region(inside, stream)
         kind = kind_of(module)
         divide_layer(module, layer, ranks, regions[layer.region])
         if kind is not None and layer.cuts:
@@ -82,7 +99,8 @@ def divide_model(
             if kind.inputs is not None:
                 setattr(module, inputs, module.get_parameter("weight").shape[kind.inputs])
     for change in plan.attributes:
-        setattr(modules[change.module], change.attribute, change.of_rank(ranks.rank, ranks.size))
+        setattr(model.get_submodule(change.module), change.attribute, change.of_rank(ranks.rank, ranks.size))
+    return regions.values()
 
 
 def has_divided_layers(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ A module's class is exchanged for a subclass, so that the module, its names and 
 kind says along which dimensions of its weight outputs and inputs lie, and how it multiplies.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -109,6 +109,10 @@ class Region:
         self._stream.close()
         self._given = self._entered = None
 
+    def begin(self) -> None:
+        """Begin a forward of the model: what backward has run again, such as a checkpoint, has put numbers back."""
+        self._stream.forget()
+
     @contextmanager
     def own_numbers(self) -> Generator[None]:
         """Draw this rank's own random numbers in the block."""
@@ -118,18 +122,20 @@ class Region:
         finally:
             self._stream.close()
 
-    def watch(self, model: nn.Module) -> None:
-        """End the region too where the model fails between the layers: all ranks go on with the same numbers."""
 
-        def begin(*_: object) -> None:
-            # A checkpointed part that ends inside was run again by backward, which puts the generator back.
-            self._stream.forget()
+def watch(model: nn.Module, regions: Sequence[Region]) -> None:
+    """End regions also where a forward of the model fails inside: no graph is kept, and all ranks draw alike."""
 
-        def end(*_: object) -> None:
-            self.leave()
+    def begin(*_: object) -> None:
+        for region in regions:
+            region.begin()
 
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(end, always_call=True)
+    def end(*_: object) -> None:
+        for region in regions:
+            region.leave()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
 
 
 def divide_layer(module: nn.Module, plan: LayerPlan, ranks: TensorRanks, region: Region) -> None:
@@ -137,15 +143,8 @@ def divide_layer(module: nn.Module, plan: LayerPlan, ranks: TensorRanks, region:
 
     The layers of one `region` are those between which activations stay divided.
     """
-    kind = type(module)
     forward = _FORWARDS[plan.style](plan, ranks, region, kind_of(module))
-
-    def divided_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, kind.forward, *args, **kwargs)
-
-    # The class holds the ranks, so that a copy of the module computes with the same ones.
-    members = {"forward": divided_forward, _MARK: plan.style, "__module__": kind.__module__}
-    module.__class__ = type(kind.__name__, (kind,), members)
+    with_forward(module, forward, **{_MARK: plan.style})
     # The fast path of torch's encoder layer reads the weights of layers that it does not call, unless one has a hook.
     module.register_forward_pre_hook(_is_called)
 
@@ -154,11 +153,24 @@ def _is_called(*_: object) -> None:
     pass
 
 
-# A forward of a divided layer: it is given the module and the forward of the module's former class.
-_Forward: TypeAlias = Callable[..., Any]
+# The forward of a module in place of that of its class: it is given the module, the other, and the arguments.
+Forward: TypeAlias = Callable[..., Any]
 
 
-def _column(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+def with_forward(module: nn.Module, forward: Forward, **members: object) -> None:
+    """Exchange the class of a module for a subclass with another forward, and with further members."""
+    kind = type(module)
+
+    def exchanged(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, kind.forward, *args, **kwargs)
+
+    # The class holds what the forward needs, such as ranks, so that a copy of the module computes with the same.
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": exchanged, "__module__": kind.__module__, **members}
+    )
+
+
+def _column(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del plan, ranks, layer
 
     def forward(module: nn.Module, whole: Callable[..., Tensor], tensor: Tensor) -> Tensor:
@@ -167,7 +179,7 @@ def _column(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKin
     return forward
 
 
-def _row(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+def _row(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del plan
     assert layer is not None
     multiply = layer.multiply
@@ -181,9 +193,7 @@ def _row(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind |
     return forward
 
 
-def _gathered_column(
-    plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None
-) -> _Forward:
+def _gathered_column(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del region, layer
     sizes = plan.cuts["weight"].sizes(ranks.size)
 
@@ -195,7 +205,7 @@ def _gathered_column(
 
 def _vocabulary_column(
     plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None
-) -> _Forward:
+) -> Forward:
     del region, layer
     sizes, calls = plan.cuts["weight"].sizes(ranks.size), count()
 
@@ -209,7 +219,7 @@ def _vocabulary_column(
     return forward
 
 
-def _vocabulary(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+def _vocabulary(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del region, layer
     cut = plan.cuts["weight"]
     num_rows, ((first, last),) = cut.num_elements, cut.ranges(ranks.rank, ranks.size)
@@ -228,7 +238,7 @@ def _vocabulary(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: Laye
     return forward
 
 
-def _summed(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+def _summed(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del plan, region, layer
 
     def forward(module: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +248,7 @@ def _summed(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKin
     return forward
 
 
-def _experts(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> _Forward:
+def _experts(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKind | None) -> Forward:
     del layer
     cut = next(iter(plan.cuts.values()))
     num_losses = ranks.size // region.ranks.size
@@ -261,7 +271,7 @@ def _experts(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKi
     return forward
 
 
-_FORWARDS: Mapping[Style, Callable[[LayerPlan, TensorRanks, Region, LayerKind | None], _Forward]] = (
+_FORWARDS: Mapping[Style, Callable[[LayerPlan, TensorRanks, Region, LayerKind | None], Forward]] = (
     MappingProxyType(
         {
             "column": _column,

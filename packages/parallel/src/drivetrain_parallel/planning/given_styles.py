@@ -198,7 +198,7 @@ def _plan_region(
         raise ParallelPlanError(
             f"{row} has style 'row', and no layer before it has 'column': no input is divided"
         )
-    prefix = _common_prefix([*columns, row])
+    prefix = shared_prefix([*columns, row])
     module = model.get_submodule(prefix.rstrip("."))
     start = len(prefix)
     pieces = {name[start:]: number for name in columns if (number := styles[name].pieces) is not None}
@@ -270,7 +270,7 @@ def _refuse_untold(shape: RegionShape, prefix: str, styles: Mapping[str, GivenSt
             )
 
 
-def _common_prefix(names: list[str]) -> str:
+def shared_prefix(names: list[str]) -> str:
     """Return the name of the innermost module that holds all of these, with a dot; empty for the model itself."""
     parts = [name.split(".")[:-1] for name in names]
     shared: list[str] = []

@@ -185,5 +185,6 @@ def drops(module: nn.Module) -> bool:
     return any(
         isinstance(value, float) and value > 0 and ("drop" in key or "drop" in type(one).__name__.lower())
         for one in module.modules()
-        for key, value in vars(one).items()
+        for holder in (one, getattr(one, "config", None))
+        for key, value in getattr(holder, "__dict__", {}).items()
     )

@@ -4,10 +4,11 @@ The ranks are threads of this process, so that a plan needs no process group and
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from drivetrain_parallel.layers.apply import divide_model, named_cuts, part_of
 from drivetrain_parallel.plan import LayerPlan, ParallelPlan
 
-_TOLERANCE = 1e-3  # relative: in fp32, sums of another order differ by 1e-6, and a wrong division by 1
-_NOISE = (
+TOLERANCE = 1e-3  # relative: in fp32, sums of another order differ by 1e-6, and a wrong division by 1
+NOISE = (
     1e-5  # of the largest gradient: what rounding leaves of one that is zero, such as that of a key's bias
 )
 
@@ -86,7 +87,7 @@ class Trial:
 
     def __init__(self, module: nn.Module, width: int, more: Sequence[Tensor] = ()) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._module = _with_random_values(module, generator)
+        self._module = with_random_values(module)
         shape = more[0].shape[:1] if more else (2, 5)
         first = torch.randn(*shape, width, generator=generator, dtype=torch.float32)
         self._inputs = first, *(more or [None] * _num_required(module))
@@ -127,27 +128,27 @@ class Trial:
         if expected is None or len(found := self._run_divided(plan)) < plan.size:
             return None
         if not all(
-            _are_near(own, other, 0.0)
+            are_near(own, other, 0.0)
             for values in found.values()
             for own, other in zip(values.outside, expected.outside, strict=True)
         ):
             return None
         # What has another shape, such as the weights of this rank's heads, cannot be taken for the whole.
         if not all(
-            own.shape != other.shape or _are_near(own, other, 0.0)
+            own.shape != other.shape or are_near(own, other, 0.0)
             for values in found.values()
             for own, other in zip(values.more, expected.more, strict=True)
         ):
             return None
         cuts = {name: cut for name, _, cut in named_cuts(self._module, plan)}
-        noise = _NOISE * max(
+        noise = NOISE * max(
             (one.abs().max().item() for one in expected.gradients.values() if one.numel()), default=0
         )
         wrong: set[str] = set()
         for rank, values in found.items():
             for name, whole in expected.gradients.items():
                 other = part_of(whole, cuts[name], rank, plan.size) if name in cuts else whole
-                if not _are_near(values.gradients[name], other, noise):
+                if not are_near(values.gradients[name], other, noise):
                     wrong.add(name)
         return wrong
 
@@ -176,18 +177,41 @@ class Trial:
         return found
 
 
-def _are_near(own: Tensor, other: Tensor, noise: float) -> bool:
+def are_near(own: Tensor, other: Tensor, noise: float, tolerance: float = TOLERANCE) -> bool:
+    """Return whether a tensor is another, up to a tolerance of its largest value and to noise."""
     if own.shape != other.shape:
         return False
     if not own.numel():
         return True
-    return bool((own - other).abs().max() <= _TOLERANCE * (1e-6 + other.abs().max()) + noise)
+    return bool((own - other).abs().max() <= tolerance * (1e-6 + other.abs().max()) + noise)
 
 
-def _with_random_values(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Return a copy of a module on the CPU, in fp32 and training mode, with random parameters."""
-    new: dict[int, Tensor] = {}
-    for parameter in module.parameters():
+def is_plain(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds numbers, and not codes and scales."""
+    return type(parameter) is nn.Parameter and parameter.is_floating_point()
+
+
+def shared_attributes(module: nn.Module) -> dict[int, Any]:
+    """Return the memo by which `deepcopy` copies modules and tensors alone, and shares what else modules hold.
+
+    A configuration that is copied may be another: transformers' forgets which attention it was given.
+    """
+    held = ((key, value) for one in module.modules() for key, value in vars(one).items())
+    return {id(value): value for key, value in held if key not in ("_parameters", "_buffers", "_modules")}
+
+
+def with_random_values(module: nn.Module, exchanged: Mapping[Tensor, Tensor] | None = None) -> nn.Module:
+    """Return a copy of a module on the CPU, in fp32 and training mode, with random parameters.
+
+    Args:
+        module: The module, which may be on the meta device.
+        exchanged: Tensors of the module, with those that the copy holds in their place.
+    """
+    new = shared_attributes(module) | {id(own): other for own, other in (exchanged or {}).items()}
+    for number, parameter in enumerate(filter(is_plain, module.parameters())):
+        generator = torch.Generator().manual_seed(
+            1 + number
+        )  # ranks hold parts of other sizes, and equal wholes
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * fan_in**-0.5
         new[id(parameter)] = nn.Parameter(values)  # deepcopy takes it for the copy

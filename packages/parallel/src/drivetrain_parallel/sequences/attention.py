@@ -6,6 +6,7 @@ queries, as Llama 3 does (Meta 2024): no number of heads is needed.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -70,8 +71,9 @@ class DividedAttention(TorchFunctionMode):
                 f"{num_heads} heads among {self._ranks.size} ranks, which do not divide them: leave the method out, "
                 "or choose 'gathered'"
             )
-        attend = self._by_heads if divides and self._method != "gathered" else self._by_gathering
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, options)
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, **options)
+        divide = self._by_heads if divides and self._method != "gathered" else self._by_gathering
+        return divide(query, key, value, attn_mask, is_causal, attend)
 
     def _by_heads(
         self,
@@ -79,9 +81,8 @@ class DividedAttention(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        dropout: float,
         is_causal: bool,
-        options: dict[str, Any],
+        attend: Callable[..., Tensor],
     ) -> Tensor:
         size, rank = self._ranks.size, self._ranks.rank
         # Each rank needs the keys and values of its own heads: those that several ranks share are copied.
@@ -92,8 +93,7 @@ class DividedAttention(TorchFunctionMode):
             num_heads = query.shape[-3] // size
             mask = mask.narrow(-3, rank * num_heads, num_heads)
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, **options)
-        return self._from_heads(output)
+        return self._from_heads(attend(query, key, value, mask, is_causal=is_causal))
 
     def _to_heads(self, tensor: Tensor) -> Tensor:
         """Return some of the heads of the whole sequence for all heads of a part of it."""
@@ -113,25 +113,22 @@ class DividedAttention(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        dropout: float,
         is_causal: bool,
-        options: dict[str, Any],
+        attend: Callable[..., Tensor],
     ) -> Tensor:
         cut, ranks = self._cut, self._ranks
         key, value = (gather(tensor, -2, ranks).index_select(-2, cut.order) for tensor in (key, value))
         if not is_causal or mask is not None:
             if mask is not None and mask.shape[-2] == cut.length:
                 mask = mask.index_select(-2, cut.positions(ranks.rank))
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, **options)
+            return attend(query, key, value, mask, is_causal=is_causal)
         outputs: list[Tensor] = []
         for rows, (start, stop) in zip(query.split(cut.chunk, -2), cut.chunks(ranks.rank), strict=True):
             real, beyond = rows.split([stop - start, cut.chunk - (stop - start)], -2)
             if stop > start:
                 seen = (key.narrow(-2, 0, stop), value.narrow(-2, 0, stop))
-                bias = causal_lower_right(stop - start, stop)
-                outputs.append(F.scaled_dot_product_attention(real, *seen, bias, dropout, **options))
-            if beyond.shape[
-                -2
-            ]:  # dropped in the end, but their gradient, which is zero, is awaited by other ranks
-                outputs.append(F.scaled_dot_product_attention(beyond, key, value, None, dropout, **options))
+                outputs.append(attend(real, *seen, causal_lower_right(stop - start, stop)))
+            # What is beyond the end is dropped, but its gradient, which is zero, is awaited by other ranks.
+            if beyond.shape[-2]:
+                outputs.append(attend(beyond, key, value))
         return torch.cat(outputs, -2)

@@ -9,17 +9,20 @@ from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_parallel.layers.divided_layers import Region, divide_layer
+from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.layers.divided_layers import Region, divide_layer, with_forward
 from drivetrain_parallel.plan import LayerPlan, ParallelPlan
+from drivetrain_parallel.planning.given_styles import shared_prefix
 from drivetrain_parallel.ranks import TensorRanks, join
-from drivetrain_parallel.sequences.block_stack import BlockCall, BlockStack, divide_blocks
-from drivetrain_parallel.sequences.blocks import find_blocks
+from drivetrain_parallel.sequences.block_calls import BlockCall, with_states
+from drivetrain_parallel.sequences.block_stack import BlockStack, divide_blocks
+from drivetrain_parallel.sequences.block_trial import BlockTrial, without_values
+from drivetrain_parallel.sequences.blocks import STACK, find_blocks
 from drivetrain_parallel.sequences.positions import SequenceCut, take_positions
 from drivetrain_parallel.streams import RankStream
 
@@ -33,7 +36,7 @@ class BetweenPlan:
     Attributes:
         size: The number of ranks.
         blocks: The names of the blocks that compute on a part of each sequence, in order.
-        compared: The blocks that are compared with what they compute undivided: one of each make.
+        compared: The blocks that are tried at their first run: one of each make.
         joins: The modules in blocks that are given whole sequences: those around divided layers; where a block itself
             is around them, the column layers.
         takes: The modules of whose output each rank goes on with its part: the same, or the row layers.
@@ -61,6 +64,8 @@ def plan_between_layers(model: nn.Module, plan: ParallelPlan) -> BetweenPlan:
         ParallelPlanError: The model has no stack of blocks, or its sequences are divided already.
     """
     found = find_blocks(model, plan.size, setting=_SETTING)
+    if not found.blocks:
+        raise ParallelPlanError(f"{type(model).__name__} has no {STACK}: leave {_SETTING} out")
     columns: defaultdict[str, list[str]] = defaultdict(list)
     for layer in plan.layers:
         if layer.style == "column" and _is_in(layer.name, found.blocks):
@@ -68,7 +73,7 @@ def plan_between_layers(model: nn.Module, plan: ParallelPlan) -> BetweenPlan:
     joins: set[str] = set()
     takes: set[str] = set()
     for row, names in columns.items():
-        holder = _holder([row, *names])
+        holder = shared_prefix([row, *names]).removesuffix(".")
         is_own = holder in found.blocks
         joins.update(names if is_own else [holder])
         takes.add(row if is_own else holder)
@@ -107,45 +112,41 @@ def divide_between_layers(
     on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     stream = RankStream(ranks.rank, on, is_used=plan.is_random)
     division = BetweenLayers(ranks)
-    stack = BlockStack(plan.blocks, plan.compared, ranks, stream, division)
+    whole = {name: without_values(model.get_submodule(name)) for name in plan.compared}
+    trials: dict[str, BlockTrial] = {}
+    stack = BlockStack(plan.blocks, trials, ranks, stream, division)
     for name in plan.summed:
         layer = LayerPlan(name=name, style="summed")
         divide_layer(model.get_submodule(name), layer, ranks, Region(ranks, stream))
     for name in {*plan.joins, *plan.takes}:
-        module = model.get_submodule(name)
-        kind: Any = type(module)
-        run = partial(
-            _run_around, stack, division, stream, name in plan.joins, name in plan.takes, kind.forward
-        )
-
-        def forward(self: nn.Module, *args: Any, _run: Any = run, **kwargs: Any) -> Any:
-            return _run(self, args, kwargs)
-
-        module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        around = _Around(stack, division, stream, joins=name in plan.joins, takes=name in plan.takes)
+        with_forward(model.get_submodule(name), around.run)
+    for name, block in whole.items():
+        trials[name] = BlockTrial(block, without_values(model.get_submodule(name)))
     divide_blocks(model, stack)
 
 
-def _run_around(
-    stack: BlockStack,
-    division: "BetweenLayers",
-    stream: RankStream,
-    joins: bool,
-    takes: bool,
-    whole: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a module of a block that is given whole sequences, or returns them."""
-    if stack.is_whole:
-        return whole(module, *args, **kwargs)
-    if joins:
-        call = BlockCall(args, kwargs)
-        cut = stack.current_cut(call.states)
-        args, kwargs = call.changed(lambda one: division.join(one, cut) if one is call.states else one)
-    with stream.outside() if joins and takes else nullcontext():  # all ranks compute this alike
-        output = whole(module, *args, **kwargs)
-    return stack.with_states(output, division.take_own) if takes else output
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """A module of a block that is given whole sequences, or returns them."""
+
+    stack: BlockStack
+    division: "BetweenLayers"
+    stream: RankStream
+    joins: bool
+    takes: bool
+
+    def run(self, module: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module on what it joins of a call; return this rank's part of what it returns."""
+        if self.joins:
+            call = BlockCall(args, kwargs)
+            cut = self.stack.current_cut(call.states)
+            args, kwargs = call.changed(
+                lambda one: self.division.join_once(one, cut) if one is call.states else one
+            )
+        with self.stream.outside() if self.joins and self.takes else nullcontext():  # all compute this alike
+            output = whole(module, *args, **kwargs)
+        return with_states(output, self.division.take_own) if self.takes else output
 
 
 class BetweenLayers:
@@ -173,17 +174,23 @@ class BetweenLayers:
 
     def join(self, states: Tensor, cut: SequenceCut) -> Tensor:
         """Return the states of all positions, on which all ranks go on alike."""
-        if (
-            self._joined is None or self._given is not states
-        ):  # query, key and value layers are given the same
-            sizes = (cut.own_length,) * cut.size
-            self._given, self._joined = states, join(states, 1, sizes, self._ranks).index_select(1, cut.order)
+        sizes = (cut.own_length,) * cut.size
+        return join(states, 1, sizes, self._ranks).index_select(1, cut.order)
+
+    def join_once(self, states: Tensor, cut: SequenceCut) -> Tensor:
+        """Return the joined states, the same in a block: query, key and value layers are given one tensor."""
+        if self._joined is None or self._given is not states:
+            self._given, self._joined = states, self.join(states, cut)
         return self._joined
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return an argument as it is: modules around divided layers are given whole sequences."""
         del cut
         return tensor
+
+    def gradient(self, own: Tensor) -> Tensor:
+        """Return a gradient as it is: it has been added up over the ranks."""
+        return own
 
     @contextmanager
     def computing(self, cut: SequenceCut) -> Generator[None]:
@@ -193,15 +200,6 @@ class BetweenLayers:
             yield
         finally:
             self._given = self._joined = None
-
-
-def _holder(names: list[str]) -> str:
-    """Return the name of the innermost module that holds modules of these names."""
-    parts = [name.split(".")[:-1] for name in names]
-    depth = 0
-    while all(len(one) > depth and one[depth] == parts[0][depth] for one in parts):
-        depth += 1
-    return ".".join(parts[0][:depth])
 
 
 def _is_in(name: str, modules: Any) -> bool:

@@ -7,6 +7,7 @@ after. Inside, attention is divided, and all else treats each position alone, as
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,13 @@ from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
 from drivetrain_parallel.ranks import TensorRanks, gather
 from drivetrain_parallel.sequences.attention import METHODS, DividedAttention
-from drivetrain_parallel.sequences.block_stack import (
-    BlockStack,
-    divide_blocks,
-    has_divided_sequences,
-    sequence_dim,
-)
+from drivetrain_parallel.sequences.block_calls import sequence_dim
+from drivetrain_parallel.sequences.block_stack import BlockStack, divide_blocks, has_divided_sequences
+from drivetrain_parallel.sequences.block_trial import BlockTrial, without_values
 from drivetrain_parallel.sequences.positions import SequenceCut
 from drivetrain_parallel.streams import RankStream
+
+STACK = "nn.ModuleList or nn.Sequential of blocks of one class, between which sequences could stay divided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class SequencePlan:
     Attributes:
         size: The number of ranks.
         blocks: The names of the blocks that compute on a part of each sequence, in order.
-        compared: The blocks that are compared with what they compute undivided: one of each make.
+        compared: The blocks that are tried at their first run, one of each make: what they compute on parts is
+            compared with what they compute on whole sequences.
         method: The way in which attention is divided; None for the one that the number of heads allows.
         is_random: Whether blocks draw random numbers when they train.
     """
@@ -49,6 +50,7 @@ def plan_sequences(model: nn.Module, size: int, method: str | None = None) -> Se
     """Plan the division of a model's sequences among `size` ranks. Pure: nothing is changed or sent.
 
     The blocks are the modules of one class in the `nn.ModuleList` or `nn.Sequential` that holds the most parameters.
+    A model without such blocks stays whole: the plan names none.
 
     Args:
         model: The model, on any device, meta included.
@@ -56,7 +58,8 @@ def plan_sequences(model: nn.Module, size: int, method: str | None = None) -> Se
         method: The way in which attention is divided: "heads" or "gathered"; see `sequences.attention`.
 
     Raises:
-        ParallelPlanError: The model has no such blocks, attends to two sequences, or the method is unknown.
+        ParallelPlanError: The model attends to two sequences, lists a block twice, or is divided already; or the
+            method is unknown.
 
     Example:
         >>> from torch import nn
@@ -71,7 +74,7 @@ def plan_sequences(model: nn.Module, size: int, method: str | None = None) -> Se
 
 
 def find_blocks(model: nn.Module, size: int, *, setting: str) -> SequencePlan:
-    """Return the plan of the blocks of a model; `setting` is what errors say to leave out."""
+    """Return the plan of the blocks of a model, if it has any; `setting` is what errors say to leave out."""
     if has_divided_sequences(model):
         raise ParallelPlanError(
             f"the sequences of {type(model).__name__} are divided already: build it anew, whole"
@@ -82,13 +85,17 @@ def find_blocks(model: nn.Module, size: int, *, setting: str) -> SequencePlan:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(block) for block in module}) == 1
     }
     if not any(stacks.values()):
-        raise ParallelPlanError(
-            f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks of one class, between which "
-            f"sequences could stay divided: leave {setting} out"
-        )
+        return SequencePlan(size=size, blocks=(), compared=frozenset())
     # One block may be a model in a container: a stack of several inside is preferred.
     chosen = max(stacks, key=lambda name: (len(model.get_submodule(name)) > 1, stacks[name]))  # type: ignore[arg-type]
-    blocks = dict(model.get_submodule(chosen).named_children())
+    listed: Any = model.get_submodule(chosen)
+    blocks = dict(listed.named_children())
+    if len(blocks) < len(listed):
+        place = f"of {chosen} " if chosen else ""
+        raise ParallelPlanError(
+            f"{type(model).__name__} lists a block {place}twice, and a block takes its part of a sequence "
+            f"at one place: leave {setting} out"
+        )
     _refuse_two_sequences(model, chosen, stacks, setting)
     makes: dict[object, str] = {}
     for name, block in blocks.items():
@@ -141,7 +148,9 @@ def divide_sequences(
     on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     stream = RankStream(ranks.rank, on, is_used=plan.is_random)
     division = ContextDivision(ranks, plan.method)
-    divide_blocks(model, BlockStack(plan.blocks, plan.compared, ranks, stream, division))
+    copies = {name: without_values(model.get_submodule(name)) for name in plan.compared}
+    trials = {name: BlockTrial(copied, copied) for name, copied in copies.items()}
+    divide_blocks(model, BlockStack(plan.blocks, trials, ranks, stream, division))
 
 
 class ContextDivision:
@@ -149,8 +158,8 @@ class ContextDivision:
 
     needed = (
         "attention must go through torch's scaled_dot_product_attention (in transformers: "
-        "attn_implementation='sdpa'), and all else must treat each position alone and be given positions from "
-        "outside of the blocks; or leave parallel.context out"
+        "attn_implementation='sdpa') and be checkpointed in whole blocks alone, and all else must treat each "
+        "position alone and be given positions from outside of the blocks; or leave parallel.context out"
     )
 
     def __init__(self, ranks: TensorRanks, method: str | None) -> None:
@@ -173,6 +182,12 @@ class ContextDivision:
         """Return this rank's part of what belongs to positions; masks stay whole."""
         dim = sequence_dim(tensor, cut.length)
         return tensor if dim is None else tensor.index_select(dim, cut.positions(self._ranks.rank))
+
+    def gradient(self, own: Tensor) -> Tensor:
+        """Return the mean over the ranks, which hold different positions."""
+        mean = own.clone(memory_format=torch.contiguous_format)
+        self._ranks.add_up(mean)
+        return mean / self._ranks.size
 
     def computing(self, cut: SequenceCut) -> DividedAttention:
         """Return the context in which attention is divided."""

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from drivetrain_parallel.ranks import TensorRanks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceCut:
     """The division of `length` positions among `size` ranks, each of which holds equally many.
 
