@@ -1,5 +1,6 @@
 """Models whose sequences ranks divide train as whole ones under every strategy."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims
 from plain_loop.backends import context
 from sequence_layer import SequenceLayer
+from sequence_words import Words, loss_of, tokens_of
 
 BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend, "single": SingleBackend}
 MESHES = {
@@ -80,8 +82,76 @@ def losses(mesh: str, compiles: bool) -> list[float]:
 @pytest.mark.parametrize("mesh", ["context 2", "tensor 2"])
 @pytest.mark.slow
 def test_a_compiled_model_trains_as_the_eager_one(run_ranks, mesh: str) -> None:
-    eager, compiled = (run_ranks(losses, mesh, compiles, num_processes=2) for compiles in (False, True))
+    eager, compiled = (
+        run_ranks(losses, mesh, compiles, num_processes=2, timeout_seconds=170) for compiles in (False, True)
+    )
     assert compiled == [pytest.approx(one, rel=1e-6) for one in eager]
+
+
+def language_losses(kind: str, mesh: str | None) -> tuple[list[float], str]:
+    """Train a language model for some steps, and return its losses and the class of its logits."""
+    styles = {"head": "vocabulary_column"} if mesh and "tensor" in mesh else None
+    parallelism = replace(MESHES[mesh], tensor_styles=styles) if mesh else None
+    with context(parallelism=parallelism) as where:
+        torch.manual_seed(0)
+        model = Words().double()
+        backend = BACKENDS[kind](where, choose_policy("no", where.device), window=AccumulationWindow())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        (prepared,) = backend.prepare([model], [optimizer], [])
+        losses: list[float] = []
+        kinds: set[str] = set()
+        for step in range(3):
+            tokens = tokens_of(step)
+            logits = prepared.model(tokens)
+            kinds.add(type(logits).__name__)
+            loss = loss_of(logits, tokens)
+            prepared.backward(loss)
+            prepared.optimizers[0].step()
+            prepared.optimizers[0].zero_grad()
+            losses.append(loss.item())
+        backend.close()
+        return losses, kinds.pop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("ddp", "context 2"),
+        ("fsdp", "context 2"),
+        ("ddp", "context 2 x tensor 2"),
+        ("fsdp", "context 2 x tensor 2"),
+    ],
+)
+@pytest.mark.default_cases("ddp-context 2")
+def test_a_language_model_trains_without_logits_of_all_positions(run_ranks, kind: str, mesh: str) -> None:
+    expected, _ = language_losses("single", None)
+    for losses, made in run_ranks(
+        language_losses, kind, mesh, num_processes=NUM_RANKS.get(mesh, 4), timeout_seconds=170
+    ):
+        assert losses == [pytest.approx(one, rel=1e-9) for one in expected]
+        assert made == "DividedTensor"
+
+
+def looked_at_alone() -> str:
+    with context(parallelism=MESHES["context 2"], timeout_seconds=2) as where:
+        model = Words()
+        backend = DDPBackend(where, choose_policy("no", where.device), window=AccumulationWindow())
+        (prepared,) = backend.prepare([model], [torch.optim.SGD(model.parameters(), lr=0.1)], [])
+        logits, said = prepared.model(tokens_of(0)), ""
+        if where.topology.rank == 0:
+            with pytest.raises(RuntimeError) as caught:
+                logits.argmax(-1)
+            said = str(caught.value)
+        prepared.backward(loss_of(logits, tokens_of(0)))
+        backend.close()
+        return said
+
+
+@pytest.mark.slow
+def test_a_rank_that_looks_alone_is_told_so_and_disturbs_no_step(run_ranks) -> None:
+    said, nothing = run_ranks(looked_at_alone, num_processes=2)
+    assert said.startswith("argmax() asks on this rank for the whole")
+    assert nothing == ""
 
 
 def given_other_shapes() -> str:

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from drivetrain_backends.compat import tree_leaves
@@ -24,6 +26,7 @@ from drivetrain_parallel import (
 )
 from drivetrain_state import Context, gather_object, synchronize_rng_states
 from drivetrain_state.mesh import View
+from drivetrain_state.rank_group import end_group
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class DivideSequences(ModelTransform):
         self._divided = WeakSet[nn.Module]()
         self._plans: dict[nn.Module, SequencePlan] = {}
         self._shown: dict[str, str] = {}
+        self._meetings: ProcessGroup | None = None
 
     def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Plan the division of new models' sequences; refuse models whose sequences cannot be divided.
@@ -75,7 +79,8 @@ class DivideSequences(ModelTransform):
             if plan.blocks:
                 group = self._ranks.process_group
                 assert group is not None  # of several ranks
-                divide_sequences(inner, plan, GroupRanks(group), device=self._context.device)
+                ranks = GroupRanks(group, host=self._meeting_place())
+                divide_sequences(inner, plan, ranks, device=self._context.device)
                 self._shown[kind] = format_count(len(plan.blocks), "block")
             elif self._context.topology.is_main:
                 said = "context=%d: %s has no blocks to divide; each of these ranks computes the whole of it"
@@ -85,6 +90,13 @@ class DivideSequences(ModelTransform):
             synchronize_rng_states(self._context, ("torch", "accelerator"), over="context")
             self._divided.add(inner)
         return model
+
+    def _meeting_place(self) -> ProcessGroup:
+        """Return a group where a rank waits that asks alone for what ranks hold parts of. Called on all ranks."""
+        if self._meetings is None:
+            self._meetings = self._ranks.new_group(backend="gloo")
+            self._context.before_close(partial(end_group, self._meetings.group_name))
+        return self._meetings
 
     def applied(self) -> Mapping[str, object]:
         """Return whose sequences are divided, in words."""
