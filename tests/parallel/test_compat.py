@@ -44,7 +44,7 @@ class Wrapper(torch.Tensor):
 
 def test_a_wrapper_looks_like_a_wider_tensor_and_computes_nothing() -> None:
     part = torch.ones(4, 6, 3, dtype=torch.float64)[:, 2:]
-    made = make_wrapper(Wrapper, part, 10)
+    made = make_wrapper(Wrapper, part, (4, 4, 10), (60, 10, 1))
     assert (made.shape, made.stride(), made.dtype) == ((4, 4, 10), (60, 10, 1), torch.float64)
     with pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor has no values"):
         made.mul(2)

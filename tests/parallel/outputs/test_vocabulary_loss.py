@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from drivetrain_parallel import GroupRanks
-from drivetrain_parallel.outputs.vocabulary_logits import divided_logits
+from drivetrain_parallel.outputs.layout import Layout
 from drivetrain_parallel.outputs.vocabulary_loss import cross_entropy_of_parts
 from parallel.divided import ThreadRanks, assert_near, on_threads
+from parallel.divided_tensors import OneOfTwo, of_columns, peak_bytes
 
 IGNORED = -100
 
@@ -29,7 +29,7 @@ def compare(
         first = sum(sizes[: ranks.rank])
         own = slice(first, first + sizes[ranks.rank])
         part = logits[:, own].detach().clone().requires_grad_()
-        loss = cross_entropy_of_parts(part, target, sizes, ranks, **options)
+        loss = cross_entropy_of_parts(part, target, Layout.of_columns(part, sizes, ranks), **options)
         loss.sum().backward()
         torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         rounding = torch.finfo(logits.dtype).eps if logits.dtype is not wide else tolerance
@@ -80,7 +80,7 @@ def test_words_that_cannot_be_and_rows_that_are_ignored_may_be_infinite() -> Non
     def work(ranks: ThreadRanks) -> tuple[float, Tensor]:
         own = slice(0, 3) if ranks.rank == 0 else slice(3, 7)
         part = logits[:, own].clone().requires_grad_()
-        loss = cross_entropy_of_parts(part, target, sizes, ranks)
+        loss = cross_entropy_of_parts(part, target, Layout.of_columns(part, sizes, ranks))
         loss.backward()
         assert part.grad is not None
         return loss.item(), part.grad[[0, 1, 3]]
@@ -109,8 +109,10 @@ def test_more_logits_than_are_computed_at_a_time() -> None:
 @pytest.mark.parametrize("bad", [7, -1, 1000, torch.iinfo(torch.int64).min])
 def test_a_target_that_is_no_word_is_refused_on_every_rank(bad: int) -> None:
     def work(ranks: ThreadRanks) -> None:
+        part = torch.randn(2, (3, 4)[ranks.rank])
+        layout = Layout.of_columns(part, (3, 4), ranks)
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
-            cross_entropy_of_parts(torch.randn(2, (3, 4)[ranks.rank]), torch.tensor([1, bad]), (3, 4), ranks)
+            cross_entropy_of_parts(part, torch.tensor([1, bad]), layout)
 
     on_threads(2, work)
 
@@ -118,7 +120,7 @@ def test_a_target_that_is_no_word_is_refused_on_every_rank(bad: int) -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     def work(ranks: ThreadRanks) -> None:
         part = torch.randn(2, 3, requires_grad=True)
-        loss = cross_entropy_of_parts(part, torch.tensor([1, 4]), (3, 3), ranks)
+        loss = cross_entropy_of_parts(part, torch.tensor([1, 4]), Layout.of_columns(part, (3, 3), ranks))
         with pytest.raises(RuntimeError, match="no gradients of gradients"):
             torch.autograd.grad(loss, part, create_graph=True)
 
@@ -142,35 +144,10 @@ def test_torchs_parallel_loss_is_the_same() -> None:
     assert dist.group.WORLD is not None
     ranks = GroupRanks(dist.group.WORLD)
     part = logits.chunk(2, 1)[ranks.rank].clone().requires_grad_()
-    loss = F.cross_entropy(divided_logits(part, (6, 6), ranks, "head"), target)
+    loss = F.cross_entropy(of_columns(part, (6, 6), ranks), target)
     loss.backward()
     assert loss.item() == pytest.approx(expected.full_tensor().item(), rel=1e-12)
     assert_near("the gradient", part.grad, theirs.grad.to_local(), 1e-12)
-
-
-class OneOfTwo:
-    """A rank of two that hears itself in place of the other, to measure what it allocates."""
-
-    rank, size = 0, 2
-
-    def add_up(self, tensor: Tensor) -> None: ...
-
-    def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        return torch.cat([tensor] * 2, dim)
-
-    def meet(self, place: str, by: str) -> None: ...
-
-
-def peak_bytes(logits: Tensor, target: Tensor) -> int:
-    """Return the most bytes that exist at a time in the loss and its gradient, beside the logits."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        F.cross_entropy(logits, target).backward()
-    events = [one for one in recorded.profiler.kineto_results.events() if one.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler warns of machines without a GPU
@@ -179,8 +156,9 @@ def test_a_rank_allocates_the_gradient_of_its_own_words() -> None:
     target = torch.randint(num_words // 2, (num_rows,))
     whole = torch.randn(num_rows, num_words, requires_grad=True)
     part = torch.randn(num_rows, num_words // 2, requires_grad=True)
-    of_whole = peak_bytes(whole, target)
-    of_parts = peak_bytes(divided_logits(part, (num_words // 2,) * 2, OneOfTwo(), "head"), target)
+    of_whole = peak_bytes(lambda: F.cross_entropy(whole, target).backward())
+    divided = of_columns(part, (num_words // 2,) * 2, OneOfTwo())
+    of_parts = peak_bytes(lambda: F.cross_entropy(divided, target).backward())
     own_bytes = part.numel() * part.element_size()
     assert (
         of_whole > 5.9 * own_bytes

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain_parallel import GroupRanks, divide_sequences, plan_sequences
+from drivetrain_parallel.compat import DisableTorchFunctionSubclass
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.sequences.block_calls import sequence_dim
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
@@ -199,8 +203,20 @@ def call_case(model: nn.Module, inputs: Sequence[Tensor], *, case: Case, **optio
     return output.logits * output.loss if "labels" in options else output
 
 
-def assert_case(case: Case, size: int, method: str | None = None, **options: Any) -> None:
+def in_training(case: Case) -> nn.Module:
+    """Return a model that trains without dropout."""
     model = with_random_values(case.build()) if case.in_fp64 else case.build()
+    for module in model.modules():
+        chances = {
+            name: 0.0 for name in vars(module) if "dropout" in name and type(getattr(module, name)) is float
+        }
+        for name, chance in {**chances, **({"p": 0.0} if isinstance(module, nn.Dropout) else {})}.items():
+            setattr(module, name, chance)
+    return model.train()
+
+
+def assert_case(case: Case, size: int, method: str | None = None, **options: Any) -> None:
+    model = in_training(case)
     call = partial(call_case, case=case, **options)
     # Norms of transformers compute in fp32.
     assert_same(
@@ -220,6 +236,54 @@ def test_masks_and_losses_of_a_library_are_those_of_the_whole(name: str, method:
 def test_sliding_windows_are_those_of_the_whole(case: Case, method: str) -> None:
     pytest.importorskip("transformers")
     assert_case(case, 2, method)
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context that notes the number of elements of the largest tensor that is computed in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():  # which autograd's operations do not go through
+            found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if type(one) is Tensor:
+                self.num_elements = max(self.num_elements, one.numel())
+        return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.default_cases("qwen3", "gpt2")
+def test_the_loss_of_a_library_is_computed_without_logits_of_all_positions(name: str) -> None:
+    pytest.importorskip("transformers")
+    case = replace(CASES[name], settings={**CASES[name].settings, "vocab_size": 997})
+    model, tokens = in_training(case), torch.randint(997, (2, 21), generator=torch.Generator().manual_seed(0))
+
+    def train(own: nn.Module) -> tuple[int, Tensor]:
+        with LargestTensor() as largest:
+            loss = own(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        return largest.num_elements, loss.detach()
+
+    def work(ranks: ThreadRanks) -> tuple[int, Tensor, str, dict[str, Tensor | None]]:
+        own = deepcopy(model)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        own(input_ids=tokens)  # compares blocks
+        ranks.joined_by = ""
+        own.zero_grad()
+        largest, loss = train(own)
+        return largest, loss, ranks.joined_by, gradients(own)
+
+    (first, loss, joined_by, ones), (second, _, _, others) = on_threads(2, work)
+    of_whole, expected = train(model)
+    assert max(first, second) < tokens.numel() * 997 <= of_whole
+    assert joined_by == ""
+    assert_near("the loss", loss, expected, 1e-6)
+    for parameter, gradient in gradients(model).items():
+        mean = (ones[parameter] + others[parameter]) / 2  # type: ignore[operator]
+        assert_near(f"the gradient of {parameter}", mean, gradient, 1e-6, 1e-3)
 
 
 REFUSED = {

@@ -1,6 +1,6 @@
 """The private names of torch that this package uses, the same in torch 2.9 to 2.15."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,12 +26,10 @@ def exchanged_parameters(module: nn.Module, exchange: Callable[[Tensor], Tensor]
         module._parameters = own  # pyright: ignore[reportPrivateUsage]
 
 
-def make_wrapper(kind: type[T], part: Tensor, size: int) -> T:
-    """Return a tensor of a subclass without values of its own, shaped as `part` with a last dimension of `size`."""
-    *outer, inner = part.shape
-    strides = [stride // inner * size for stride in part.stride()[:-1]]
+def make_wrapper(kind: type[T], part: Tensor, shape: Sequence[int], strides: Sequence[int]) -> T:
+    """Return a tensor of a subclass without values of its own, of the dtype and on the device of `part`."""
     make: Any = kind._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage]
-    return make(kind, (*outer, size), strides=(*strides, 1), dtype=part.dtype, device=part.device)
+    return make(kind, shape, strides=strides, dtype=part.dtype, device=part.device)
 
 
 def changes_in_place(operator: Any) -> bool:

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 _LONE = (
     "{by}() asks on this rank for the whole of what each rank holds a part of ({place}), and other ranks do not come "
-    "to it, or ask for something else: call it on all ranks alike; or give the layer the style 'gathered_column', "
-    "under which every rank holds the whole"
+    "to it, or ask for something else: call it on all ranks alike; or run the model under torch.no_grad() or eval(), "
+    "where every rank holds the whole"
 )
 
 

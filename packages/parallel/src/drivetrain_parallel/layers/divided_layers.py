@@ -7,6 +7,7 @@ kind says along which dimensions of its weight outputs and inputs lie, and how i
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import count
 from types import MappingProxyType
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.compat import exchanged_parameters
 from drivetrain_parallel.layers.token_exchange import apply_experts, share_tokens
-from drivetrain_parallel.outputs.vocabulary_logits import divided_logits
+from drivetrain_parallel.outputs.divided_tensor import by_rows, divided
+from drivetrain_parallel.outputs.layout import Layout
 from drivetrain_parallel.plan import LayerPlan, Style
 from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join, with_mean_gradient
 from drivetrain_parallel.streams import RankStream
@@ -144,7 +146,7 @@ def divide_layer(module: nn.Module, plan: LayerPlan, ranks: TensorRanks, region:
     The layers of one `region` are those between which activations stay divided.
     """
     forward = _FORWARDS[plan.style](plan, ranks, region, kind_of(module))
-    with_forward(module, forward, **{_MARK: plan.style})
+    with_forward(module, partial(_of_own_rows, forward), **{_MARK: plan.style})
     # The fast path of torch's encoder layer reads the weights of layers that it does not call, unless one has a hook.
     module.register_forward_pre_hook(_is_called)
 
@@ -155,6 +157,15 @@ def _is_called(*_: object) -> None:
 
 # The forward of a module in place of that of its class: it is given the module, the other, and the arguments.
 Forward: TypeAlias = Callable[..., Any]
+
+
+def _of_own_rows(
+    forward: Forward, module: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run the forward of a divided layer on own rows, if its only argument is a tensor of which ranks hold rows."""
+    if len(args) != 1 or kwargs:
+        return forward(module, whole, *args, **kwargs)
+    return by_rows(partial(forward, module, whole), *args)
 
 
 def with_forward(module: nn.Module, forward: Forward, **members: object) -> None:
@@ -213,7 +224,8 @@ def _vocabulary_column(
         part = whole(module, enter(tensor, ranks))
         # Ranks train alike, whereas one of them may evaluate or show what the model returns.
         if module.training and part.requires_grad and not torch.compiler.is_compiling():
-            return divided_logits(part, sizes, ranks, f"{plan.name}, call {next(calls)}")
+            layout = Layout.of_columns(part, sizes, ranks)
+            return divided(part, layout, f"{plan.name}, call {next(calls)}")
         return join(part, -1, sizes, ranks)
 
     return forward

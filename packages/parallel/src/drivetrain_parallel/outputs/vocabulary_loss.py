@@ -1,4 +1,4 @@
-"""The cross entropy of logits of which each rank holds some words: ranks exchange two numbers a row, and no logits.
+"""The cross entropy of logits of which each rank holds a part: ranks exchange up to three numbers a row, no logits.
 
 A row's loss needs the sum of exponentials over all words, and the target's logit. Each rank computes what its words
 add to the one, and one of them holds the other. The gradient, softmax minus target, needs nothing more of others.
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from drivetrain_parallel.outputs.layout import Layout
 from drivetrain_parallel.ranks import TensorRanks
 
 _ELEMENTS = 2**22  # of the logits that are widened or exponentiated at a time, 16 MiB in fp32
@@ -21,8 +22,7 @@ _ELSEWHERE = torch.iinfo(torch.int32).min  # a target without a word here: of an
 def cross_entropy_of_parts(
     part: Tensor,
     target: Tensor,
-    sizes: tuple[int, ...],
-    ranks: TensorRanks,
+    layout: Layout,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -31,13 +31,12 @@ def cross_entropy_of_parts(
 ) -> Tensor:
     """Return what `F.cross_entropy` computes of the joined logits, in fp32 (fp64 for fp64). Called on all ranks.
 
-    Backward sends nothing: each rank computes the gradient of its own logits. There are no gradients of gradients.
+    Backward sends no logits: each rank computes the gradient of its own. There are no gradients of gradients.
 
     Args:
-        part: The logits of this rank's words, of shape (rows, own words).
-        target: The word of each row among all words, int64 of shape (rows,), the same on all ranks.
-        sizes: The number of words of each rank.
-        ranks: The ranks that hold them.
+        part: The logits that this rank holds, of shape (own rows, own words).
+        target: The word of each row of the whole among all words, int64 of shape (rows,), the same on all ranks.
+        layout: The layout of parts.
         weight: The weight of each of all words; None for 1.
         ignore_index: The target of rows without a loss.
         reduction: "mean", "sum" or "none".
@@ -46,9 +45,12 @@ def cross_entropy_of_parts(
     Raises:
         IndexError: A target is no word. On a device, its own assertion fails instead.
     """
+    ranks, sizes = layout.column_ranks, layout.sizes
     first, num_words = sum(sizes[: ranks.rank]), sum(sizes)
     last = first + sizes[ranks.rank]
     kept = target != ignore_index
+    if target.device.type == "cpu" and (is_bad := kept & ((target < 0) | (target >= num_words))).any():
+        raise IndexError(f"Target {target[is_bad][0].item()} is out of bounds.")
     is_own = (first <= target) & (target < last)
     is_of_others = (target >= 0) & (target < num_words) & ~is_own
     own = torch.where(is_own, target - first, target).masked_fill(is_of_others | ~kept, _ELSEWHERE)
@@ -57,7 +59,8 @@ def cross_entropy_of_parts(
     if label_smoothing:
         ones = part.new_ones(sizes[ranks.rank], dtype=_wide(part.dtype))
         spread = ones if weight is None else weight[first:last]
-    log_sum, sums = _RowSums.apply(part, own, spread, ranks)
+    found = _RowSums.apply(part, layout.own_rows(own, _ELSEWHERE), spread, ranks)
+    log_sum, sums = (layout.in_order(one) for one in found)
     scale = kept.to(log_sum.dtype)
     if weight is not None:
         scale = scale * weight[target.masked_fill(~kept, 0)]

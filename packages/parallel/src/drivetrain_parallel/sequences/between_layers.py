@@ -183,6 +183,10 @@ class BetweenLayers:
             self._given, self._joined = states, self.join(states, cut)
         return self._joined
 
+    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
+        """Return the states of all positions."""
+        return self.join(states, cut)
+
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return an argument as it is: modules around divided layers are given whole sequences."""
         del cut

@@ -28,6 +28,10 @@ class SequenceDivision(Protocol):
         """Return the whole of which all ranks hold parts (batch, own_length, width). Called on all ranks."""
         ...
 
+    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
+        """Return the same in training, in which ranks go on alike: it may join when something asks for it."""
+        ...
+
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return what a block is given in place of another argument, which is that of the whole sequence."""
         ...

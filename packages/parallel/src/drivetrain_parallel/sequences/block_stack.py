@@ -105,7 +105,8 @@ class BlockStack:
             self._stream.close()
         if name != self.blocks[-1]:
             return output
-        return with_states(output, partial(self._division.join, cut=cut))
+        join = self._division.leave if block.training else self._division.join
+        return with_states(output, partial(join, cut=cut))
 
     def current_cut(self, states: Tensor) -> SequenceCut:
         """Return the division of the sequences of which a block is given this rank's part."""

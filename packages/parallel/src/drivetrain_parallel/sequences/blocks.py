@@ -7,15 +7,18 @@ after. Inside, attention is divided, and all else treats each position alone, as
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.outputs.divided_tensor import divided
+from drivetrain_parallel.outputs.layout import Layout
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
-from drivetrain_parallel.ranks import TensorRanks, gather
+from drivetrain_parallel.ranks import TensorRanks
 from drivetrain_parallel.sequences.attention import METHODS, DividedAttention
 from drivetrain_parallel.sequences.block_calls import sequence_dim
 from drivetrain_parallel.sequences.block_stack import BlockStack, divide_blocks, has_divided_sequences
@@ -163,20 +166,28 @@ class ContextDivision:
     )
 
     def __init__(self, ranks: TensorRanks, method: str | None) -> None:
-        self._ranks, self._method = ranks, method
+        self._ranks, self._method, self._calls = ranks, method, count()
 
     def take(self, states: Tensor, cut: SequenceCut) -> Tensor:
         """Return this rank's positions; gradients of the others come from the other ranks."""
         return states.index_select(1, cut.positions(self._ranks.rank))
 
     def join(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the states of all positions.
+        """Return the states of all positions."""
+        return self._layout(states, cut).join(states.flatten(0, 1))
 
-        Where all ranks go on alike, the sum of their gradients, which `gather` returns, is `size` times that of a
-        part. So is the gradient of a block's parameters, and the mean over the ranks, which hold different parts, is
-        right.
+    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
+        """Return the states of all positions, which are joined once something needs those of other ranks.
+
+        The gradient of a part is `size` times its share. So is the gradient of a block's parameters, and of those
+        after the blocks that are given parts; and the mean over the ranks, which hold different parts, is right.
         """
-        return gather(states, 1, self._ranks).index_select(1, cut.order)
+        if not states.requires_grad or torch.compiler.is_compiling():
+            return self.join(states, cut)
+        return divided(states, self._layout(states, cut), f"the blocks, call {next(self._calls)}")
+
+    def _layout(self, states: Tensor, cut: SequenceCut) -> Layout:
+        return Layout.of_rows(states, cut.rows(len(states)), self._ranks)
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return this rank's part of what belongs to positions; masks stay whole."""

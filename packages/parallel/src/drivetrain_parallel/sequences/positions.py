@@ -72,6 +72,15 @@ class SequenceCut:
         rank = torch.where(is_second, 2 * self.size - 1 - number, number)
         return (2 * rank + is_second) * self.chunk + place
 
+    def rows(self, num_sequences: int) -> Tensor:
+        """Return the place of each position of each sequence, int64 of shape (num_sequences, length).
+
+        It is counted through what all ranks hold, one rank after the other: its sequences, and their positions.
+        """
+        rank, place = self.order // self.own_length, self.order % self.own_length
+        sequences = torch.arange(num_sequences, device=self.device)
+        return (rank * num_sequences + sequences[:, None]) * self.own_length + place
+
 
 class _TakePositions(Function):
     """The positions of this rank, of a whole sequence: the gradients of all ranks are that of the whole."""

@@ -1,14 +1,22 @@
-"""Functions of logits that threads divide by words, compared with the same functions of the whole logits."""
+"""Functions of tensors that threads divide by columns, compared with those of the whole; and what they allocate."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from drivetrain_parallel.outputs.vocabulary_logits import DividedLogits, divided_logits
+from drivetrain_parallel.outputs.divided_tensor import DividedTensor, divided
+from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.ranks import TensorRanks
 from parallel.divided import ThreadRanks, assert_near, on_threads
 
 Function = Callable[[Tensor], Tensor]
+
+
+def of_columns(part: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> DividedTensor:
+    """Return the tensor of which each rank holds some columns."""
+    return divided(part, Layout.of_columns(part, sizes, ranks), "head")
 
 
 def assert_same_of_parts(
@@ -24,8 +32,8 @@ def assert_same_of_parts(
         first = sum(sizes[: ranks.rank])
         own = (..., slice(first, first + sizes[ranks.rank]))
         part = whole[own].detach().clone().requires_grad_()
-        found = function(divided_logits(part * 1, tuple(sizes), ranks, "head"))
-        is_divided, joined_by = isinstance(found, DividedLogits), ranks.joined_by
+        found = function(of_columns(part * 1, tuple(sizes), ranks))
+        is_divided, joined_by = isinstance(found, DividedTensor), ranks.joined_by
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         if weights is not None:
             (found * weights).sum().backward()
@@ -47,3 +55,31 @@ def _computed(function: Function, whole: Tensor) -> tuple[Tensor, Tensor, Tensor
     (found * weights).sum().backward()
     assert leaf.grad is not None
     return found, leaf.grad, weights
+
+
+class OneOfTwo:
+    """A rank of two that hears itself in place of the other, to measure what it allocates."""
+
+    rank, size = 0, 2
+
+    def add_up(self, tensor: Tensor) -> None: ...
+
+    def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        return torch.cat([tensor] * 2, dim)
+
+    def exchange(self, tensor: Tensor, sent: object = None, received: object = None) -> Tensor:
+        return tensor
+
+    def meet(self, place: str, by: str) -> None: ...
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most bytes that `work` allocates at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    events = [one for one in recorded.profiler.kineto_results.events() if one.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most

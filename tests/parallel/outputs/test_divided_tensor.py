@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain_parallel import GroupRanks, divide_model, named_cuts, part_of, plan_model
 from drivetrain_parallel.compat import DisableTorchFunctionSubclass
-from drivetrain_parallel.outputs.vocabulary_logits import DividedLogits, divided_logits
+from drivetrain_parallel.outputs.divided_tensor import DividedTensor
 from parallel.divided import ThreadRanks, assert_near, assert_same, on_threads, with_random_values
-from parallel.divided_logits import Function, assert_same_of_parts
+from parallel.divided_tensors import Function, assert_same_of_parts, of_columns
 from parallel.models import WIDTH, Perceptron
 
 SIZES = (3, 4, 2)
@@ -47,6 +47,8 @@ BY_ROW: dict[str, Function] = {
     "clone": lambda x: x.clone(),
     "soft cap": lambda x: torch.tanh(x / 3.0) * 3.0,
     "a scale": lambda x: 2 * x * torch.tensor(0.5),
+    "a shift": lambda x: 1 - (x - 1),
+    "elements": lambda x: F.gelu(-x) * F.silu(x.abs().sqrt()) + x.sigmoid() / x.pow(2).exp(),
     "shifted rows": lambda x: x[..., :-1, :].contiguous().view(-1, 9),
 }
 WHOLE_ALONE: dict[str, Function] = {
@@ -69,7 +71,6 @@ WHOLE_ALONE: dict[str, Function] = {
     "a sum of two": lambda x: x + x.flip(-1),
     "a scale of each word": lambda x: x * torch.arange(9.0),
     "a learned scale": lambda x: x * SCALE,
-    "a shift": lambda x: x - 1,
     "concatenated": lambda x: torch.cat([x, x * 2], 1),
     "detached": lambda x: x.detach(),
     "as integers": lambda x: x.to(torch.int64),
@@ -152,7 +153,7 @@ def on_ranks(work: Callable[[Tensor, Tensor, ThreadRanks], Any]) -> list[Any]:
     def run(ranks: ThreadRanks) -> Any:
         first = sum(SIZES[: ranks.rank])
         part = WHOLE[..., first : first + SIZES[ranks.rank]].clone().requires_grad_()
-        return work(divided_logits(part, SIZES, ranks, "head"), part, ranks)
+        return work(of_columns(part, SIZES, ranks), part, ranks)
 
     return on_threads(len(SIZES), run)
 
@@ -202,7 +203,7 @@ def test_hooks_see_gradients_of_the_whole() -> None:
         logits.retain_grad()
         loss = F.cross_entropy(logits.view(-1, 9), TARGET.flatten()) + logits.logsumexp(-1).square().mean()
         loss.backward()
-        return [seen[0] + 0, logits.grad + 0]
+        return [torch.cat([seen[0]]), torch.cat([logits.grad])]
 
     leaf = WHOLE.clone().requires_grad_()
     (F.cross_entropy(leaf.view(-1, 9), TARGET.flatten()) + leaf.logsumexp(-1).square().mean()).backward()
@@ -219,7 +220,7 @@ def test_autograd_is_asked_for_gradients_of_what_the_logits_are_now(changes: boo
             logits.mul_(2)
             loss = loss + F.cross_entropy(logits.view(-1, 9), TARGET.flatten())
         (found,) = torch.autograd.grad(loss, logits)
-        return found + 0  # which joins it
+        return torch.cat([found])  # which joins it
 
     expected = gradient(WHOLE.clone().requires_grad_() * 1)
     for found in on_ranks(lambda logits, part, ranks: gradient(logits)):
@@ -264,7 +265,7 @@ def test_code_past_torchs_functions_may_not_change_them() -> None:
         with (
             torch.no_grad(),
             DisableTorchFunctionSubclass(),
-            pytest.raises(RuntimeError, match=r"aten\.mul_\.Tensor changes divided logits in place"),
+            pytest.raises(RuntimeError, match=r"aten\.mul_\.Tensor changes a divided tensor in place"),
         ):
             logits.mul_(2)
 
@@ -300,7 +301,7 @@ def test_a_head_joins_at_once_where_ranks_may_do_different_things() -> None:
             without_gradient = model(TOKENS)
         trains, evaluates = model(TOKENS), model.eval()(TOKENS)
         return [
-            isinstance(one, DividedLogits) for one in (trains, evaluates, without_gradient, eager(TOKENS))
+            isinstance(one, DividedTensor) for one in (trains, evaluates, without_gradient, eager(TOKENS))
         ]
 
     assert on_threads(2, work) == [[True, False, False, False]] * 2
@@ -328,7 +329,7 @@ def test_autocast_computes_the_loss_in_fp32(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype):
             logits = model(TOKENS)
             loss = F.cross_entropy(logits.flatten(0, 1), TARGET.flatten())
-            assert isinstance(logits, DividedLogits)
+            assert isinstance(logits, DividedTensor)
             assert logits.dtype is dtype
         loss.backward()
         assert loss.item() == pytest.approx(
