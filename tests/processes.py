@@ -1,11 +1,13 @@
 """Processes for tests: a pool of connected ranks that stays up, and one-off scripts; neither can hang a test."""
 
 import ast
+import ctypes
 import gc
 import importlib.util
 import io
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -15,16 +17,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import SystemRandom
 from tempfile import TemporaryDirectory
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 TESTS = Path(__file__).parent
 TOOLS = TESTS.parent / "tools"  # both are on the path of the tests too, see pyproject.toml
 MOST_GROUPS = 8  # of a pool's rank, see RankPool
+
+# A rank that is stopped does not hear that its test's process has ended: the kernel kills what started the rank, and
+# with that the rank. Linux alone does (PR_SET_PDEATHSIG); elsewhere ranks are not stopped.
+_END_WITH_PARENT = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL) if sys.platform == "linux" else None
 
 SKIPPED = "skipped: "  # how the answer of a rank begins whose body was skipped
 
@@ -183,8 +190,8 @@ def without_libraries(text: str) -> str:
 class RankPool:
     """`num_processes` processes joined in one gloo group, started once and reused by many tests.
 
-    Each idle gloo group wakes up a hundred times a second, and torch's meshes and DeepSpeed keep theirs: `rest` ends
-    processes with more than `MOST_GROUPS`, and the next call starts others.
+    Each idle gloo group wakes up a hundred times a second, and torch's meshes and DeepSpeed keep theirs: `rest` stops
+    the processes until the next call, and ends those with more than `MOST_GROUPS`, which hold threads and memory.
 
     Args:
         num_processes: How many.
@@ -202,12 +209,14 @@ class RankPool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._num_groups = 0
+        self._pids: list[int] = []  # of the ranks themselves, which may be forked elsewhere
 
     def call(self, function: Callable[..., object], *args: object, timeout_seconds: float) -> list[object]:
         """Call `function(*args)` on every rank and return the results in rank order."""
         if not self._connections:
             self._start()
-            self._answers(60)  # once they are joined
+            self._pids = cast("list[int]", self._answers(60))  # once they are joined
+        self._send(signal.SIGCONT)
         where = (Path(function.__code__.co_filename), function.__module__, function.__name__)
         call = pickle.dumps((*where, pickle.dumps(args)))
         for connection in self._connections:
@@ -218,6 +227,12 @@ class RankPool:
         """Call it where the pool may have nothing to do for long."""
         if self._num_groups > MOST_GROUPS:
             self.close()
+        elif _END_WITH_PARENT is not None:
+            self._send(signal.SIGSTOP)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
 
     def close(self) -> None:
         """End every process of the pool."""
@@ -226,7 +241,7 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._pids = [], [], []
         self._num_groups = 0
 
     def _start(self) -> None:
@@ -240,7 +255,13 @@ class RankPool:
                 file = theirs.fileno()
                 command = [self._pythons[rank % len(self._pythons)], __file__, str(file)]
                 self._processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[file])
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[file],
+                        preexec_fn=_END_WITH_PARENT,
+                    )
                 )
             self._connections.append(Connection(ours.detach()))
 
@@ -301,9 +322,14 @@ def _load(path: Path, name: str) -> ModuleType:
 
 
 def _with_told_values(path: Path) -> CodeType:
-    """Compile a test module so that its asserts tell the values that they compare, as pytest does in its process."""
-    from _pytest.assertion.rewrite import rewrite_asserts
+    """Compile a test module so that its asserts tell the values that they compare, as pytest does in its process.
 
+    pytest has kept what it compiled.
+    """
+    from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
+
+    if (kept := _read_pyc(path, get_cache_dir(path) / f"{path.stem}{PYC_TAIL}")) is not None:
+        return kept
     source = path.read_bytes()
     tree = ast.parse(source)
     rewrite_asserts(tree, source, str(path))
@@ -366,7 +392,7 @@ def _serve(file: str) -> None:
             _share_device()
             dist.init_process_group(here().collectives())
     joined = dist.is_initialized()
-    connection.send_bytes(pickle.dumps((False,)))
+    connection.send_bytes(pickle.dumps((False, os.getpid())))
     left_groups = _noted_groups()
     num_modules = 0
     while True:
