@@ -35,13 +35,12 @@ def test_every_public_name_is_provided_or_listed() -> None:
     assert sorted(missing) == MISSING.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("full_name", sorted(names().keys()))
-def test_a_name_has_the_signature_and_members_of_the_real_one(full_name: str) -> None:
-    module, _, name = full_name.rpartition(".")
-    if name not in module_table().names.get(module, {}):
-        pytest.skip("not provided")
-    real, mine = names()[full_name], ours(full_name)
-    assert not wrong(full_name, real, mine)
+def test_every_name_has_the_signature_and_members_of_the_real_one() -> None:
+    table = module_table().names
+    held = {f"{module}.{name}" for module, homes in table.items() for name in homes}
+    both = sorted(names().keys() & held)
+    assert len(both) > 500
+    assert [each for name in both for each in wrong(name, names()[name], ours(name))] == []
 
 
 def wrong(full_name: str, real: Any, mine: Any) -> list[str]:
