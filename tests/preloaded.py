@@ -195,8 +195,10 @@ def become(order: Order, executable: str) -> NoReturn:
     unbuffered = words[0] == "-u"
     words = words[unbuffered:]
     if unbuffered or order.environment.get("PYTHONUNBUFFERED"):
-        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), errors="backslashreplace", write_through=True)
+        # As Python's own, they leave the file open when something takes their place.
+        out, err = (open(number, "wb", 0, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout = io.TextIOWrapper(out, write_through=True)
+        sys.stderr = io.TextIOWrapper(err, errors="backslashreplace", write_through=True)
     try:
         _run(words)
     except SystemExit as end:

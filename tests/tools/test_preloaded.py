@@ -48,6 +48,11 @@ def test_torch_is_there_before_the_first_line(python: str) -> None:
     )
 
 
+def test_a_file_that_is_put_in_place_of_the_output_leaves_it_open(python: str) -> None:
+    code = "import io, os, sys; sys.stdout = sys.stderr = io.StringIO(); os.write(1, b'still')"
+    assert assert_same(python, "-u", "-c", code).stdout == "still"
+
+
 def test_a_script_has_its_arguments_folder_input_and_variables(python: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
