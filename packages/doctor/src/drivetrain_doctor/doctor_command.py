@@ -15,7 +15,7 @@ from drivetrain_launcher.errors import UsageError
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.output.terminals import coloured_outputs
-from drivetrain_messages import say
+from drivetrain_messages import argument, say
 
 _LONGEST_LINE = 120
 
@@ -24,19 +24,15 @@ _LONGEST_LINE = 120
 class DoctorArguments:
     """The arguments of `drivetrain doctor`, besides those of launch."""
 
-    folder: Path = field(default=Path(), metadata={"help": "Folder of the checkpoints, which is written to."})
-    num_workers: int = field(default=4, metadata={"help": "Workers of each process's DataLoader."})
-    batch_megabytes: float | None = field(
-        default=None,
-        metadata={"help": "Size of a batch that a worker hands over, to compute the shared memory."},
+    folder: Path = argument(Path(), "Folder of the checkpoints, which is written to.")
+    num_workers: int = argument(4, "Workers of each process's DataLoader.")
+    batch_megabytes: float | None = argument(
+        None, "Size of a batch that a worker hands over, to compute the shared memory."
     )
-    wait_seconds: float = field(
-        default=30.0,
-        metadata={"help": "Seconds that hosts wait for each other before the missing are named."},
+    wait_seconds: float = argument(
+        30.0, "Seconds that hosts wait for each other before the missing are named."
     )
-    json: bool = field(
-        default=False, metadata={"help": "Print JSON, for programs, with all measured numbers."}
-    )
+    json: bool = argument(False, "Print JSON, for programs, with all measured numbers.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from drivetrain_lint.errors import LintArgumentError
 from drivetrain_lint.reading.targets import find_targets
 from drivetrain_lint.reporters import as_github, as_json, as_sarif, as_text, summary
 from drivetrain_lint.rules.registry import choose_rules
+from drivetrain_messages import argument
 
 _FOUND = 1
 _WIDEST = 110
@@ -21,25 +22,17 @@ _WIDEST = 110
 class LintArguments:
     """The arguments of `drivetrain lint`."""
 
-    script: tuple[str, ...] = field(
-        metadata={
-            "positional": True,
-            "help": "Scripts, notebooks, folders, or modules by their dotted names.",
-        }
+    script: tuple[str, ...] = argument(
+        ..., "Scripts, notebooks, folders, or modules by their dotted names.", positional=True
     )
-    format: Literal["text", "json", "sarif", "github"] = field(
-        default="text", metadata={"help": "Output: text for people, json, sarif, or GitHub's annotations."}
+    format: Literal["text", "json", "sarif", "github"] = argument(
+        "text", "Output: text for people, json, sarif, or GitHub's annotations."
     )
-    select: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "Check these rules alone, by codes or their beginnings: DT1,DT303; or all."},
+    select: tuple[str, ...] = argument(
+        (), "Check these rules alone, by codes or their beginnings: DT1,DT303; or all."
     )
-    ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "Leave out these rules, by codes or their beginnings."}
-    )
-    output: Path | None = field(
-        default=None, metadata={"help": "Write to this file, and only a count to stderr."}
-    )
+    ignore: tuple[str, ...] = argument((), "Leave out these rules, by codes or their beginnings.")
+    output: Path | None = argument(None, "Write to this file, and only a count to stderr.")
 
 
 def run(arguments: LintArguments) -> int:

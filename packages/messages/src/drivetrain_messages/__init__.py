@@ -1,4 +1,4 @@
-"""Text that messages of all packages share: byte sizes, near names, shortened lists, counts, tables."""
+"""Text that messages of all packages share: byte sizes, near names, shortened lists, counts, tables, arguments."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from drivetrain_messages.byte_sizes import SIZE_UNITS as SIZE_UNITS
     from drivetrain_messages.byte_sizes import format_size as format_size
     from drivetrain_messages.byte_sizes import parse_size as parse_size
+    from drivetrain_messages.command_arguments import argument as argument
     from drivetrain_messages.console import say as say
     from drivetrain_messages.name_lists import format_count as format_count
     from drivetrain_messages.name_lists import list_some as list_some
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Module -> its public names.
 _NAMES = {
     "byte_sizes": "format_size parse_size SIZE_UNITS",
+    "command_arguments": "argument",
     "console": "say",
     "name_lists": "format_count list_some",
     "near_names": "find_near suggest",

@@ -32,10 +32,17 @@ def test_what_is_read_from_source_is_what_the_parser_takes(name: str) -> None:
     assert own.keys() == parsed.keys()
     for flag, of in parsed.items():
         assert own[flag].takes_value is not of.is_switch
+        # A text that is computed is not read from source.
+        assert of.help.replace("%%", "%").startswith(own[flag].about.removeprefix("Not: ").rstrip("."))
         assert of.choices is None or own[flag].choices == of.choices or of.is_switch
     assert words.has_sections is (parser.layers is not None)
     assert words.takes_rest is (parser.rest is not None)
     assert words.has_positionals is bool(parser.positionals)
+
+
+def test_flags_are_described_as_in_the_help() -> None:
+    words = {flag.name: flag.about for flag in COMMANDS["tail"].flags}
+    assert words["--lines"] == "Number of last lines of each file."
 
 
 def test_the_flags_of_sections_are_those_of_the_launch() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, directory_of, report_errors
@@ -10,7 +10,7 @@ from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table,
 from drivetrain_checkpoint.format.layout import step_of
 from drivetrain_checkpoint.loading.discovery import CheckpointInfo, find_checkpoints
 from drivetrain_checkpoint.storage.place import storage_of
-from drivetrain_messages import format_size
+from drivetrain_messages import argument, format_size
 
 _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
 
@@ -19,8 +19,8 @@ _HEADER = ("step", "saved at", "age", "size", "ranks", "models", "state")
 class ListArguments:
     """The arguments of `drivetrain checkpoint list`."""
 
-    directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
-    json: bool = field(default=False, metadata={"help": "Print JSON, for programs."})
+    directory: str = argument(..., DIRECTORY_HELP, positional=True)
+    json: bool = argument(False, "Print JSON, for programs.")
 
 
 @report_errors

@@ -1,7 +1,7 @@
 """Write a model of a sharded checkpoint as safetensors that Hugging Face's libraries read."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drivetrain_checkpoint.cli.arguments import CHECKPOINT_HELP, checkpoint_of, report_errors
 from drivetrain_checkpoint.cli.printing import Progress
@@ -9,23 +9,17 @@ from drivetrain_checkpoint.export.export_plan import parse_shard_size
 from drivetrain_checkpoint.export.merge import choose_model, merge_shards
 from drivetrain_checkpoint.format.layout import model_part
 from drivetrain_checkpoint.format.manifest import read_manifest
-from drivetrain_messages import format_count, format_size
+from drivetrain_messages import argument, format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeArguments:
     """The arguments of `drivetrain checkpoint merge`."""
 
-    checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
-    output: str = field(
-        metadata={"positional": True, "help": "Folder of the export; an export in the folder is replaced."}
-    )
-    model: str | None = field(
-        default=None, metadata={"help": "Name of the model in the checkpoint; by default the only model."}
-    )
-    max_shard_size: str = field(
-        default="5GB", metadata={"help": "Largest size of the tensors in one file: bytes, 5GB, 512MiB."}
-    )
+    checkpoint: str = argument(..., CHECKPOINT_HELP, positional=True)
+    output: str = argument(..., "Folder of the export; an export in the folder is replaced.", positional=True)
+    model: str | None = argument(None, "Name of the model in the checkpoint; by default the only model.")
+    max_shard_size: str = argument("5GB", "Largest size of the tensors in one file: bytes, 5GB, 512MiB.")
 
     def __post_init__(self) -> None:
         parse_shard_size(_size(self.max_shard_size))

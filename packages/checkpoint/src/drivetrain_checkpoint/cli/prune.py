@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain_checkpoint.cli.arguments import DIRECTORY_HELP, WRONG, directory_of, report_errors
@@ -11,28 +11,22 @@ from drivetrain_checkpoint.saving.retention import delete, plan_retention
 from drivetrain_checkpoint.saving.writer_lock import lock_of
 from drivetrain_checkpoint.settings import CheckpointSettings
 from drivetrain_checkpoint.storage.place import Place, storage_of
-from drivetrain_messages import format_count, format_size
+from drivetrain_messages import argument, format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneArguments:
     """The arguments of `drivetrain checkpoint prune`."""
 
-    directory: str = field(metadata={"positional": True, "help": DIRECTORY_HELP})
-    keep_last: int = field(metadata={"help": "Number of valid checkpoints to keep, those saved last."})
-    keep_every: int | None = field(
-        default=None, metadata={"help": "Interval in steps of checkpoints to keep too, such as 10000."}
+    directory: str = argument(..., DIRECTORY_HELP, positional=True)
+    keep_last: int = argument(..., "Number of valid checkpoints to keep, those saved last.")
+    keep_every: int | None = argument(None, "Interval in steps of checkpoints to keep too, such as 10000.")
+    keep_best: int = argument(0, "Number of best checkpoints by best_metric to keep too.")
+    best_metric: str | None = argument(None, "Name of a save's metric that rates checkpoints.")
+    best_mode: Literal["min", "max"] = argument(
+        "min", "Whether the smallest or the largest value is the best."
     )
-    keep_best: int = field(
-        default=0, metadata={"help": "Number of best checkpoints by best_metric to keep too."}
-    )
-    best_metric: str | None = field(
-        default=None, metadata={"help": "Name of a save's metric that rates checkpoints."}
-    )
-    best_mode: Literal["min", "max"] = field(
-        default="min", metadata={"help": "Whether the smallest or the largest value is the best."}
-    )
-    dry_run: bool = field(default=False, metadata={"help": "List the folders to delete, and delete nothing."})
+    dry_run: bool = argument(False, "List the folders to delete, and delete nothing.")
 
     def __post_init__(self) -> None:
         """Check the rules in the same way as the `checkpoint` section."""

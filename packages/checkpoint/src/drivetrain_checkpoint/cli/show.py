@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +12,7 @@ from drivetrain_checkpoint.cli.printing import age_text, metrics_as_json, table,
 from drivetrain_checkpoint.format.manifest import Manifest, encode_plan, read_manifest
 from drivetrain_checkpoint.loading.discovery import inspect
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_messages import format_count, format_size
+from drivetrain_messages import argument, format_count, format_size
 
 _NUM_SHOWN = 10  # tensors per part, without --tensors
 
@@ -21,11 +21,9 @@ _NUM_SHOWN = 10  # tensors per part, without --tensors
 class ShowArguments:
     """The arguments of `drivetrain checkpoint show`."""
 
-    checkpoint: str = field(metadata={"positional": True, "help": CHECKPOINT_HELP})
-    tensors: bool = field(
-        default=False, metadata={"help": f"List all tensors, not the first {_NUM_SHOWN} of each part."}
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON, for programs: all tensors too."})
+    checkpoint: str = argument(..., CHECKPOINT_HELP, positional=True)
+    tensors: bool = argument(False, f"List all tensors, not the first {_NUM_SHOWN} of each part.")
+    json: bool = argument(False, "Print JSON, for programs: all tensors too.")
 
 
 @report_errors

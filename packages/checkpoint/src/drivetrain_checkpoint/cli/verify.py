@@ -1,7 +1,7 @@
 """Verify every block of a checkpoint, or of all checkpoints in a folder, and report damage by file and byte."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drivetrain_checkpoint.cli.arguments import WRONG, checkpoint_of, directory_of, place_of, report_errors
 from drivetrain_checkpoint.cli.printing import Progress
@@ -11,15 +11,15 @@ from drivetrain_checkpoint.format.manifest import read_manifest
 from drivetrain_checkpoint.loading.discovery import find_checkpoints
 from drivetrain_checkpoint.loading.verify import verify_checkpoint
 from drivetrain_checkpoint.storage.place import Place
-from drivetrain_messages import format_count, format_size
+from drivetrain_messages import argument, format_count, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyArguments:
     """The arguments of `drivetrain checkpoint verify`."""
 
-    folder: str = field(
-        metadata={"positional": True, "help": "Folder of a checkpoint or of several checkpoints, or its URL."}
+    folder: str = argument(
+        ..., "Folder of a checkpoint or of several checkpoints, or its URL.", positional=True
     )
 
 

@@ -1,30 +1,24 @@
 """Cancel a submitted job."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_clusters.jobs.record import find_record
 from drivetrain_clusters.registry import make_cluster
-from drivetrain_messages import say
+from drivetrain_messages import argument, say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelArguments:
     """The arguments of `drivetrain job cancel`."""
 
-    job: str = field(
-        metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."}
+    job: str = argument(..., "Id of the job, as `drivetrain submit` printed it.", positional=True)
+    on: str | None = argument(
+        None,
+        "Cluster of the job; unset: found in its record in the log folder.",
+        plugins="drivetrain.clusters",
     )
-    on: str | None = field(
-        default=None,
-        metadata={
-            "plugins": "drivetrain.clusters",
-            "help": "Cluster of the job; unset: found in its record in the log folder.",
-        },
-    )
-    log_dir: Path = field(
-        default=Path("logs"), metadata={"help": "Folder of the job's output, as it was at submission."}
-    )
+    log_dir: Path = argument(Path("logs"), "Folder of the job's output, as it was at submission.")
 
 
 def run(arguments: CancelArguments) -> int:

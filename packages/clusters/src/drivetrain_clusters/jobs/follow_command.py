@@ -1,23 +1,20 @@
 """Show the output of a submitted job until it ends."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_clusters.jobs.record import find_record
 from drivetrain_clusters.jobs.submitter import follow_job
 from drivetrain_clusters.registry import make_cluster
+from drivetrain_messages import argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowArguments:
     """The arguments of `drivetrain job follow`."""
 
-    job: str = field(
-        metadata={"positional": True, "help": "Id of the job, as `drivetrain submit` printed it."}
-    )
-    log_dir: Path = field(
-        default=Path("logs"), metadata={"help": "Folder of the job's output, as it was at submission."}
-    )
+    job: str = argument(..., "Id of the job, as `drivetrain submit` printed it.", positional=True)
+    log_dir: Path = argument(Path("logs"), "Folder of the job's output, as it was at submission.")
 
 
 def run(arguments: FollowArguments) -> int:

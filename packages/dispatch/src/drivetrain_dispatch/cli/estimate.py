@@ -3,13 +3,12 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from drivetrain_dispatch.cli.flags import flag
 from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
@@ -17,7 +16,7 @@ from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memo
 from drivetrain_dispatch.estimate.step_memory import give_fake_tensors, measure_forward, measure_step
 from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
-from drivetrain_messages import format_size, format_table
+from drivetrain_messages import argument, format_size, format_table
 from drivetrain_weights import WeightFilesError
 
 _USAGE = 2  # exit code of a command that cannot be carried out
@@ -27,28 +26,27 @@ _USAGE = 2  # exit code of a command that cannot be carried out
 class EstimateArguments:
     """The arguments of `drivetrain estimate`."""
 
-    model: str = field(
-        metadata={
-            "positional": True,
-            "help": "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
-        }
+    model: str = argument(
+        ...,
+        "Folder of a Hugging Face model, or its config.json; or a file of weights, or their index.",
+        positional=True,
     )
-    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = flag(
+    mode: tuple[Literal["inference", "fp32", "mixed", "bf16", "lora"], ...] = argument(
         ("inference", "fp32", "mixed", "bf16", "lora"),
         f"Ways to train, of {', '.join(MODES)}; by default, all of them.",
     )
-    batch: int = flag(1, "Number of samples in a step of one process.")
-    seq: int = flag(1024, "Number of tokens in a sample.")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = flag(
+    batch: int = argument(1, "Number of samples in a step of one process.")
+    seq: int = argument(1024, "Number of tokens in a sample.")
+    optimizer: Literal["adamw", "adamw-fused", "adamw-loop", "sgd", "sgd-momentum", "adafactor"] = argument(
         "adamw", f"Optimizer: {', '.join(OPTIMIZERS)}; adamw as torch runs it on a GPU."
     )
-    recompute: bool = flag(False, "Compute activations again in the backward (activation checkpointing).")
-    lora_rank: int = flag(16, "Rank of the adapters of mode lora.")
-    num_processes: int = flag(1, "Number of processes that share the training.")
-    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = flag(
+    recompute: bool = argument(False, "Compute activations again in the backward (activation checkpointing).")
+    lora_rank: int = argument(16, "Rank of the adapters of mode lora.")
+    num_processes: int = argument(1, "Number of processes that share the training.")
+    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = argument(
         "fsdp", f"What processes divide among them: {', '.join(SHARDINGS)}."
     )
-    json: bool = flag(False, "Print JSON, for programs.")
+    json: bool = argument(False, "Print JSON, for programs.")
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "lora_rank", "num_processes"):

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from drivetrain_dispatch.cli.flags import flag
 from drivetrain_dispatch.cli.forecast import Forecast, forecast
 from drivetrain_dispatch.cli.huggingface import (
     build_empty,
@@ -31,7 +30,7 @@ from drivetrain_dispatch.planning.memory_budget import get_max_memory
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_dispatch.quantization.libraries import BitsAndBytes4Bit, BitsAndBytes8Bit, TorchAO
 from drivetrain_dispatch.quantization.protocol import Quantization, quantized_sizes
-from drivetrain_messages import format_size, format_table, parse_size
+from drivetrain_messages import argument, format_size, format_table, parse_size
 
 _SEQ = 4096  # default number of tokens in a prompt, if the model takes as many
 Parsed = TypeVar("Parsed")
@@ -57,38 +56,38 @@ _QUANTIZATIONS: dict[str, Callable[[], Quantization]] = {
 class PlanArguments:
     """The arguments of `drivetrain dispatch plan`."""
 
-    model_dir: str = field(
-        metadata={"positional": True, "help": "Folder of a Hugging Face model; config.json alone is enough."}
+    model_dir: str = argument(
+        ..., "Folder of a Hugging Face model; config.json alone is enough.", positional=True
     )
-    gpu: tuple[str, ...] = flag(
+    gpu: tuple[str, ...] = argument(
         (),
         "Memory of each accelerator, such as 24GB,24GB or '8x80GB h100'; by default, those of this machine. 0GB for "
         "none.",
     )
-    cpu: str | None = flag(None, "Memory of the host, such as 64GB; by default, what is free here.")
-    batch: int = flag(1, "Number of prompts at once.")
-    seq: int | None = flag(None, "Tokens per prompt; by default 4096, or the model's limit if less.")
-    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = flag(
+    cpu: str | None = argument(None, "Memory of the host, such as 64GB; by default, what is free here.")
+    batch: int = argument(1, "Number of prompts at once.")
+    seq: int | None = argument(None, "Tokens per prompt; by default 4096, or the model's limit if less.")
+    dtype: Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None = argument(
         None, "bf16, fp16 or fp32; by default, the dtype in config.json."
     )
-    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = flag(
+    quantize: Literal["bnb-8bit", "bnb-nf4", "bnb-fp4", "torchao-int8", "torchao-fp8"] | None = argument(
         None, "How weights are packed: bnb-8bit, bnb-nf4, bnb-fp4, torchao-int8 or torchao-fp8."
     )
-    link: str | None = flag(
+    link: str | None = argument(
         None, "Bytes per second from the host to an accelerator; by default its kind's, or 25GB."
     )
-    disk: str = flag("3GB", "Bytes per second from the disk.")
-    tflops: float | None = flag(
+    disk: str = argument("3GB", "Bytes per second from the disk.")
+    tflops: float | None = argument(
         None,
         "Compute rate in 10^12 operations per second; by default that of the accelerator's kind, 100 if unknown, or "
         "0.5 without one.",
     )
-    bandwidth: str | None = flag(
+    bandwidth: str | None = argument(
         None,
         "Memory bandwidth of what computes, in bytes per second; by default that of the accelerator's kind, 1TB if "
         "unknown, or 50GB without one.",
     )
-    json: bool = flag(False, "Print JSON, for programs.")
+    json: bool = argument(False, "Print JSON, for programs.")
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):

@@ -5,12 +5,12 @@ A command's arguments are a frozen dataclass. Each field becomes a flag, named b
 
 - a field of type `Layers` provides the flags of every installed section, and `--config FILE`; with metadata
   `{"finds_file": True}`, a settings file is found without `--config` too;
-- a field with metadata `{"positional": True}` is a positional argument, which may be left out if it has a default;
-  the last one takes several if it is a tuple;
-- a field with metadata `{"repeated": True}`, a tuple of strings, is a flag that may be given several times;
+- a positional argument may be left out if it has a default; the last one takes several if it is a tuple;
+- a repeated argument, a tuple of strings, is a flag that may be given several times;
 - an underscore at the end of a field's name, as in `from_`, is not part of its flag;
-- a field with metadata `{"rest": True}`, a tuple of strings, takes all tokens after the positional arguments,
-  unchanged.
+- an argument for the rest, a tuple of strings, takes all tokens after the positional arguments, unchanged.
+
+`drivetrain_messages.argument` makes such fields.
 """
 
 import sys

@@ -5,77 +5,50 @@ from pathlib import Path
 
 from drivetrain_config import Layers
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_messages import argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitArguments:
     """The arguments of `drivetrain submit`."""
 
-    script: str = field(
-        metadata={
-            "positional": True,
-            "help": "Script to run; a module's name with -m, a program with --program.",
-        }
+    script: str = argument(
+        ..., "Script to run; a module's name with -m, a program with --program.", positional=True
     )
-    arguments: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
+    arguments: tuple[str, ...] = argument(
+        (), "The script's own arguments, handed to it untouched.", rest=True
     )
-    on: str = field(
-        metadata={
-            "plugins": "drivetrain.clusters",
-            "help": "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in.",
-        }
+    on: str = argument(
+        ...,
+        "Cluster to submit to: slurm, kubernetes, ray, local (this machine), or one of a plug-in.",
+        plugins="drivetrain.clusters",
     )
-    name: str | None = field(
-        default=None, metadata={"help": "Name of the job; unset: the name of the script without its ending."}
+    name: str | None = argument(None, "Name of the job; unset: the name of the script without its ending.")
+    folder: Path = argument(Path("."), "Working directory of the job, on the nodes of the cluster.")
+    accelerators_per_node: int | None = argument(
+        None, "Number of accelerators to request on each node; unset: processes_per_node, or none with --cpu."
     )
-    folder: Path = field(
-        default=Path("."), metadata={"help": "Working directory of the job, on the nodes of the cluster."}
+    cpus_per_node: int | None = argument(None, "Number of CPU cores to request on each node.")
+    memory_per_node: str | None = argument(None, "Memory to request on each node, such as 64GB.")
+    time: str | None = argument(
+        None, "Time after which the cluster ends the job, such as 12:00:00, 90m or 1d12h."
     )
-    accelerators_per_node: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of accelerators to request on each node; unset: processes_per_node, or none with --cpu."
-        },
+    save_seconds: int = argument(
+        120, "Seconds that the job has to save before its time ends, or after a preemption."
     )
-    cpus_per_node: int | None = field(
-        default=None, metadata={"help": "Number of CPU cores to request on each node."}
+    max_requeues: int = argument(
+        3, "Number of times that the job starts again after a preemption or the end of its time."
     )
-    memory_per_node: str | None = field(
-        default=None, metadata={"help": "Memory to request on each node, such as 64GB."}
+    option: tuple[str, ...] = argument(
+        (), "Option of the cluster, such as partition=gpu; may be given several times.", repeated=True
     )
-    time: str | None = field(
-        default=None,
-        metadata={"help": "Time after which the cluster ends the job, such as 12:00:00, 90m or 1d12h."},
+    env: tuple[str, ...] = argument(
+        (),
+        "Variable of the job, NAME=VALUE, or NAME for its value here; may be given several times.",
+        repeated=True,
     )
-    save_seconds: int = field(
-        default=120,
-        metadata={"help": "Seconds that the job has to save before its time ends, or after a preemption."},
-    )
-    max_requeues: int = field(
-        default=3,
-        metadata={
-            "help": "Number of times that the job starts again after a preemption or the end of its time."
-        },
-    )
-    option: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "repeated": True,
-            "help": "Option of the cluster, such as partition=gpu; may be given several times.",
-        },
-    )
-    env: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "repeated": True,
-            "help": "Variable of the job, NAME=VALUE, or NAME for its value here; may be given several times.",
-        },
-    )
-    follow: bool = field(default=True, metadata={"help": "Show the output of the job until it ends."})
-    dry_run: bool = field(
-        default=False, metadata={"help": "Print the files and the command; write and submit nothing."}
-    )
+    follow: bool = argument(True, "Show the output of the job until it ends.")
+    dry_run: bool = argument(False, "Print the files and the command; write and submit nothing.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
     def __post_init__(self) -> None:

@@ -1,10 +1,10 @@
 """Send a run's log to a platform after the run: `drivetrain track replay FOLDER --to wandb`."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain_messages import format_size
+from drivetrain_messages import argument, format_size
 from drivetrain_tracking.errors import (
     DeliveryFileError,
     DeliveryInUseError,
@@ -24,22 +24,16 @@ _UNDELIVERED, _USAGE = 1, 2  # exit codes
 class ReplayArguments:
     """The arguments of `drivetrain track replay`."""
 
-    folder: Path = field(metadata={"positional": True, "help": f"Folder of the run, which holds {LOG_NAME}."})
-    to: str = field(
-        metadata={
-            "plugins": "drivetrain.trackers",
-            "help": "Tracker to send to: wandb, mlflow, ..., or module:Class of your own.",
-        }
+    folder: Path = argument(..., f"Folder of the run, which holds {LOG_NAME}.", positional=True)
+    to: str = argument(
+        ...,
+        "Tracker to send to: wandb, mlflow, ..., or module:Class of your own.",
+        plugins="drivetrain.trackers",
     )
-    from_start: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to begin at the first record, and leave out those that the platform holds."
-        },
+    from_start: bool = argument(
+        False, "Whether to begin at the first record, and leave out those that the platform holds."
     )
-    patience_seconds: float = field(
-        default=60.0, metadata={"help": "Seconds for which a platform that fails is tried again."}
-    )
+    patience_seconds: float = argument(60.0, "Seconds for which a platform that fails is tried again.")
 
 
 def run(arguments: ReplayArguments) -> int:

@@ -4,9 +4,10 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain_messages import argument
 from drivetrain_tracking.spool.files import open_regular
 from drivetrain_tracking.spool.line import LOG_NAME
 from drivetrain_tracking.view.log_reader import find_logs, parse_lines
@@ -22,13 +23,10 @@ _FIRST_BYTES = 1 << 16
 class ViewArguments:
     """The arguments of `drivetrain track view`."""
 
-    folders: tuple[str, ...] = field(
-        metadata={
-            "positional": True,
-            "help": f"Folders of runs: each has a {LOG_NAME}, or holds folders that do.",
-        }
+    folders: tuple[str, ...] = argument(
+        ..., f"Folders of runs: each has a {LOG_NAME}, or holds folders that do.", positional=True
     )
-    port: int = field(default=0, metadata={"help": "Port on 127.0.0.1; by default, any free one."})
+    port: int = argument(0, "Port on 127.0.0.1; by default, any free one.")
 
     def __post_init__(self) -> None:
         """Check the port."""

@@ -1,19 +1,19 @@
 """Print a script that completes the command line in bash, zsh or fish."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drivetrain_config import commands
 from drivetrain_launcher.cli.completion.command_words import read_commands, section_flags
 from drivetrain_launcher.cli.completion.shell_scripts import SHELLS, shell_script
-from drivetrain_messages import suggest
+from drivetrain_messages import argument, suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionArguments:
     """The arguments of `drivetrain completion`."""
 
-    shell: str = field(metadata={"positional": True, "help": "Shell to complete in: bash, zsh or fish."})
+    shell: str = argument(..., "Shell to complete in: bash, zsh or fish.", positional=True)
 
     def __post_init__(self) -> None:
         if self.shell not in SHELLS:

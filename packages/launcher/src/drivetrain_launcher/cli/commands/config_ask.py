@@ -25,7 +25,7 @@ from drivetrain_launcher.wizard.settings_text import (
     settings_text,
     write_settings,
 )
-from drivetrain_messages import say
+from drivetrain_messages import argument, say
 
 _FILE = Path("drivetrain.yaml")
 _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
@@ -35,17 +35,10 @@ _INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 class ConfigArguments:
     """The arguments of `drivetrain config`."""
 
-    output: Path = field(
-        default=_FILE,
-        metadata={"help": "File to write, ending in .yaml; launches find the default by themselves."},
-    )
-    yes: bool = field(default=False, metadata={"help": "Take every recommended answer, and ask nothing."})
-    from_: Path | None = field(
-        default=None, metadata={"help": "Settings file to convert, such as Accelerate's YAML; asks nothing."}
-    )
-    force: bool = field(
-        default=False, metadata={"help": "Replace a file that is there without asking; a copy is kept."}
-    )
+    output: Path = argument(_FILE, "File to write, ending in .yaml; launches find the default by themselves.")
+    yes: bool = argument(False, "Take every recommended answer, and ask nothing.")
+    from_: Path | None = argument(None, "Settings file to convert, such as Accelerate's YAML; asks nothing.")
+    force: bool = argument(False, "Replace a file that is there without asking; a copy is kept.")
     layers: Layers = field(default_factory=lambda: Layers({}))
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
 from drivetrain_launcher.wizard.questionnaire import in_order
 from drivetrain_launcher.wizard.settings_text import yaml_value
+from drivetrain_messages import argument
 
 _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 
@@ -16,7 +17,7 @@ _MOST_COLUMNS = 48  # where a source stands, unless its setting is longer
 class ConfigShowArguments:
     """The arguments of `drivetrain config show`."""
 
-    defaults: bool = field(default=True, metadata={"help": "Show the settings that nobody has set, too."})
+    defaults: bool = argument(True, "Show the settings that nobody has set, too.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 

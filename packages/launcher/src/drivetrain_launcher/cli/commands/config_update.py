@@ -1,35 +1,26 @@
 """Change settings of a file, with its comments kept; turn Accelerate's file into drivetrain's."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.cli.commands.config_validate import file_or_found
 from drivetrain_launcher.wizard.settings_text import write_settings
 from drivetrain_launcher.wizard.settings_update import updated_text
+from drivetrain_messages import argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigUpdateArguments:
     """The arguments of `drivetrain config update`."""
 
-    file: Path | None = field(
-        default=None,
-        metadata={
-            "positional": True,
-            "help": "Settings file to change; the one that a launch finds by default.",
-        },
+    file: Path | None = argument(
+        None, "Settings file to change; the one that a launch finds by default.", positional=True
     )
-    set: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "repeated": True,
-            "help": "Setting to write, as run.mixed_precision=bf16; may be repeated.",
-        },
+    set: tuple[str, ...] = argument(
+        (), "Setting to write, as run.mixed_precision=bf16; may be repeated.", repeated=True
     )
-    unset: tuple[str, ...] = field(
-        default=(), metadata={"repeated": True, "help": "Setting to take out, as run.seed; may be repeated."}
-    )
+    unset: tuple[str, ...] = argument((), "Setting to take out, as run.seed; may be repeated.", repeated=True)
 
 
 def run(arguments: ConfigUpdateArguments) -> int:

@@ -1,7 +1,7 @@
 """Check a settings file: unknown names, wrong values, contradictions."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_config import environ
@@ -10,7 +10,7 @@ from drivetrain_config.files.settings_file import read_file
 from drivetrain_config.plugins.installed import entry_points
 from drivetrain_config.settings.file_review import review_file
 from drivetrain_launcher.errors import LaunchError
-from drivetrain_messages import say
+from drivetrain_messages import argument, say
 
 _INVALID = 1
 
@@ -19,12 +19,8 @@ _INVALID = 1
 class ConfigValidateArguments:
     """The arguments of `drivetrain config validate`."""
 
-    file: Path | None = field(
-        default=None,
-        metadata={
-            "positional": True,
-            "help": "Settings file to check; the one that a launch finds by default.",
-        },
+    file: Path | None = argument(
+        None, "Settings file to check; the one that a launch finds by default.", positional=True
     )
 
 

@@ -11,14 +11,14 @@ from drivetrain_config import Layers, Source, environ, resolve, sections
 from drivetrain_config.files.found_file import settings_places
 from drivetrain_config.settings.schema import specs
 from drivetrain_config.values.kinds import plain
-from drivetrain_messages import format_table
+from drivetrain_messages import argument, format_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvArguments:
     """The arguments of `drivetrain env`."""
 
-    json: bool = field(default=False, metadata={"help": "Print JSON, for programs and bug reports."})
+    json: bool = argument(False, "Print JSON, for programs and bug reports.")
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 
 

@@ -11,6 +11,7 @@ from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
 from drivetrain_launcher.plan.resolved_launch import find_own_placement, resolve_launch
 from drivetrain_launcher.run.run import run_plan
+from drivetrain_messages import argument
 
 # Entry points of modules that scripts run through: what they need imported first in the process of `--preload`.
 PRELOAD_GROUP = "drivetrain.preload"
@@ -20,18 +21,14 @@ PRELOAD_GROUP = "drivetrain.preload"
 class LaunchArguments:
     """The arguments of `drivetrain launch`."""
 
-    script: str = field(
-        metadata={
-            "positional": True,
-            "help": "Script to run; a module's name with -m, a program with --program.",
-        }
+    script: str = argument(
+        ..., "Script to run; a module's name with -m, a program with --program.", positional=True
     )
-    arguments: tuple[str, ...] = field(
-        default=(), metadata={"rest": True, "help": "The script's own arguments, handed to it untouched."}
+    arguments: tuple[str, ...] = argument(
+        (), "The script's own arguments, handed to it untouched.", rest=True
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Print the plan, with each rank's command and environment; start nothing."},
+    dry_run: bool = argument(
+        False, "Print the plan, with each rank's command and environment; start nothing."
     )
     layers: Layers = field(default_factory=lambda: Layers({}), metadata={"finds_file": True})
 

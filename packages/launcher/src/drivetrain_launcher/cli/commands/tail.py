@@ -2,10 +2,11 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_launcher.errors import UsageError
+from drivetrain_messages import argument
 
 # What is read from the end of a file for each line that is asked for.
 _LINE_BYTES = 4096
@@ -16,13 +17,9 @@ _STREAMS = ("stdout.log", "stderr.log")
 class TailArguments:
     """The arguments of `drivetrain tail`."""
 
-    folder: Path = field(
-        metadata={"positional": True, "help": "Folder that was given to drivetrain launch as --log-dir."}
-    )
-    lines: int = field(default=10, metadata={"help": "Number of last lines of each file."})
-    ranks: tuple[int, ...] = field(
-        default=(), metadata={"help": "Ranks of the node to show, such as 0,3; empty: all."}
-    )
+    folder: Path = argument(..., "Folder that was given to drivetrain launch as --log-dir.", positional=True)
+    lines: int = argument(10, "Number of last lines of each file.")
+    ranks: tuple[int, ...] = argument((), "Ranks of the node to show, such as 0,3; empty: all.")
 
     def __post_init__(self) -> None:
         if self.lines < 1:

@@ -108,7 +108,7 @@ def _switch(name: str, about: str) -> list[FlagWords]:
 
 
 def _flag_words(field: str, kind: str, metadata: Mapping[str, Any]) -> list[FlagWords]:
-    name, about = "--" + field.rstrip("_").replace("_", "-"), str(metadata.get("help", ""))
+    name, about = "--" + field.rstrip("_").replace("_", "-"), metadata.get("help") or ""
     if kind.replace(" | None", "") == "bool":
         return _switch(name, about)
     parts = [part.strip() for part in kind.split("|")]
@@ -134,11 +134,13 @@ def _argument_fields(module: str, function: str) -> list[tuple[str, str, Mapping
     for node in [] if found is None else found.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
-        calls = node.value.keywords if isinstance(node.value, ast.Call) else []
-        options = {each.arg: _literal(each.value) for each in calls}
+        call, metadata = node.value, dict[str, Any]()
+        if isinstance(call, ast.Call):
+            metadata = {each.arg: _literal(each.value) for each in call.keywords if each.arg is not None}
+            metadata |= zip(("help",), map(_literal, call.args[1:]), strict=False)  # of `argument`
         kind = ast.unparse(node.annotation)
-        if not kind.startswith("ClassVar") and options.get("init") is not False:
-            fields.append((node.target.id, kind, options.get("metadata", {})))
+        if not kind.startswith("ClassVar") and metadata.get("init") is not False:
+            fields.append((node.target.id, kind, {**metadata, **(metadata.get("metadata") or {})}))
     return fields
 
 
