@@ -5,8 +5,8 @@ behaviour that is relied on. docs/platforms.md lists the names.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
+
+# The parameters of `__torch_function__` and `__torch_dispatch__`, which torch leaves untyped.
+Types: TypeAlias = Collection[type]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any] | None
 
 # The entries of a module's `__dict__` that hold its parameters and its buffers, by name.
 PARAMETERS = "_parameters"

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# The arguments of `__torch_function__` and `__torch_dispatch__`, which torch leaves untyped.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any] | None
 # The frames of a backward that the engine runs, by the file within torch and the function.
 ENGINE_FRAME = ("autograd/graph.py", "_engine_run_backward")
 # The attribute under which torch.compile's wrapper holds the module, a part of the names below it.
@@ -82,9 +85,7 @@ class _ValuelessTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Raise CastSeenError instead of computing."""
         named = kwargs or {}
         if func is torch.ops.aten._to_copy.default:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.compat import without_torch_function
+from drivetrain_dispatch.compat import Args, Kwargs, Types, without_torch_function
 from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
 from drivetrain_weights import Box, MappedFile
 
@@ -65,13 +65,7 @@ class LazyTensor(Tensor):
         return _lazy(torch.empty_like(like, device="meta"), Operation(compute, (), {}, None))
 
     @classmethod
-    def __torch_function__(  # type: ignore[override] torch leaves it untyped
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:  # type: ignore[override] torch leaves it untyped
         """Apply an operation on the meta device, and record it."""
         given = kwargs or {}
         with without_torch_function():

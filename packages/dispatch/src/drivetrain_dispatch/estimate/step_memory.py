@@ -1,7 +1,7 @@
 """Measure the memory of one training step on tensors without data, operation by operation."""
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,10 @@ from drivetrain_dispatch.compat import (
     BUFFERS,
     DATA_DEPENDENT_ERRORS,
     PARAMETERS,
+    Args,
+    Kwargs,
     TorchDispatchMode,
+    Types,
     tree_leaves,
 )
 from drivetrain_dispatch.errors import CostError
@@ -75,13 +78,7 @@ class StorageTally(TorchDispatchMode):
     def _forget(self, size_bytes: int) -> None:
         self.live_bytes -= size_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

@@ -5,7 +5,7 @@ keep their data, so that `torch.linspace(0, 1, depth)[i].item()` works.
 """
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import get_ident
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from drivetrain_dispatch.compat import Args, Kwargs, Types
 from drivetrain_dispatch.model.model_layout import ModelLayout
 
 AnyObject = TypeVar("AnyObject")
@@ -110,13 +111,7 @@ def meta_copy(layout: ModelLayout, inputs: AnyObject) -> tuple[nn.Module, AnyObj
 class _Emptying(TorchFunctionMode):
     """A mode under which `copy.deepcopy` copies tensors to the meta device."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> object:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             empty = memo[id(tensor)] = _empty(tensor)

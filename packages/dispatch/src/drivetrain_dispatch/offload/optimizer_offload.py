@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from drivetrain_dispatch.compat import Args, Kwargs, Types
 from drivetrain_dispatch.errors import OffloadedError, WeightFilesError
 from drivetrain_messages import format_size
 
@@ -108,13 +109,7 @@ class _Making(TorchFunctionMode):
         super().__init__()
         self._offload = offload
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Run the function; if the result is new optimizer state, return it in a file."""
         made = func(*args, **(kwargs or {}))
         if func not in _MAKES or not isinstance(made, Tensor):

@@ -5,7 +5,7 @@ a forward, another module (a tied head, `nn.LSTM`'s flat list) computes with the
 device. Outside a forward, operations use the stored tensor.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from drivetrain_dispatch.compat import APPLY, READ_VERSION
+from drivetrain_dispatch.compat import APPLY, READ_VERSION, Args, Kwargs, Types
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.model_layout import ModelLayout, enclosing_modules
 from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
@@ -59,11 +59,7 @@ class TensorFetcher(Protocol):
 
 
 def _compute_with_fetched(
-    _cls: type,
-    func: Callable[..., Any],
-    _types: Iterable[type],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    _cls: type, func: Any, _types: Types, args: Args = (), kwargs: Kwargs = None
 ) -> Any:
     """Run an operation as `__torch_function__`: in a forward, with fetched tensors for offloaded ones."""
     given = kwargs or {}

@@ -1,7 +1,7 @@
 """Record each operation of a forward on the meta device: its FLOPs, memory traffic and allocations."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_dispatch.compat import GROUPED_PRODUCT, TorchDispatchMode
+from drivetrain_dispatch.compat import GROUPED_PRODUCT, Args, Kwargs, TorchDispatchMode, Types
 from drivetrain_dispatch.model.nested_values import map_tensors, tensors_in
 
 # Operations that touch only the selected rows, not the whole table.
@@ -84,9 +84,8 @@ class OpRecorder(TorchDispatchMode):
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, flops: int, size_bytes: int
     ) -> None:
         """Record an operation that has run."""
-        if (
-            not self._running
-        ):  # between two blocks: the one whose weights the operation uses, else the earlier
+        if not self._running:
+            # Between two blocks: the one whose weights the operation uses, else the earlier.
             owners = (self._owners.get(tensor.untyped_storage()) for tensor in inputs)
             self._last = next((owner for owner in owners if owner is not None), self._last)
         for tensor in chain(inputs, outputs):
@@ -104,13 +103,7 @@ class OpRecorder(TorchDispatchMode):
     def _forget(self, number: int, size_bytes: int) -> None:
         self.changes.append(MemoryChange(self._last, number, -size_bytes))
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         given = args
         if any(tensor.is_meta for tensor in tensors_in(args)):  # a small table may hold data, for example
             given = map_tensors(args, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)
@@ -133,13 +126,7 @@ class FusedAttention(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Run a function; for attention, only record it and create its output."""
         said = dict(kwargs or {})
         if func is not F.scaled_dot_product_attention:

@@ -1,13 +1,13 @@
 """The fp8 weights with one scale per block of 128 x 128 elements, as in DeepSeek-V3's checkpoints."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from drivetrain_dispatch.compat import TO_COPY, is_write, make_wrapper
+from drivetrain_dispatch.compat import TO_COPY, Args, Kwargs, Types, is_write, make_wrapper
 from drivetrain_dispatch.errors import OffloadedError
 from drivetrain_dispatch.model.nested_values import map_tensors
 
@@ -66,13 +66,7 @@ class BlockScaledTensor(Tensor):
         return BlockScaledTensor(parts["values"], parts["scales"], dtype)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Apply moves, copies and selections to the parts; dequantise for any other operation."""
         given = dict(kwargs or {})
         if is_write(func) and isinstance(args[0], BlockScaledTensor):

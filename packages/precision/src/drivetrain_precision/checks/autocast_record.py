@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain_precision.checks.call_sites import call_site, module_names
+from drivetrain_precision.compat import Args, Kwargs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -96,9 +97,7 @@ class _Record(TorchFunctionMode):
         self.calls: dict[tuple[str, torch.dtype, str], int] = {}
         self._names = names
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func)).strip("_")
         made = result[0] if isinstance(result, (tuple, list)) and result else result

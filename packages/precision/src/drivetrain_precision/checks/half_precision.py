@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain_precision.checks.call_sites import CallSite, call_site, module_names
 from drivetrain_precision.checks.half_operations import HalfVerdict, Judge, Kind, inside_function
-from drivetrain_precision.compat import TorchDispatchMode, compiler_is_imported
+from drivetrain_precision.compat import Args, Kwargs, TorchDispatchMode, compiler_is_imported
 from drivetrain_precision.errors import HalfPrecisionWarning
 
 
@@ -125,9 +125,7 @@ class _AutocastState(TorchFunctionMode):
         super().__init__()
         self.is_enabled = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         tensor = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)), None)
         if tensor is not None:
             self.is_enabled = torch.is_autocast_enabled(tensor.device.type)
@@ -144,9 +142,7 @@ class _Watch(TorchDispatchMode):
         self._found, self._names, self._autocast, self._libraries = found, names, autocast, libraries
         self._judge = Judge()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         result = func(*args, **(kwargs or {}))
         verdict = self._judge.verdict(func.__name__.partition(".")[0], args, result)
         if verdict is not None and (site := call_site(self._names)) is not None:
