@@ -13,7 +13,7 @@ from functools import partial
 from inspect import signature
 from signal import Signals
 from subprocess import Popen
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, TypeAlias, cast
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -30,28 +30,12 @@ HAS_SHUTDOWN_TIMEOUT = (
 )
 
 
-class StartRank(Protocol):
-    """A function that starts a rank instead of torch."""
-
-    def __call__(
-        self,
-        local_rank: int,
-        environment: Mapping[str, str],
-        outputs: Sequence[IO[Any] | None],
-        start_fresh: Callable[[], "Popen[Any]"],
-    ) -> object:
-        """Start a rank.
-
-        Args:
-            local_rank: The local rank.
-            environment: All environment variables of the rank.
-            outputs: The files for stdout and stderr; None for the launcher's own.
-            start_fresh: The function that starts the rank as torch does.
-
-        Returns:
-            The process, with `pid`, `returncode`, `poll` and `wait` as in `Popen`.
-        """
-        ...
+# A function that starts a rank instead of torch: it gets the local rank, all environment variables of the rank, the
+# files for stdout and stderr (None for the launcher's own), and the function that starts the rank as torch does. It
+# returns the process, with `pid`, `returncode`, `poll` and `wait` as in `Popen`.
+StartRank: TypeAlias = (
+    "Callable[[int, Mapping[str, str], Sequence[IO[Any] | None], Callable[[], Popen[Any]]], object]"
+)
 
 
 @contextmanager

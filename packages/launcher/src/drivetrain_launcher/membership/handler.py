@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.membership.bounded_store import BoundedStore, StoreGoneError, StoreSilentError
@@ -15,6 +15,7 @@ from drivetrain_launcher.membership.decision import Limits
 from drivetrain_launcher.membership.elastic_state import ElasticState, Leave, MemberNode, NodeStatus
 from drivetrain_launcher.membership.leader import Leader
 from drivetrain_launcher.membership.member import ARRIVED_KEY, NODE_KEY, RUN_KEY, STATUS_KEY, Member
+from drivetrain_launcher.membership.roll_call import LaunchersStoreHandler
 from drivetrain_launcher.membership.round_store import RoundStore
 from drivetrain_state.own_addresses import own_addresses
 from drivetrain_state.store_server import host_store
@@ -33,24 +34,20 @@ class ElasticMeeting:
     limits: Limits
 
 
-class ElasticNodes(RendezvousHandler):
+class ElasticNodes(LaunchersStoreHandler):
     """A rendezvous handler for nodes that come and go; the launcher on the store's host leads.
 
     After this node was frozen, the handler calls `end_ranks`. Each start of the ranks replaces that function.
     """
 
     def __init__(self, meeting: ElasticMeeting) -> None:
+        super().__init__(meeting.run_id)
         self.end_ranks: Callable[[], None] = lambda: None
         self._meeting = meeting
         self._leader: Leader | None = None
         self._server: TCPStore | None = None
         self._member: Member | None = None
         self._round = 0
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True, since the ranks use a store in the leader's process, a new one in each round."""
-        return True
 
     @property
     def state(self) -> ElasticState:
@@ -123,13 +120,6 @@ class ElasticNodes(RendezvousHandler):
     def is_closed(self) -> bool:
         """Return whether the run is over."""
         return bool(self.state.closed)
-
-    def set_closed(self) -> None:
-        """Do nothing: the leader closes the run."""
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._meeting.run_id
 
     def shutdown(self) -> bool:
         """End this node's part; the leader stays until the others know that the run is over."""

@@ -55,8 +55,8 @@ class Meeting:
         )
 
 
-class GivenNodes(RendezvousHandler):
-    """A rendezvous of nodes that are given: none joins later, and the store ends with the process that hosts it."""
+class LaunchersStoreHandler(RendezvousHandler):
+    """A rendezvous handler whose ranks use the store of a launcher, and whose run no node closes on request."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -66,6 +66,17 @@ class GivenNodes(RendezvousHandler):
         """True, since ranks use the store of a launcher."""
         return True
 
+    def set_closed(self) -> None:
+        """Do nothing: the launchers decide when their run is over."""
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._run_id
+
+
+class GivenNodes(LaunchersStoreHandler):
+    """A rendezvous of nodes that are given: none joins later, and the store ends with the process that hosts it."""
+
     def get_backend(self) -> str:
         """Return the name for the agent's events: static."""
         return "static"
@@ -74,16 +85,9 @@ class GivenNodes(RendezvousHandler):
         """Return False: nobody is turned away."""
         return False
 
-    def set_closed(self) -> None:
-        """Do nothing, as no node joins later."""
-
     def num_nodes_waiting(self) -> int:
         """Return 0, as no node joins later."""
         return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._run_id
 
     def shutdown(self) -> bool:
         """Return True: there is nothing to shut down."""

@@ -304,7 +304,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._changes is not None:
-            self._changes.check()
+            self._changes.nodes.check()
         self._keeper.ensure_running()
         if not self._has_told:
             self._stopped.look(_ranks_of(worker_group))
@@ -328,7 +328,7 @@ class Agent(LocalElasticAgent):
         failures = [read_process_failure(rank, failure) for rank, failure in result.failures.items()]
         if self._changes is not None:
             if result.state is WorkerState.SUCCEEDED:
-                self._changes.finished()
+                self._changes.nodes.finished()
             if result.is_failed() and self._changes.caused(failures):
                 return RunResult(state=WorkerState.HEALTHY)  # it costs no restart
         if result.is_failed():
@@ -352,7 +352,7 @@ class Agent(LocalElasticAgent):
                 "save; once more kills them"
             )
             if self._changes is not None:
-                self._changes.leave_by_signal()
+                self._changes.nodes.leave("stopped")  # before its ranks are stopped
         elif self._changes is not None:
             self._changes.say_why_restart()
         try:

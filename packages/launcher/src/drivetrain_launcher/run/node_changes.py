@@ -22,18 +22,18 @@ _CAUSED_SIGNALS = ("SIGTERM", "SIGABRT")
 
 
 class NodeChanges:
-    """The effects of node changes on the agent of one node."""
+    """The effects of node changes on the agent of one node, which takes part by `nodes`."""
 
     def __init__(self, nodes: ElasticNodes, plan: LaunchPlan) -> None:
-        self._nodes = nodes
+        self.nodes = nodes
         self._silence_seconds = plan.node_silence_seconds
         self._shutdown_seconds = plan.shutdown_timeout_seconds
         self._num_nodes = 0
 
     def started(self, pids: Collection[int]) -> None:
         """Note the ranks that were started, and say with which nodes the run goes on."""
-        self._nodes.end_ranks = partial(kill_sessions, tuple(pids))
-        state, before = self._nodes.state, self._num_nodes
+        self.nodes.end_ranks = partial(kill_sessions, tuple(pids))
+        state, before = self.nodes.state, self._num_nodes
         self._num_nodes = len(state.members)
         size = f"{format_count(self._num_nodes, 'node')} ({format_count(state.world_size, 'process')})"
         if before == 0:
@@ -47,22 +47,10 @@ class NodeChanges:
                 "start again from their newest checkpoint"
             )
 
-    def check(self) -> None:
-        """Raise RunOverError if the run is over for this node."""
-        self._nodes.check()
-
-    def finished(self) -> None:
-        """Tell the other nodes that all ranks of this node have ended well."""
-        self._nodes.finished()
-
-    def leave_by_signal(self) -> None:
-        """Tell the other nodes, before the ranks are stopped, that this node leaves."""
-        self._nodes.leave("stopped")
-
     def caused(self, failures: Sequence[RankFailure]) -> bool:
         """Wait for the leader's news, and return whether the failures only follow from changed nodes."""
         # The ranks of a node that was frozen are killed, whatever they ended with.
-        if self._nodes.is_dropped:
+        if self.nodes.is_dropped:
             return True
         for failure in failures:
             is_stop = failure.signal in _CAUSED_SIGNALS and not failure.error
@@ -72,26 +60,26 @@ class NodeChanges:
         if any(failure.exit_code == RESUME_EXIT_CODE for failure in failures):
             seconds = _NEWS_SECONDS  # who stops the ranks says so before they save
         deadline = time.monotonic() + seconds
-        while not self._nodes.num_nodes_waiting() and time.monotonic() < deadline:
-            self._nodes.check()
-            self._nodes.wait_for_change(0.2)
-        self._nodes.check()
-        if not self._nodes.num_nodes_waiting():
+        while not self.nodes.num_nodes_waiting() and time.monotonic() < deadline:
+            self.nodes.check()
+            self.nodes.wait_for_change(0.2)
+        self.nodes.check()
+        if not self.nodes.num_nodes_waiting():
             return False
-        return self._nodes.is_dropped or self._nodes.state.change != "failed"
+        return self.nodes.is_dropped or self.nodes.state.change != "failed"
 
     def stop_seconds(self) -> float:
         """Return the time that the ranks have to end: enough to save only if the ranks of all nodes can save."""
-        return self._shutdown_seconds if self._nodes.can_save else _SHORT_STOP_SECONDS
+        return self._shutdown_seconds if self.nodes.can_save else _SHORT_STOP_SECONDS
 
     def say_why_restart(self) -> None:
         """Say why the ranks are stopped, provided that the nodes have changed."""
-        if self._nodes.is_dropped:
+        if self.nodes.is_dropped:
             say(
                 "this node was frozen or silent, and the others went on without it: its ranks are stopped, and it "
                 "takes part again"
             )
-        elif (state := self._nodes.state).is_over and state.change in ("joined", "left"):
+        elif (state := self.nodes.state).is_over and state.change in ("joined", "left"):
             say(
                 f"{state.reason}: the ranks have {self._shutdown_seconds:g} s to save before they start again"
             )

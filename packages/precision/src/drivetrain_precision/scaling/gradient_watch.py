@@ -5,6 +5,7 @@ change the bits that a step computes.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -51,7 +52,7 @@ class _Call:
     is_reached: bool = True  # by the gradient of its output, as far as one is awaited
 
 
-class GradientWatch:
+class GradientWatch(AbstractContextManager["GradientWatch"]):
     """Hooks on all modules of models that count on the device. Each model has a prefix for its modules' names."""
 
     def __init__(self, models: Mapping[str, nn.Module], *, underflow: bool = True) -> None:
@@ -72,9 +73,6 @@ class GradientWatch:
                 layer.module.register_forward_pre_hook(_Hook(self.enter, index), with_kwargs=True),
                 layer.module.register_forward_hook(_Hook(self.leave, index), with_kwargs=True),
             ]
-
-    def __enter__(self) -> "GradientWatch":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

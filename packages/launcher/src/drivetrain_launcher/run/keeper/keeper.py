@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from drivetrain_launcher.run.process_link import ProcessLink, start_linked
 _PROCESS = Path(__file__).with_name("process.py")
 
 
-class Keeper:
+class Keeper(AbstractContextManager["Keeper"]):
     """The keeper process of a launch, started with `options`; the process ends with this context manager."""
 
     def __init__(self, options: KeeperOptions) -> None:
@@ -25,10 +25,6 @@ class Keeper:
         self._streams: list[tuple[Stream, int]] = []
         self._pids: list[int] = []
         self._process, self._channel = self._start()
-
-    def __enter__(self) -> "Keeper":
-        """Return this object."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the process."""

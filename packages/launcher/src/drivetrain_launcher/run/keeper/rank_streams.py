@@ -5,7 +5,7 @@ import os
 import termios
 import tty
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from socket import gethostname
 
 from drivetrain_config import environ
@@ -17,7 +17,7 @@ from drivetrain_launcher.run.output.terminals import coloured_outputs, prefix_of
 _PIPE_BYTES = 1 << 18
 
 
-class RankStreams:
+class RankStreams(AbstractContextManager["RankStreams"]):
     """The outputs of the ranks of one attempt after another, until the end of this context manager."""
 
     def __init__(self, plan: LaunchPlan, keeper: Keeper) -> None:
@@ -32,10 +32,6 @@ class RankStreams:
             with suppress(OSError):
                 os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
                 self._may_open_terminal = True
-
-    def __enter__(self) -> "RankStreams":
-        """Return this object."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the outputs once all output is shown."""

@@ -34,15 +34,10 @@ _OWN = ("function", "args", "num_processes", "mixed_precision", "master_port")
 
 
 def read_port(arguments: Mapping[str, object], *, master_port: int) -> int:
-    """Check the additional arguments of `notebook_launcher`, and return the port of the rendezvous.
+    """Check the additional arguments of `notebook_launcher`, and return the port; `master_port` is 0 if not given.
 
-    Args:
-        arguments: The arguments by name.
-        master_port: The port by our own name; 0 if it was not given.
-
-    Raises:
-        LaunchError: If an argument asks for something that is not supported, or the ports contradict each other.
-        TypeError: If an argument is unknown; the message names the closest one.
+    A LaunchError says that an argument asks for something unsupported, or that the two names of the port contradict
+    each other; a TypeError names the closest argument to an unknown one.
     """
     for name, value in arguments.items():
         if name == "use_port":

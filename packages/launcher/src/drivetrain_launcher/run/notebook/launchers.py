@@ -56,19 +56,7 @@ def debug_launcher(
 ) -> list[Any]:
     """Run a function on several CPU processes, to test that it works on more than one.
 
-    Args:
-        function: The function, called as `function(*args)` on each process.
-        args: The arguments of the function.
-        num_processes: The number of processes.
-
-    Returns:
-        The return values of the function, in rank order.
-
-    Raises:
-        LaunchError: If `num_processes` is not an integer of at least 1, or a part of the function or of an argument
-            cannot be shipped.
-        RankFailedError: If a rank fails; the message shows its traceback.
-        KeyboardInterrupt: If the call is interrupted.
+    The arguments, the return values and the errors are those of `notebook_launcher`.
     """
     return _run_once(plan_rank_pool(num_processes, cpu=True), function, args)
 

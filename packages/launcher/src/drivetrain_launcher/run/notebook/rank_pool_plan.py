@@ -57,13 +57,7 @@ class RankPoolPlan:
 def plan_rank_pool(
     num_processes: int | None, *, mixed_precision: str | None = None, master_port: int = 0, cpu: bool = False
 ) -> RankPoolPlan:
-    """Plan the ranks on this machine.
-
-    Args:
-        num_processes: The number of ranks; None for one per accelerator, or one if there is none.
-        mixed_precision: The `run.mixed_precision` setting of the ranks; None leaves it to their code.
-        master_port: The port of the rendezvous; 0 for any free port.
-        cpu: Whether the ranks train on the CPU.
+    """Plan the ranks on this machine; the arguments are those of `Workers`.
 
     Raises:
         LaunchError: If there are fewer accelerators than ranks, a number is invalid, or the machine has a TPU.

@@ -2,14 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from drivetrain_launcher.run.notebook.pickled_call import pack
 from drivetrain_launcher.run.notebook.rank_pool import RankPool
 from drivetrain_launcher.run.notebook.rank_pool_plan import plan_rank_pool
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """Processes that stay between the calls of a notebook.
 
     They start as the object is made, and import torch at once. They end with `close`, at the end of a `with` block,
@@ -48,14 +49,7 @@ class Workers:
         self._pool.start()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
-        """Call a function on every process.
-
-        Args:
-            function: The function, called as `function(*args)`.
-            args: The arguments of the function.
-
-        Returns:
-            The return values of the function, in rank order.
+        """Call `function(*args)` on every process, and return the values in rank order.
 
         Raises:
             LaunchError: If the function or an argument cannot be shipped; the message gives the path to the part.
@@ -78,9 +72,6 @@ class Workers:
         """End the processes. More calls of `close` do nothing."""
         if self._end.detach() is not None:
             self._pool.end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from select import select
 from typing import IO, Any
 
@@ -54,7 +54,7 @@ class ForkedRank:
                 os.kill(self.pid, number)
 
 
-class Preloader:
+class Preloader(AbstractContextManager["Preloader"]):
     """The process that the ranks of a plan are forked off, which ends with this context manager."""
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -71,10 +71,6 @@ class Preloader:
         self._ranks: dict[int, ForkedRank] = {}
         self._is_ready = False
         self._process, self._link = self._start()
-
-    def __enter__(self) -> "Preloader":
-        """Return this object."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the process; its ranks have ended."""
