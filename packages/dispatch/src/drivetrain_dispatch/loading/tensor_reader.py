@@ -64,9 +64,8 @@ class EachRank:
     ) -> None:
         """Read the values of all tensors that have memory, in several threads."""
         pieces, sources = pieces_of(checkpoint.specs, targets, boxes), checkpoint.sources
-        buffers: SimpleQueue[Tensor] = (
-            SimpleQueue()
-        )  # for tensors whose device or dtype is not that of their file
+        # For tensors whose device or dtype is not that of their file.
+        buffers: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(self._num_threads if pieces else 0):
             buffers.put(staging_buffer(targets.values()))
 

@@ -44,9 +44,8 @@ class MethodWrapper(NotCopied):
         method: Callable[..., Any] = getattr(module, name)
         self.name = name
         self._around: Around | None = around
-        self._module = ref(
-            module
-        )  # which holds the wrapper: a model without other references is freed at once
+        # The module holds the wrapper: a model without other references is freed at once.
+        self._module = ref(module)
         self._was_own = name in module.__dict__
         self._binds = not self._was_own and isinstance(method, MethodType) and method.__self__ is module
         self._function = cast("MethodType", method).__func__ if self._binds else method

@@ -66,9 +66,8 @@ def relocate(
                     if not stays and home.type == "cpu":
                         # An accelerator copies from pinned memory without the processor.
                         new = [part.pin_memory() for part in new]
-                except (
-                    RuntimeError
-                ) as error:  # torch.OutOfMemoryError, or a driver's on memory that it cannot pin
+                # torch.OutOfMemoryError, or a driver's on memory that it cannot pin.
+                except RuntimeError as error:
                     raise DeviceMapError(
                         f"{home} has no room for {name!r} ({format_size(size_in_bytes(tensor))}; {error}): give the "
                         f"map's inference a smaller budget for it, max_memory={{{home.index or 0}: ...}}, or use "

@@ -34,9 +34,8 @@ def watch_owner(owner: int, *, role: str, parent: int, connection: int | None = 
     def watch() -> None:
         poller = select.poll()
         if connection is not None:
-            poller.register(
-                connection, 0
-            )  # a hang-up is always reported, and messages are for the main thread
+            # A hang-up is always reported, and messages are for the main thread.
+            poller.register(connection, 0)
         while os.getppid() == parent and not poller.poll(_LOOK_SECONDS * 1000):
             pass
         while sessions.has_keeper(owner):

@@ -64,9 +64,8 @@ def start_linked(
 
     `command` gets the number of the process's socket; `outputs` are stdout and stderr, as `Popen` takes them.
     """
-    from subprocess import (
-        Popen,
-    )  # here: the keeper process starts none, and must itself start in milliseconds
+    # Here: the keeper process starts none, and must itself start in milliseconds.
+    from subprocess import Popen
 
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with theirs:

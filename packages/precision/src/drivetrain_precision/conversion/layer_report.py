@@ -14,9 +14,8 @@ class LayerDecision:
 
     name: str  # its first name in the model
     kind: str  # the name of its class
-    shape: tuple[
-        int, ...
-    ]  # of its weight, (out_features, in_features) for a linear layer; empty without a weight
+    # Of its weight, (out_features, in_features) for a linear layer; empty without a weight.
+    shape: tuple[int, ...]
     is_linear: bool  # an nn.Linear or of a subclass
     reason: str = ""  # why it stays as it is; empty if it is converted
     fused_with: str = ""  # the layer that is computed with it: a norm's linear layer, a linear layer's norm

@@ -13,9 +13,8 @@ class Delivery:
     """The progress of a delivery; offsets are positions in the log, in bytes."""
 
     offset: int = 0  # behind the last delivered record
-    sending_end: int = (
-        0  # behind the last record that was on its way when this was saved; `offset` if none was
-    )
+    # Behind the last record that was on its way when this was saved; `offset` if none was.
+    sending_end: int = 0
     run_offset: int = -1  # of the line that started the run; -1 before the first
     num_delivered: int = 0
     num_refused: int = 0  # records that the platform can never take; they stay in the log

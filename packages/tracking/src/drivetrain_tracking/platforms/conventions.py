@@ -57,9 +57,8 @@ class Conventions:
     separator: str | None = None  # between the names of a configuration made flat; None where it stays nested
     media: NameRule | None = None  # where the platform has another rule for them
     files: NameRule = _FILE  # of artifacts and runs
-    states: Mapping[RunState, str | int] = field(
-        default_factory=dict[RunState, str | int]
-    )  # ours where missing
+    # Ours where missing.
+    states: Mapping[RunState, str | int] = field(default_factory=dict[RunState, str | int])
 
 
 _MLFLOW = NameRule(unlike=r"[^\w\-. :/]", is_path=True, longest_bytes=250, taken=r"^(drivetrain/|mlflow\.)")

@@ -28,9 +28,8 @@ class EndAtExit:
     """
 
     def __init__(self, end: Callable[[RunState], None]) -> None:
-        self._end = (
-            end  # called with "failed", or "killed" after Ctrl+C: the run did not say that it is finished
-        )
+        # Called with "failed", or "killed" after Ctrl+C: the run did not say that it is finished.
+        self._end = end
         self._process = os.getpid()
         self._earlier = sys.exception()  # one that is being handled already is none of the run's
         atexit.register(self._call)

@@ -35,11 +35,8 @@ class Curve:
 
     def __init__(self) -> None:
         self.branches: list[Branch] = []  # of finite values
-        self.marks: dict[str, list[Branch]] = {
-            "nan": [],
-            "inf": [],
-            "-inf": [],
-        }  # of other values, by their text
+        # Of other values, by their text.
+        self.marks: dict[str, list[Branch]] = {"nan": [], "inf": [], "-inf": []}
         self.num_points = 0
         self.num_left_out = 0  # points that no branch could take
         self.last = 0.0
