@@ -39,7 +39,6 @@ class Tracker(Protocol):
 
     def start(self, run_name: str, config: Metrics) -> None:
         """Start a run, or continue a stopped run of the same name."""
-        ...
 
     def log(self, values: Metrics, *, step: int | None = None) -> None:
         """Write values so that they can be read back once the call returns.
@@ -48,11 +47,9 @@ class Tracker(Protocol):
             values: A mapping from names to values.
             step: The optimizer step that the values belong to, if any.
         """
-        ...
 
     def finish(self) -> None:
         """End the run: write all values, and close all files and connections."""
-        ...
 
 
 @runtime_checkable
@@ -61,7 +58,6 @@ class StateTracker(Tracker, Protocol):
 
     def end(self, state: RunState | None) -> None:
         """End the run in place of `finish`; None releases a run that may go on."""
-        ...
 
 
 @runtime_checkable
@@ -70,7 +66,6 @@ class PlanTracker(Tracker, Protocol):
 
     def record_plan(self, plan: Metrics) -> None:
         """Record the plan: plain values, several kilobytes in size. Called once, after `start`."""
-        ...
 
 
 @runtime_checkable
@@ -79,7 +74,6 @@ class InfoTracker(Tracker, Protocol):
 
     def record_info(self, info: Metrics) -> None:
         """Record the surroundings: plain values, kilobytes or more of them. Called once, after `start`."""
-        ...
 
 
 @runtime_checkable
@@ -97,7 +91,6 @@ class PlatformTracker(Tracker, Protocol):
 
     def write(self, records: Sequence[LoggedRecord]) -> None:
         """Write records, whose times strictly increase; once the call returns, a kill of this process loses none."""
-        ...
 
     def count_held(self, records: Sequence[LoggedRecord]) -> int:
         """Return how many of the records, counted from the first, the platform holds; the others are sent again."""

@@ -27,7 +27,6 @@ class Asker(Protocol):
 
     def refuse(self, message: str) -> None:
         """Show why an answer was refused, before the question is asked again."""
-        ...
 
 
 def ask_all(

@@ -86,7 +86,6 @@ class SupportsFp8Gather(Protocol):
 
         Layers with a currently gathered weight are left out. Called on all ranks.
         """
-        ...
 
     def exchange_scale(self, shard: nn.Parameter, scale: Tensor | None) -> Tensor | None:
         """Set the scale of a weight's gathers, and return the old scale.
