@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain_parallel import GroupRanks, divide_model, named_cuts, part_of, plan_experts, plan_model
@@ -44,6 +45,34 @@ def test_tensors_are_added_up_and_joined() -> None:
     joined = ranks.join(own, 1, sizes)
     assert joined[0, :, 0].tolist() == [0, 0, 2, 2, 2]
     assert joined.shape == (2, 5, 4)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the calls that write the elements of one tensor into another on this rank."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        self.num_copies += func._schema.name in (
+            "aten::copy_",
+            "aten::cat",
+            "aten::clone",
+            "aten::constant_pad_nd",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_equal_parts_are_joined_by_one_copy_or_none(dim: int) -> None:
+    ranks = of_all()
+    whole = torch.arange(4 * 4 * 4).view(4, 4, 4)
+    own = whole.chunk(2, dim)[ranks.rank].contiguous()
+    with Copies() as copies:
+        joined = ranks.join(own, dim, (2, 2))
+    assert torch.equal(joined, whole)
+    assert copies.num_copies == (dim > 0)
 
 
 @pytest.mark.ranks(2)

@@ -77,11 +77,15 @@ class GroupRanks:
     def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """Join the tensors of the group; see `TensorRanks`."""
         shape, most = list(tensor.shape), max(sizes)
-        shape[dim] = most  # gloo and NCCL gather tensors of one shape
-        padded = tensor.new_zeros(shape)
-        padded.narrow(dim, 0, sizes[self.rank]).copy_(tensor)
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self._group)
+        if shape[dim] < most:  # gloo and NCCL gather tensors of one shape
+            shape[dim] = most
+            padded = tensor.new_empty(shape)
+            padded.narrow(dim, 0, sizes[self.rank]).copy_(tensor)
+            tensor = padded
+        found = tensor.new_empty(len(sizes), *shape)
+        dist.all_gather_into_tensor(found.flatten(0, 1), tensor, group=self._group)
+        if min(sizes) == most:
+            return found.movedim(0, dim).flatten(dim, dim + 1)
         return torch.cat([one.narrow(dim, 0, size) for one, size in zip(found, sizes, strict=True)], dim)
 
     def exchange(
