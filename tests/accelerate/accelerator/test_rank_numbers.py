@@ -92,8 +92,10 @@ def numbers_on_each_rank(sizes: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks_count_along_the_parallel_dimensions(run_ranks: Any) -> None:
-    for name, place in (("dp_replicate", 0), ("dp_shard", 1)):
+    for name, place in (("dp_replicate", 0), ("dp_shard", 1), ("tp", 2)):
         for rank, found in enumerate(run_ranks(numbers_on_each_rank, {f"{name}_size": 2})):
             numbers = [0, 0, 0]
             numbers[place] = rank
             assert found == [*numbers, (name,), 2, rank, True]
+    for rank, found in enumerate(run_ranks(numbers_on_each_rank, {"sp_size": 2})):
+        assert found == [0, 0, 0, ("sp",), 2, rank, True]

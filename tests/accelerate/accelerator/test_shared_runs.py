@@ -275,12 +275,14 @@ def test_ranks_shard_or_replicate_as_the_launch_or_the_dimensions_say(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}, "tp_size=2"),
+        (
+            {"torch_tp_plugin": TorchTensorParallelPlugin(), "parallelism_config": ParallelismConfig()},
+            r"leave it out, and say .*\(tp_size=",
+        ),
         (
             {"megatron_lm_plugin": object()},
             "^megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP",
         ),
-        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "cp_size divides sequences"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),
         ({"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]}, "communicate by gloo"),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "all nodes see"),

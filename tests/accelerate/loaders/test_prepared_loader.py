@@ -15,6 +15,7 @@ from drivetrain_accelerate.loaders.prepared_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
     prepare_data_loader,
+    skip_first_batches,
 )
 
 real: Any = pytest.importorskip("accelerate.data_loader")
@@ -317,3 +318,14 @@ def test_two_processes_share_the_data_and_the_seed(run_ranks: Any) -> None:
     for mine, other in zip(first, second, strict=True):
         assert sorted({index for batch in [*mine, *other] for index in batch}) == list(range(10))
         assert len(mine) == len(other) == 3
+
+
+def test_batches_have_the_labels_of_the_next_position_where_a_loop_divides_sequences() -> None:
+    rows: Any = [{"labels": torch.tensor([index, 7, 8])} for index in range(3)]
+    loader = DataLoaderShard(rows, batch_size=1)
+    assert "shift_labels" not in next(iter(loader))
+    loader.adds_shift_labels = True
+    for first in (0, 1):
+        found = list(skip_first_batches(loader, first))
+        assert [each["shift_labels"].tolist() for each in found] == [[[7, 8, -100]]] * (3 - first)
+        assert [each["labels"][0, 0] for each in found] == list(range(first, 3))

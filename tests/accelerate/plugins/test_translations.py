@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from drivetrain_accelerate.accelerator.accelerator import Accelerator
 from drivetrain_accelerate.plugins import (
     deepspeed_plugin,
     fp8_recipes,
@@ -47,10 +48,14 @@ from drivetrain_accelerate.plugins.option_fields import (
     REFUSED,
     WITHOUT_EFFECT,
     TranslationError,
-    check_refused,
 )
 from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
-from drivetrain_accelerate.plugins.parallelism_handlers import TorchTensorParallelPlugin
+from drivetrain_accelerate.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -491,12 +496,35 @@ def test_dimensions() -> None:
     assert sizes(ParallelismConfig(dp_shard_size=4)) == {}
     assert sizes(ParallelismConfig(tp_size=2)) == {"data": 1, "shard": 1, "context": 1, "tensor": 2}
     both = ParallelismConfig(cp_size=2, dp_shard_size=4)
-    assert sizes(both) == {"data": 1, "shard": 4, "context": 2, "tensor": 1}
-    with pytest.raises(TranslationError, match=r"ParallelismConfig\(sp_size=2\)"):
-        sections(ParallelismConfig(sp_size=2))
-    check_refused(TorchTensorParallelPlugin())
-    with pytest.raises(TranslationError, match="tp_size=2"):
-        check_refused(TorchTensorParallelPlugin(tp_size=2))
+    context = {"context": 2, "tensor": 1}
+    assert sizes(both) == {"data": 1, "shard": 4, **context, "context_method": "gathered"}
+    by_heads = ParallelismConfig(sp_size=2, dp_shard_size=4, dp_replicate_size=3)
+    assert sizes(by_heads) == {"data": 3, "shard": 4, **context, "context_method": "heads"}
+    found = sizes(by_heads, partitions_all=True)
+    assert found == {"data": 12, "shard": 1, **context, "context_method": "heads"}
+    parallelism_handlers.check_engine_dimensions(by_heads)
+    with pytest.raises(TranslationError, match=r"dp_shard_size=4.*DeepSpeed partitions over all ranks"):
+        parallelism_handlers.check_engine_dimensions(ParallelismConfig(dp_shard_size=4))
+
+
+def test_handlers_that_divide_attention_in_another_way_are_refused() -> None:
+    ring = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    with pytest.raises(TranslationError, match="'allgather' computes the same"):
+        parallelism_handlers.parallel_sizes(ParallelismConfig(cp_size=2, cp_handler=ring))
+    flash = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+    with pytest.raises(TranslationError, match="say 'sdpa'"):
+        parallelism_handlers.parallel_sizes(ParallelismConfig(sp_size=2, sp_handler=flash))
+
+
+def test_older_options_of_tensor_parallelism() -> None:
+    with (
+        pytest.warns(FutureWarning, match=r"say parallelism_config=ParallelismConfig\(tp_size=") as told,
+        pytest.raises(ValueError, match="is 2, and there are 1 processes"),
+    ):
+        Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    with pytest.warns(UserWarning, match="enable_async_tp=True overlaps nothing") as also_told:
+        TorchTensorParallelConfig(enable_async_tp=True)
+    assert {each.filename for each in (*told, *also_told)} == {__file__}
 
 
 def test_recipes_of_torchao() -> None:

@@ -1,8 +1,7 @@
 """Read and patch environment variables, as scripts and tests for Accelerate do."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from inspect import isclass
 from logging import getLogger
 from typing import Any, TypeVar, cast
@@ -120,24 +119,21 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a function or a test class so that the variables ACCELERATE_* are restored after each call."""
     if not isclass(func_or_cls):
-        return _purge_after(func_or_cls)
+        return _purging()(func_or_cls)
     for name in dir(func_or_cls):
         member: object = getattr(func_or_cls, name)
         if name.startswith("test") and callable(member):
-            setattr(func_or_cls, name, _purge_after(member))
+            setattr(func_or_cls, name, _purging()(member))
     return func_or_cls
 
 
-def _purge_after(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        before = environ.child_environment()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            after = environ.child_environment()
-            kept = {name: text for name, text in after.items() if not name.startswith(_PREFIX)}
-            restored = {name: text for name, text in before.items() if name.startswith(_PREFIX)}
-            environ.replace({**kept, **restored})
-
-    return wrapper
+@contextmanager
+def _purging() -> Generator[None]:
+    before = environ.child_environment()
+    try:
+        yield
+    finally:
+        after = environ.child_environment()
+        kept = {name: text for name, text in after.items() if not name.startswith(_PREFIX)}
+        restored = {name: text for name, text in before.items() if name.startswith(_PREFIX)}
+        environ.replace({**kept, **restored})

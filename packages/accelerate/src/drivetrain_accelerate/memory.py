@@ -1,7 +1,8 @@
 """Free memory, and find a batch size that fits. Accelerate's rule chooses the next smaller size."""
 
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def find_executable_batch_size(
 
     def searching(sized: Callable[..., Any]) -> Callable[..., Any]:
         tried = search(
-            _translate_errors(sized),
+            _translated_errors()(sized),
             starting_batch_size=starting_batch_size,
             reduce_batch_size=lambda size: (
                 reduce_batch_size_fn() if reduce_batch_size_fn else int(size * 0.9)
@@ -74,16 +75,12 @@ def find_executable_batch_size(
     return SizedFunction(function, searching)
 
 
-def _translate_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: if cuDNN finds no algorithm because memory is short, raise an OutOfMemoryError."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            if _CUDNN in str(error) and not is_out_of_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
-
-    return call
+@contextmanager
+def _translated_errors() -> Generator[None]:
+    """Run the block: if cuDNN finds no algorithm because memory is short, raise an OutOfMemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _CUDNN in str(error) and not is_out_of_memory(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise

@@ -83,7 +83,7 @@ class GroupRanks:
             padded.narrow(dim, 0, sizes[self.rank]).copy_(tensor)
             tensor = padded
         found = tensor.new_empty(len(sizes), *shape)
-        dist.all_gather_into_tensor(found.flatten(0, 1), tensor, group=self._group)
+        dist.all_gather_into_tensor(found.flatten(0, 1), tensor.contiguous(), group=self._group)
         if min(sizes) == most:
             return found.movedim(0, dim).flatten(dim, dim + 1)
         return torch.cat([one.narrow(dim, 0, size) for one, size in zip(found, sizes, strict=True)], dim)

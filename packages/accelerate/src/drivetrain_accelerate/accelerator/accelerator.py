@@ -20,7 +20,8 @@ from drivetrain_accelerate.plain_values import shown
 from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, PrecisionType, RNGType
 from drivetrain_accelerate.plugins.fp8_recipes import check_fp8_precision
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin, check_group
-from drivetrain_accelerate.plugins.option_fields import check_refused, with_known_fields
+from drivetrain_accelerate.plugins.option_fields import with_known_fields
+from drivetrain_accelerate.plugins.parallelism_handlers import dimensions_of
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -75,7 +76,10 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         deepspeed_plugin = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("dynamo_plugin= and dynamo_backend=: give only one of them")
-        _refuse_unsupported(torch_tp_plugin, megatron_lm_plugin)
+        if megatron_lm_plugin is not None:
+            raise NotImplementedError("megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP")
+        if torch_tp_plugin is not None:
+            parallelism_config = dimensions_of(torch_tp_plugin, parallelism_config)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:
             data = replace(data, split_batches=split_batches)  # the program's own stays as it is
@@ -150,9 +154,8 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The number of this rank among the ranks that split a matrix: 0, since no backend splits matrices yet."""
-        self._dimensions("tensor_parallel_rank")
-        return 0
+        """The number of this rank among the ranks that split a matrix, which are neighbours."""
+        return self.process_index % self._dimensions("tensor_parallel_rank").tp_size
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -161,8 +164,8 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def context_parallel_rank(self) -> int:
-        """Raise a NotImplementedError, as Accelerate does: there is no context parallel dimension."""
-        raise NotImplementedError("context_parallel_rank: drivetrain has no context parallel dimension yet")
+        """Raise a NotImplementedError, as Accelerate does."""
+        raise NotImplementedError("context_parallel_rank: ask torch_device_mesh['cp'].get_local_rank()")
 
     def _dimensions(self, asked: str) -> Any:
         if self.parallelism_config is None:
@@ -214,10 +217,3 @@ def _share_state(options: RunOptions) -> AcceleratorState:
         _from_accelerator=True,
         **group,
     )
-
-
-def _refuse_unsupported(torch_tp_plugin: Any, megatron_lm_plugin: Any) -> None:
-    if torch_tp_plugin is not None:
-        check_refused(torch_tp_plugin)
-    if megatron_lm_plugin is not None:
-        raise NotImplementedError("megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP")

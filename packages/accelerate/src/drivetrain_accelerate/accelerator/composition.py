@@ -25,6 +25,7 @@ from drivetrain_accelerate.plugins.kwargs_handlers import (
     scaler_sections,
 )
 from drivetrain_accelerate.plugins.parallelism_handlers import (
+    GATHERED,
     check_engine_dimensions,
     parallel_sizes,
     parallelism_sections,
@@ -153,9 +154,11 @@ def plan_composition(
         settings.add("run", {"backend": "deepspeed"}, DEEPSPEED_PLUGIN)
         settings.add("deepspeed", deepspeed_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
         settings.add("precision", deepspeed_precision_sections(deepspeed_plugin), DEEPSPEED_PLUGIN)
-        check_engine_dimensions(options.parallelism_config)
     if options.parallelism_config is not None:
-        settings.add("parallel", parallel_sizes(options.parallelism_config), PROGRAM)
+        if deepspeed_plugin is not None:
+            check_engine_dimensions(options.parallelism_config)
+        sizes = parallel_sizes(options.parallelism_config, partitions_all=deepspeed_plugin is not None)
+        settings.add("parallel", sizes, unsaid={"context_method": GATHERED})
     recipe: Any = options.handlers.fp8
     check_fp8_precision(recipe, options.mixed_precision)  # a program may have set it since
     is_sharded = options.fsdp_plugin is not None

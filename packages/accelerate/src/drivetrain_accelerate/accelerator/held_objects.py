@@ -149,9 +149,8 @@ def trains(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's weights and buffers on the CPU by plain names, with the values of offloaded modules."""
-    from drivetrain_accelerate.models.align_devices import (
-        get_state_dict_offloaded_model,  # few runs ask for it
-    )
+    # Few runs ask for it.
+    from drivetrain_accelerate.models.align_devices import get_state_dict_offloaded_model
 
     state = get_state_dict_offloaded_model(_checked(model))
     return {strip_wrapper_prefix(name): value.detach().cpu() for name, value in state.items()}

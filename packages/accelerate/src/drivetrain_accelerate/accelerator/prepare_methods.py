@@ -83,6 +83,8 @@ class PrepareMethods(HeldObjects):
         sharded = self.inner.prepare_loader(data_loader, even="pad" if fills else "uneven")
         kind = choose_kind(data_loader, sharded, is_dispatched=self.options.data.dispatch_batches)
         prepared = kind.over(data_loader, sharded, self.state.device)
+        dimensions = self.state.parallelism_config
+        prepared.adds_shift_labels = dimensions is not None and dimensions.sp_size > 1
         self._dataloaders.append(prepared)
         return prepared
 

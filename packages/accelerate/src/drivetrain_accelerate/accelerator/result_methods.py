@@ -106,9 +106,6 @@ class ResultMethods(ComposedRun):
         return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Raise a NotImplementedError: drivetrain has no sequence parallel dimension yet."""
-        del dl
-        raise NotImplementedError(
-            f"deepspeed_ulysses_dl_adapter({type(model).__name__}): drivetrain has no sequence parallel dimension; "
-            "train with data parallelism, or shard the model (FSDP, DeepSpeed)"
-        )
+        """Return a prepared loader as it is: where `sp_size` divides sequences, it adds `shift_labels` by itself."""
+        del model
+        return dl

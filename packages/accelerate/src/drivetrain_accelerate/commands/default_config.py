@@ -116,11 +116,8 @@ def default_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001 th
 def default_config_command(args: Namespace) -> None:
     """Write Accelerate's configuration file for this machine, without questions."""
     place: str | PathLike[str] | None = getattr(args, "save_location", None) or args.config_file
-    run(
-        DefaultConfigArguments(
-            config_file=None if place is None else Path(place), mixed_precision=args.mixed_precision
-        )
-    )
+    path = None if place is None else Path(place)
+    run(DefaultConfigArguments(config_file=path, mixed_precision=args.mixed_precision))
 
 
 def update_command_parser(parser: Any, parents: Any) -> Any:  # noqa: ARG001

@@ -27,8 +27,7 @@ class ReportArguments:
     """The arguments of `drivetrain accelerate env`."""
 
     config_file: Path | None = field(
-        default=None,
-        metadata={"help": "Configuration file of Accelerate's to show; by default its own place's."},
+        default=None, metadata={"help": "Accelerate's file; by default its own."}
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from drivetrain_accelerate.commands.command_line import parser_of
+from drivetrain_accelerate.plugins.constants import FSDP_SHARDING_STRATEGY
 from drivetrain_launcher.errors import LaunchError
 
 
@@ -35,13 +36,7 @@ ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
     name: {**_CHANGED, **_GONE}.get(name, name) for name in _KEYS.split()
 }
 # Whether parameters are let go between the forward and the backward.
-_RESHARDS = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
-}
+_RESHARDS = {word: word in ("FULL_SHARD", "HYBRID_SHARD") for word in FSDP_SHARDING_STRATEGY}
 ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
     name: dict(_RESHARDS) for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 }

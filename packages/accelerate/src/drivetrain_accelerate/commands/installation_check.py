@@ -17,8 +17,7 @@ class InstallationTestArguments:
     """The arguments of `drivetrain accelerate test`."""
 
     config_file: Path | None = field(
-        default=None,
-        metadata={"help": "Settings file, drivetrain's or Accelerate's, whose number of processes is taken."},
+        default=None, metadata={"help": "File that tells the number of processes."}
     )
 
 

@@ -28,6 +28,7 @@ from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.run.runpy_main import run_as_main
 from drivetrain_messages import format_table
 
+_THIS = "drivetrain_accelerate.commands.side_by_side"
 _LAST_LINES = 15
 _WHY = (
     "a loader that shuffles reads in drivetrain's own order, the same on any number of processes: compare with "
@@ -129,13 +130,7 @@ def _losses(side: Side, arguments: ComparisonArguments) -> list[list[float]] | N
             variables["ACCELERATE_USE_CPU"] = "true"
     with TemporaryDirectory() as folder:
         file = Path(folder) / side
-        command += [
-            "-m",
-            "drivetrain_accelerate.commands.side_by_side",
-            side,
-            str(file),
-            str(arguments.steps),
-        ]
+        command += ["-m", _THIS, side, str(file), str(arguments.steps)]
         command += [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
         try:
             done = subprocess.run(

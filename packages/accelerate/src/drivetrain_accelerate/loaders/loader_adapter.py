@@ -1,14 +1,16 @@
 """The base of prepared loaders: drivetrain's sharded loader in the form of a torch DataLoader."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain_accelerate.libraries.availability import is_torchdata_stateful_dataloader_available
 from drivetrain_accelerate.loaders.batch_shards import BatchSamplerShard, SkipBatchSampler
 from drivetrain_accelerate.states.gradient_state import DataPosition, GradientState
+from drivetrain_accelerate.tensors.nested_tensors import with_values
 from drivetrain_data import Shard, ShardedLoader, shard_loader, skip_first_batches
 from drivetrain_data.skipping_view import SkippedBatches
 from drivetrain_data.sources.torch_loader import is_stock, rebuild
@@ -48,6 +50,9 @@ class DataLoaderAdapter(DataLoader[Any]):
     rng_types: list[Any]  # empty: the order needs no generator to be synchronised
     synchronized_generator: torch.Generator | None
     use_stateful_dataloader: bool
+    adds_shift_labels: bool = (
+        False  # to batches, for loops that average losses over parts of sequences themselves
+    )
     _is_accelerate_prepared: bool
 
     def __init__(
@@ -191,6 +196,14 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: batches that were read ahead do not count as received."""
+
+
+def with_shift_labels(batch: Any) -> Any:
+    """Return a batch with labels, of shape (batch, positions), and their `shift_labels`: of the next position."""
+    if not isinstance(batch, Mapping) or "labels" not in batch or "shift_labels" in batch:
+        return batch
+    shifted = functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    return with_values(batch, {**batch, "shift_labels": shifted})
 
 
 def sharded_of(loader: ShardedLoader[Any] | SkippedBatches[Any]) -> ShardedLoader[Any]:

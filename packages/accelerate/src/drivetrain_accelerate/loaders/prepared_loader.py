@@ -16,6 +16,7 @@ from drivetrain_accelerate.loaders.loader_adapter import (
     build_loader,
     make_stateful,
     sharded_of,
+    with_shift_labels,
 )
 from drivetrain_accelerate.loaders.resume_checks import (
     PassedBatches,
@@ -76,7 +77,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 if current is not None and current.is_last:
                     self.end_of_dataloader = True
                     self._reach_end(current)
-                yield batch
+                yield with_shift_labels(batch) if self.adds_shift_labels else batch
             self.iteration += 1  # not for loops that are broken off, as with Accelerate
             if self.passed_batches is not None:
                 self.passed_batches.has_ended = True
@@ -302,7 +303,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader
     check_skipped(sharded_of(dataloader.sharded), num_batches)
     rest = type(dataloader).over(dataloader.users_loader, skipping, dataloader.device)
-    rest.iteration = dataloader.iteration
+    rest.iteration, rest.adds_shift_labels = dataloader.iteration, dataloader.adds_shift_labels
     return rest
 
 

@@ -1,8 +1,10 @@
 """The constants of Accelerate's interface: names of files, and allowed words of its settings."""
 
 import operator
+from inspect import signature
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"
@@ -59,31 +61,15 @@ TORCH_LAUNCH_PARAMS = [
     *("max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path"),
     *("log_dir", "r", "redirects", "t", "tee", "node_rank", "master_addr", "master_port"),
 ]
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    nn.Linear,
-)
+_CONVOLUTIONS = (getattr(nn, f"Conv{kind}{size}d") for kind in ("", "Transpose") for size in (1, 2, 3))
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (*_CONVOLUTIONS, nn.Linear)
 SAGEMAKER_PYTORCH_VERSION = "1.10.2"
 SAGEMAKER_PYTHON_VERSION = "py38"
 SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 # The arguments of torch's loader that can be read off one, with what stands for those that it does not have.
 TORCH_LOADER_DEFAULTS: dict[str, object] = {
-    "batch_size": 1,
+    **{name: each.default for name, each in signature(DataLoader).parameters.items() if name != "dataset"},
     "shuffle": False,
-    "sampler": None,
-    "batch_sampler": None,
-    "num_workers": 0,
-    "collate_fn": None,
-    "pin_memory": False,
-    "drop_last": False,
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "generator": None,
     "prefetch_factor": 2,
-    "persistent_workers": False,
-    "pin_memory_device": "",
-    "in_order": True,
 }

@@ -27,10 +27,8 @@ class HfDeepSpeedConfig:
     def set_stage_and_offload(self) -> None:
         """Update the stage and the offloading from the present contents of the configuration."""
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = [
-            self.get_value(f"zero_optimization.{name}.device")
-            for name in ("offload_optimizer", "offload_param")
-        ]
+        names = ("offload_optimizer", "offload_param")
+        devices = [self.get_value(f"zero_optimization.{name}.device") for name in names]
         is_divided = self.is_zero2() or self.is_zero3()
         self._offload = is_divided and any(device in ("cpu", "nvme") for device in devices)
 
@@ -57,8 +55,7 @@ class HfDeepSpeedConfig:
 
     def is_true(self, ds_key_long: str) -> bool:
         """Return whether a value exists and is true."""
-        value = self.get_value(ds_key_long)
-        return value is not None and bool(value)
+        return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
         """Return whether a value exists and is false."""

@@ -76,17 +76,17 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    kind: Any
-    options: dict[str, Any]
-    if type(optimizer) is AdamW or type(optimizer) is Adam:
-        kind, options = DeepSpeedCPUAdam, {"adamw_mode": type(optimizer) is AdamW}
-    elif type(optimizer) is Adagrad:
-        kind, options = DeepSpeedCPUAdagrad, {}
-    else:
+    kinds: dict[type[Optimizer], tuple[Any, dict[str, Any]]] = {
+        Adam: (DeepSpeedCPUAdam, {"adamw_mode": False}),
+        AdamW: (DeepSpeedCPUAdam, {"adamw_mode": True}),
+        Adagrad: (DeepSpeedCPUAdagrad, {}),
+    }
+    if type(optimizer) not in kinds:
         raise ValueError(
             f"DeepSpeed has no optimizer on the CPU that computes as {type(optimizer).__name__}; take Adam, AdamW or "
             "Adagrad, or offload nothing"
         )
+    kind, options = kinds[type(optimizer)]
     return kind(optimizer.param_groups, **options)
 
 

@@ -270,7 +270,6 @@ def contextual_fp8_autocast(
         with cast("Any", autocast)(enabled=use_during_eval or self.training, recipe=fp8_recipe):
             return model_forward(*args, **kwargs)
 
-    forward.__wrapped__ = model_forward
     return forward
 
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain_accelerate.environment_variables import fill_unsaid
 from drivetrain_accelerate.plugins.compat import flatten_mesh
-from drivetrain_accelerate.plugins.option_fields import becomes, options, refused
+from drivetrain_accelerate.plugins.option_fields import becomes, options
 from drivetrain_accelerate.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -24,6 +24,10 @@ def _axes(*names: str, doc: str) -> Any:
     return property(lambda self: self._enabled(*names), doc=doc)
 
 
+def _size(*names: str, doc: str) -> Any:
+    return property(lambda self: prod(self._sizes[name] for name in names), doc=doc)
+
+
 def _is_enabled(name: str, doc: str) -> Any:
     return property(lambda self: getattr(self, f"{name}_size") > 1, doc=doc)
 
@@ -37,7 +41,7 @@ class ParallelismConfig:
     tp_size: int = becomes("parallel.tensor", default=None)
     cp_size: int = becomes("parallel.context", default=None)
     cp_backend: Literal["torch"] = None  # pyright: ignore[reportAssignmentType] filled below
-    sp_size: int = refused("parallel.context", "cp_size divides sequences", default=None)
+    sp_size: int = becomes("parallel.context", default=None)
     sp_backend: Literal["deepspeed"] = None  # pyright: ignore[reportAssignmentType]
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
@@ -84,44 +88,29 @@ class ParallelismConfig:
     non_dp_dim_names = _axes("tp", "cp", "sp", doc="The axes along which processes read the same samples.")
     dp_shard_cp_dim_names = _axes("dp_shard", "cp", doc="The axes over which FSDP shards.")
     dp_cp_dim_names = _axes("dp_replicate", "dp_shard", "cp", doc="The axes over which losses are averaged.")
+    active_mesh_dims = _axes(
+        "dp_replicate", "dp_shard", "tp", "cp", "sp", doc="The axes of several processes."
+    )
+    total_size = _size(*_DIMENSIONS, doc="The number of processes.")
+    non_data_parallel_size = _size(
+        "tp", "cp", "sp", doc="The number of processes that read the same samples."
+    )
+    data_parallel_size = _size("dp_replicate", "dp_shard", doc="The groups that read different samples.")
     dp_replicate_enabled = _is_enabled("dp_replicate", doc="True if the model is replicated.")
     dp_shard_enabled = _is_enabled("dp_shard", doc="True if the model is sharded.")
     tp_enabled = _is_enabled("tp", doc="True if matrices are split.")
     cp_enabled = _is_enabled("cp", doc="True if sequences are split.")
-    sp_enabled = _is_enabled("sp", doc="True if DeepSpeed splits sequences.")
+    sp_enabled = _is_enabled("sp", doc="True if sequences are split by heads.")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """The mesh axes over which FSDP shards."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
-    @property
-    def total_size(self) -> int:
-        """The number of processes."""
-        return prod(self._sizes.values())
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """The number of processes that read the same samples."""
-        return self.tp_size * self.cp_size * self.sp_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of groups that read different samples."""
-        return self.dp_replicate_size * self.dp_shard_size
-
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """The axes with more than one process."""
-        return self.dp_dim_names + self.non_dp_dim_names
-
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return a new device mesh, with joint axes for FSDP and for losses. Called on all ranks.
-
-        Return None if no axis has several processes, or if sequence parallelism makes groups of its own.
-        """
+        """Return a new mesh, with joint axes for FSDP and for losses; None without axes. Called on all ranks."""
         names = self._enabled(*_DIMENSIONS)
-        if not names or self.sp_size > 1:
+        if not names:
             return None
         mesh = init_device_mesh(
             device_type, tuple(self._sizes[name] for name in names), mesh_dim_names=tuple(names)

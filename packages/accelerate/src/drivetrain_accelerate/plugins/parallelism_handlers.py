@@ -1,9 +1,10 @@
 """The options of tensor, context and sequence parallelism, and their translation into settings."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_accelerate.environment_variables import fill_unsaid, value_from
-from drivetrain_accelerate.plugins.option_fields import check_refused, options, refusal, refused
+from drivetrain_accelerate.plugins.option_fields import becomes, options, refusal, without_effect
 from drivetrain_config import environ
 
 if TYPE_CHECKING:  # torch's device meshes take seconds to import
@@ -11,30 +12,37 @@ if TYPE_CHECKING:  # torch's device meshes take seconds to import
 
 _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 _ENV = "PARALLELISM_CONFIG_"
+_REFUSED_BY_ENGINES = ("dp_replicate_size", "dp_shard_size", "tp_size")
+GATHERED = "gathered"  # the method of Accelerate's default, "allgather"
 
 
 @options
 class TorchTensorParallelPlugin:
     """The older options of tensor parallelism; `ParallelismConfig` replaces them."""
 
-    tp_size: int = refused("parallel.tensor", "say ParallelismConfig(tp_size=...)", default=1)
-    torch_device_mesh: "DeviceMesh | None" = None
+    tp_size: int = becomes("parallel.tensor", default=1)
+    torch_device_mesh: "DeviceMesh | None" = without_effect("neighbours divide layers", default=None)
 
 
 @options
 class TorchTensorParallelConfig:
     """Options of tensor parallelism."""
 
-    enable_async_tp: bool = refused(
-        "parallel.tensor", "it overlaps nothing there; leave it out", default=False
-    )
+    enable_async_tp: bool = without_effect("as with Accelerate, nothing is overlapped", default=False)
+
+    def __post_init__(self) -> None:
+        """Warn of an option that changes nothing."""
+        if self.enable_async_tp:
+            warnings.warn(
+                "enable_async_tp=True overlaps nothing, as with Accelerate: leave it out", stacklevel=4
+            )
 
 
 @options
 class TorchContextParallelConfig:
     """Options of context parallelism."""
 
-    cp_comm_strategy: str | None = None
+    cp_comm_strategy: str | None = becomes("parallel.context_method", default=None)
 
     def __post_init__(self) -> None:
         """Fill the strategy; raise a ValueError for an unknown one."""
@@ -47,9 +55,9 @@ class TorchContextParallelConfig:
 class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism."""
 
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
+    sp_seq_length: int | None = without_effect("sequences of any length are divided", default=None)
+    sp_seq_length_is_variable: bool | None = without_effect("as of the length", default=None)
+    sp_attn_implementation: str | None = becomes("parallel.context_method", default=None)
 
     def __post_init__(self) -> None:
         """Fill the fields; raise a ValueError for a missing length or an unknown attention."""
@@ -73,10 +81,20 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
+def dimensions_of(plugin: TorchTensorParallelPlugin, dimensions: Any) -> Any:
+    """Return the dimensions that the older options say; a ValueError refuses them beside others."""
+    # torch's device meshes take seconds to import: only a run that asks for them does.
+    from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
+
+    instead = "say parallelism_config=ParallelismConfig(tp_size=...)"
+    if dimensions is not None:
+        raise ValueError(f"torch_tp_plugin= beside parallelism_config=: leave it out, and {instead}")
+    warnings.warn(f"torch_tp_plugin= is deprecated: {instead}", FutureWarning, stacklevel=4)
+    return ParallelismConfig(tp_size=plugin.tp_size)
+
+
 def parallelism_sections(configuration: Any) -> dict[str, object]:
     """Return the `fsdp` section's fields for a `ParallelismConfig`: the strategy and the ranks of one replica."""
-    if (size := configuration.sp_size) > 1:
-        raise refusal(configuration, "sp_size", size)
     if configuration.dp_shard_size == 1:
         return {"strategy": "no_shard"} if configuration.dp_replicate_size > 1 else {}
     if configuration.dp_replicate_size == 1:
@@ -84,19 +102,41 @@ def parallelism_sections(configuration: Any) -> dict[str, object]:
     return {"strategy": "hybrid_shard", "shard_size": configuration.dp_shard_size}
 
 
-def parallel_sizes(configuration: Any) -> dict[str, object]:
-    """Return the `parallel` section's fields, if a `ParallelismConfig` divides layers or sequences."""
-    if configuration.tp_handler is not None:
-        check_refused(configuration.tp_handler)
-    if configuration.tp_size == configuration.cp_size == 1:
+def parallel_sizes(configuration: Any, *, partitions_all: bool = False) -> dict[str, object]:
+    """Return the `parallel` section's fields, if a `ParallelismConfig` divides layers or sequences.
+
+    An engine that partitions over all ranks has no shards of its own: they only read different samples.
+    """
+    if configuration.non_data_parallel_size == 1:
         return {}
-    names = {"data": "dp_replicate_size", "shard": "dp_shard_size", "context": "cp_size", "tensor": "tp_size"}
-    return {ours: getattr(configuration, name) for ours, name in names.items()}
+    sizes = {"data": configuration.dp_replicate_size, "shard": configuration.dp_shard_size}
+    if partitions_all:
+        sizes = {"data": configuration.data_parallel_size, "shard": 1}
+    context = configuration.cp_size * configuration.sp_size
+    sizes |= {"context": context, "tensor": configuration.tp_size}
+    return sizes if context == 1 else {**sizes, "context_method": _context_method(configuration)}
+
+
+def _context_method(configuration: Any) -> str:
+    """Return how ranks exchange what attention needs; refuse what does not divide it so."""
+    handler = configuration.sp_handler if configuration.sp_size > 1 else configuration.cp_handler
+    if configuration.sp_size > 1:
+        if (name := handler.sp_attn_implementation) not in (None, "sdpa"):
+            raise refusal(
+                handler, "sp_attn_implementation", name, "only sdpa's attention is divided: say 'sdpa'"
+            )
+        return "heads"
+    if (name := handler.cp_comm_strategy) == "alltoall":
+        instead = (
+            "keys and values go round no ring here; 'allgather' computes the same, and sp_size= in place of cp_size= "
+            "exchanges heads, for which no rank holds all keys and values"
+        )
+        raise refusal(handler, "cp_comm_strategy", name, instead)
+    return GATHERED
 
 
 def check_dimensions(configuration: Any, *, num_processes: int) -> None:
-    """Refuse sizes that are not supported; if any is above 1, their product must be the number of processes."""
-    parallelism_sections(configuration)
+    """Raise a ValueError unless the product of the sizes is 1, or the number of processes."""
     if configuration.total_size not in (1, num_processes):
         raise ValueError(
             f"ParallelismConfig(...): the product of the sizes is {configuration.total_size}, and there are "
@@ -105,8 +145,9 @@ def check_dimensions(configuration: Any, *, num_processes: int) -> None:
 
 
 def check_engine_dimensions(configuration: Any) -> None:
-    """Refuse sizes of replicas and shards under DeepSpeed, since it partitions over all ranks."""
-    for name in ("dp_replicate_size", "dp_shard_size", "tp_size"):
-        if configuration is not None and (size := getattr(configuration, name)) > 1:
+    """Refuse sizes that DeepSpeed has no use for: it partitions over all ranks, which may share sequences."""
+    names = ("tp_size",) if configuration.cp_size * configuration.sp_size > 1 else _REFUSED_BY_ENGINES
+    for name in names:
+        if (size := getattr(configuration, name)) > 1:
             instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
             raise refusal(configuration, name, size, instead, ours="deepspeed.stage")

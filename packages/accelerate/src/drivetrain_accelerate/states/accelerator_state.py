@@ -192,19 +192,20 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
                     given[0],
                 )
         return False
-    if dimensions is not None and dimensions.dp_shard_size > 1:
-        plugins |= _make_plugin("fsdp", fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        return False
     # A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
     found = resolve(RunSettings, section="run")
     is_said = found.sources["backend"].kind != "default" and found.value.backend != "auto"
     asked = [name for name, variable in _VARIABLES.items() if value_from(variable, False)]
+    chosen = [found.value.backend] if is_said else asked
+    if dimensions is not None and dimensions.dp_shard_size > 1 and "deepspeed" not in chosen:
+        plugins |= _make_plugin("fsdp", fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        return False
     if not is_said and len(asked) > 1:
         raise ValueError(
             f"{' and '.join(map(_VARIABLES.__getitem__, asked))} are both true, and a run has one backend: unset "
             "one of them, or pass the plugin of the one you mean"
         )
-    for backend in [found.value.backend] if is_said else asked:
+    for backend in chosen:
         plugins |= _make_plugin(backend) if backend in _VARIABLES else {}
     return is_said and found.value.backend in _VARIABLES
 
@@ -229,6 +230,6 @@ def shown_plugin(plugin: Any) -> str | None:
         name: value
         for name, value in vars(plugin).items()
         if not name.startswith("_")
-        and name not in ("hf_ds_config", "dschf")  # made of the others, or noted in use
+        and name not in ("hf_ds_config", "dschf", "device_mesh")  # made of the others, or noted in use
     }
     return f"{type(plugin).__name__}: {said!r}"

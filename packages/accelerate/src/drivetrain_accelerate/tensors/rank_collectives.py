@@ -323,12 +323,12 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function that calls collectives: errors of the collectives name the function too."""
 
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def naming() -> Generator[None]:
         try:
-            return function(*args, **kwargs)
+            yield
         except DistributedOperationException as error:
             operation = f"{function.__module__}.{function.__name__}"
             raise DistributedOperationException(f"in {operation}: {error}") from error
 
-    return wrapper
+    return naming()(function)

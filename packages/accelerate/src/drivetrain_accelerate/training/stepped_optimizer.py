@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from drivetrain_accelerate.plain_values import shown
 from drivetrain_accelerate.states.gradient_state import GradientState
 from drivetrain_accelerate.states.partial_state import PartialState
+from drivetrain_accelerate.tensors.nested_tensors import recursively_apply
 from drivetrain_backends import PreparedOptimizer
 
 _POSITION = "data_position"  # the entry of an optimizer's saved state
@@ -128,11 +129,7 @@ class AcceleratedOptimizer(Optimizer):
 
 def move_to_device(state: Any, device: torch.device) -> Any:
     """Return the state of an optimizer with all of its tensors on a device."""
-    if isinstance(state, dict):
-        return {key: move_to_device(value, device) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(move_to_device(value, device) for value in state)
-    return state.to(device) if isinstance(state, torch.Tensor) else state
+    return recursively_apply(torch.Tensor.to, state, device)
 
 
 # Programs such as transformers' Trainer save the optimizer's state and their own number of steps, and skip batches
