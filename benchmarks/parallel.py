@@ -1,12 +1,12 @@
-"""A training step of divided layers or sequences against plain torch, time and peak memory; and the time of planning.
+"""A training step of divided layers, sequences or experts against plain torch, time and peak memory; and planning.
 
     uv run --group bench python benchmarks/parallel.py
 
 Two ranks over gloo on the CPU, a thread each, train one Llama of 10 million parameters on the same batch, and divide
-the same layers in the same way, or one of 7 million on longer sequences, which they divide; contestants whose losses
-differ are an error. Times are of contestants that take
-turns in the same processes; peaks of memory are of processes of their own. The second part plans meshes of many
-ranks, and models of many layers.
+the same layers in the same way, with or without what stands between them; one of 7 million on longer sequences, which
+they divide; or a model of 10 million, most of them experts, on a batch each. Contestants whose losses differ are an
+error. Times are of contestants that take turns in the same processes; peaks of memory are of processes of their own.
+The second part plans meshes of many ranks, and models of many layers.
 """
 
 import argparse
@@ -21,83 +21,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
+import parallel_by_hand as by_hand
 import torch
 import torch.distributed as dist
+from parallel_models import ITEMS, TOKENS, Step, llama, loop, make, make_long, make_routed, mesh
 from rounds import RESULTS, Goal, Table, repeated, report, take_turns
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from drivetrain_memory import record_peak
 
-ITEMS, TOKENS = 4, 128
 STEPS = 2  # before the peak is read
 RANKS_ASKED = 20  # of a mesh, for the members of all views
-RAW = "torch, parallelize_module"
-RAW_SEQUENCES = "torch, heads exchanged by hand"
-Step = Callable[[], float]
-
-
-def llama(*, num_layers: int = 8, width: int = 256, vocabulary: int = 8192) -> LlamaForCausalLM:
-    """A Llama, of 10.5 million parameters in 8 layers."""
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4 * TOKENS, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def make() -> tuple[LlamaForCausalLM, Tensor]:
-    """The model and its one batch, the same on all ranks."""
-    torch.manual_seed(0)
-    model = llama()
-    return model, torch.randint(model.config.vocab_size, (ITEMS, TOKENS))
-
-
-def mesh() -> DeviceMesh:
-    """The two ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-
-
-def loop(model: nn.Module, x: Tensor) -> Step:
-    """PyTorch's own step."""
-    optimizer = AdamW(model.parameters())
-
-    def step() -> float:
-        loss = model(x, labels=x).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def raw() -> Step:
-    """What an expert writes with torch alone: the input of each half of a block enters the divided layers once."""
-    from torch.distributed.tensor import Placement, Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    model, x = make()
-    whole: dict[str, Placement] = {"hidden_states": Replicate()}
-    of_block: dict[str, Any] = {
-        "self_attn": PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole),
-        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")},
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
-    }
-    plan: dict[str, Any] = {f"model.layers.*.{name}": style for name, style in of_block.items()}
-    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return loop(parallelize_module(model, mesh(), plan), x)
 
 
 def package_alone(**styles: str) -> Step:
@@ -110,17 +46,15 @@ def package_alone(**styles: str) -> Step:
     return loop(model, x)
 
 
-def accelerator() -> Step:
-    """The documented loop of drivetrain."""
+def prepared(made: Callable[[], tuple[nn.Module, Tensor]], **dims: Any) -> Step:
+    """The documented loop of drivetrain, on a model and its batch; `dims` are those of `ParallelDims`."""
     from drivetrain import Accelerator, ParallelDims
 
+    backend = {"tensor": "single", "context": "ddp", "shard": "fsdp"}[next(iter(dims))]
     prepares = Accelerator(
-        backend="single",
-        parallelism=ParallelDims(tensor=dist.get_world_size()),
-        sections={"run": {"show_plan": False}},
-        cpu=True,
+        backend=backend, parallelism=ParallelDims(**dims), sections={"run": {"show_plan": False}}, cpu=True
     )
-    model, x = make()
+    model, x = made()
     model, optimizer = prepares.prepare(model, AdamW(model.parameters()))
 
     def step() -> float:
@@ -128,7 +62,7 @@ def accelerator() -> Step:
         prepares.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return prepares.reduce(loss.detach(), "mean").item() if backend == "fsdp" else loss.item()
 
     return step
 
@@ -150,112 +84,70 @@ def transformers_own() -> Step:
     return loop(divided.train(), x)
 
 
-def make_long() -> tuple[LlamaForCausalLM, Tensor]:
-    """A model of few words, and a batch of two long sequences, the same on all ranks."""
-    torch.manual_seed(0)
-    model = llama(vocabulary=256)
-    return model, torch.randint(model.config.vocab_size, (2, 4 * TOKENS))
-
-
-def raw_sequences() -> Step:
-    """What an expert writes with torch alone: each rank reads its own half of the tokens, and exchanges heads."""
-    import torch.nn.functional as F
-    from torch.distributed.nn.functional import all_to_all_single
-    from transformers import AttentionInterface
-
-    def to_heads(x: Tensor) -> Tensor:
-        parts = x.unflatten(1, (2, -1)).movedim(1, 0).contiguous()
-        return all_to_all_single(torch.empty_like(parts), parts).movedim(0, 2).flatten(2, 3)
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        del module
-        whole = (to_heads(x) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)  # type: ignore[arg-type]
-        parts = mixed.unflatten(2, (2, -1)).movedim(2, 0).contiguous()
-        own = all_to_all_single(torch.empty_like(parts), parts).movedim(0, 1).flatten(1, 2)
-        return own.transpose(1, 2), None
-
-    AttentionInterface.register("by_heads", attend)
-    model, x = make_long()
-    model.set_attn_implementation("by_heads")
-    labels = F.pad(x[:, 1:], (0, 1), value=-100)
-    own, half = dist.get_rank() * x.shape[1] // 2, x.shape[1] // 2
-    x, labels = x[:, own : own + half], labels[:, own : own + half]
-    positions = torch.arange(own, own + half)[None]
-    optimizer, count = AdamW(model.parameters()), 2 * (2 * half - 1)
-
-    def step() -> float:
-        logits = model(x, position_ids=positions).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-        loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([one.flatten() for one in gradients])
-        dist.all_reduce(flat)
-        for one, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-            one.copy_(summed.view_as(one))
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(loss.detach())
-        return loss.item()
-
-    return step
-
-
-def accelerator_sequences() -> Step:
-    """The documented loop of drivetrain, on whole sequences."""
-    from drivetrain import Accelerator, ParallelDims
-
-    prepares = Accelerator(
-        parallelism=ParallelDims(context=dist.get_world_size()),
-        sections={"run": {"show_plan": False}},
-        cpu=True,
-    )
-    model, x = make_long()
-    model, optimizer = prepares.prepare(model, AdamW(model.parameters()))
-
-    def step() -> float:
-        loss = model(x, labels=x).loss
-        prepares.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-CONTESTANTS: dict[str, Callable[[], Step]] = {
-    RAW: raw,
-    "drivetrain, Accelerator": accelerator,
-    "drivetrain-parallel alone": package_alone,
-    "the same, with joined logits": partial(package_alone, lm_head="gathered_column"),
-    "transformers, tp_size": transformers_own,
+# By what is divided: the contestants, the first without drivetrain, and the tokens of their step.
+COMPARISONS: dict[str, tuple[dict[str, Callable[[], Step]], int]] = {
+    "layers": (
+        {
+            "torch, parallelize_module": by_hand.layers,
+            "drivetrain, Accelerator": partial(prepared, make, tensor=2),
+            "drivetrain-parallel alone": package_alone,
+            "the same, with joined logits": partial(package_alone, lm_head="gathered_column"),
+            "transformers, tp_size": transformers_own,
+        },
+        ITEMS * TOKENS,
+    ),
+    "sequences": (
+        {
+            "torch, heads exchanged by hand": by_hand.sequences,
+            "drivetrain, context": partial(prepared, make_long, context=2),
+        },
+        8 * TOKENS,
+    ),
+    "layers, and sequences between them": (
+        {
+            "torch, gathers and reductions by hand": by_hand.between_layers,
+            "drivetrain, tensor and sequence": partial(prepared, make, tensor=2, sequence=True),
+        },
+        ITEMS * TOKENS,
+    ),
+    "experts": (
+        {
+            "torch, FSDP2 and tokens exchanged by hand": by_hand.experts,
+            "drivetrain, expert": partial(prepared, make_routed, shard=2, expert=2),
+        },
+        2 * ITEMS * TOKENS,
+    ),
 }
-SEQUENCES: dict[str, Callable[[], Step]] = {
-    RAW_SEQUENCES: raw_sequences,
-    "drivetrain, context": accelerator_sequences,
-}
+
+
+def compared(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Callable[[], Step]], int]]:
+    """The comparisons that the command line asks for."""
+    return {what: one for what, one in COMPARISONS.items() if arguments.only in ("", what)}
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """What each rank does: time all contestants, or train as one of them and tell the peak; rank 0 writes it down."""
     dist.init_process_group("gloo")
     found: dict[str, list[float]]
-    if arguments.contestant:
-        for library in ("torch.distributed.tensor.parallel", "drivetrain.accelerator.accelerator"):
+    if name := arguments.contestant:
+        libraries = (
+            "torch.distributed.tensor.parallel",
+            "torch.distributed.fsdp",
+            "drivetrain.accelerator.accelerator",
+        )
+        for library in libraries:
             import_module(library)  # so that libraries count for none
         mesh()
         with record_peak() as peak:
-            step = (CONTESTANTS | SEQUENCES)[arguments.contestant]()
+            step = next(all_of[name] for all_of, _ in COMPARISONS.values() if name in all_of)()
             for _ in range(STEPS):
                 step()
         highest = torch.tensor(peak.host_bytes - peak.host_before_bytes)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
-        found = {arguments.contestant: [float(highest)]}
+        found = {name: [float(highest)]}
     else:
         steps: dict[str, Step] = {}
-        for contestants in (CONTESTANTS, SEQUENCES):
+        for contestants, _ in compared(arguments).values():
             steps |= {name: begin() for name, begin in contestants.items()}
             losses = {name: [steps[name]() for _ in range(2)][-1] for name in contestants}
             if max(losses.values()) - min(losses.values()) > 1e-3:
@@ -281,6 +173,8 @@ def run(arguments: argparse.Namespace, contestant: str = "") -> dict[str, list[f
             str(arguments.rounds),
             "--contestant",
             contestant,
+            "--only",
+            arguments.only,
         ]
         # glibc's heap keeps holes between large tensors, other ones in each process, which would count as tensors.
         heap = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if contestant else {}
@@ -333,6 +227,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of divided layers against plain torch.")
     parser.add_argument("--rounds", type=int, default=11, help="rounds that count, after one that does not")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
+    parser.add_argument(
+        "--only", default="", choices=("", *COMPARISONS), help="one comparison; by default all"
+    )
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--contestant", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -349,10 +246,7 @@ def main() -> None:
     for name in times:
         peaks |= run(arguments, name)
     tables: list[Table] = []
-    for what, contestants, num_tokens in (
-        ("layers", CONTESTANTS, ITEMS * TOKENS),
-        ("sequences", SEQUENCES, 8 * TOKENS),
-    ):
+    for what, (contestants, num_tokens) in compared(arguments).items():
         first, *others = contestants
         goals = [Goal(of=name, beside=first, most=1.03) for name in others if name.startswith("drivetrain")]
         measured = {name: times[name] for name in contestants}
@@ -372,7 +266,7 @@ def main() -> None:
                 goals=goals,
             ),
         ]
-    tables += planning(arguments)
+    tables += planning(arguments) if not arguments.only else []
     note = (
         "A step of torch's and of drivetrain's adds up 17 times in forward and 17 in backward, and gathers once: "
         "logits, or two\nnumbers of each token's loss where drivetrain does not join them. Plans of models are timed "
