@@ -64,7 +64,6 @@ def profile(
         with_stack=with_stack,
         with_flops=with_flops,
         with_modules=with_modules,
-        acc_events=schedule
-        is None,  # of a single cycle nothing is cleared, which torch 2.11 warns of even so
+        acc_events=schedule is None,  # of a single cycle nothing is cleared, which torch 2.11 warns of even so
     ) as profiler:
         yield profiler
