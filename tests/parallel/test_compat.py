@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain_parallel.compat import (
     DisableTorchFunctionSubclass,
@@ -10,6 +11,7 @@ from drivetrain_parallel.compat import (
     exchanged_parameters,
     make_wrapper,
     tree_map_only,
+    unseen_by_modes,
 )
 
 
@@ -56,3 +58,18 @@ def test_a_wrapper_looks_like_a_wider_tensor_and_computes_nothing() -> None:
 def test_operators_that_change_an_argument_are_known() -> None:
     assert changes_in_place(torch.ops.aten.mul_.Tensor)
     assert not changes_in_place(torch.ops.aten.mul.Tensor)
+
+
+@unseen_by_modes()
+def multiply() -> torch.Tensor:
+    return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+def test_a_mode_sees_no_operation_of_a_context_or_of_a_decorated_function() -> None:
+    with FlopCounterMode(display=False) as counter:
+        multiply()
+        with unseen_by_modes():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert counter.get_total_flops() == 0
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        assert counter.get_total_flops() == 16

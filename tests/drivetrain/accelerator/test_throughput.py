@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain_state import ParallelDims
 from drivetrain_throughput import Throughput
 from logged_messages import messages_of
 from plain_loop.accelerated import take_steps
+from sequence_layer import SequenceLayer
 
 NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
 
@@ -293,6 +295,27 @@ def test_logged_tokens_are_the_sum_over_ranks(tmp_path: Path) -> None:
         (line,) = logged(tmp_path)
         ratio = line["throughput/tokens_per_second"] / line["throughput/steps_per_second"]
         assert ratio == pytest.approx(40)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.default_cases("context")
+def test_ranks_that_divide_a_model_count_its_samples_and_tokens_once(axis: str, tmp_path: Path) -> None:
+    """Both ranks read all of the same batches."""
+    options: dict[str, Any] = {"project_dir": tmp_path, "log_with": "jsonl"}
+    parallelism = ParallelDims(**{axis: 2})
+    with make({"throughput_every_steps": 3}, parallelism=parallelism, **options) as accelerator:
+        accelerator.init_trackers("run")
+        train(accelerator, SequenceLayer(8, 1), Texts(num=12))
+        assert counted(accelerator.total_throughput) == (12, 60)
+        is_main = accelerator.is_main_process
+    if is_main:
+        (line,) = logged(tmp_path)
+        of_a_step = (
+            line[f"throughput/{each}_per_second"] / line["throughput/steps_per_second"]
+            for each in ("samples", "tokens")
+        )
+        assert tuple(of_a_step) == pytest.approx((4, 20))
 
 
 @pytest.mark.ranks(2)

@@ -6,9 +6,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map_only as tree_map_only  # for arguments of any nesting
 
 T = TypeVar("T", bound=Tensor)
+unseen_by_modes = (
+    _disable_current_modes  # a context, or a decorator: dispatch modes see none of its operations
+)
 
 
 @contextmanager

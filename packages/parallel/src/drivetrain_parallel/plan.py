@@ -1,6 +1,6 @@
 """The plan of a divided model, as frozen values: which layers are divided, how, and what each rank holds of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -151,3 +151,14 @@ class ParallelPlan:
                 layers=tuple(layer for layer in self.layers if layer.region == region),
                 attributes=tuple(change for change in self.attributes if change.region == region),
             )
+
+
+def shared_prefix(names: Sequence[str]) -> str:
+    """Return the name of the innermost module that holds all of these, with a dot; empty for the model itself."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return "".join(f"{part}." for part in shared)

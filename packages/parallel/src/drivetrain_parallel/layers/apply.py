@@ -14,7 +14,7 @@ from drivetrain_parallel.layers.divided_layers import (
     kind_of,
     watch,
 )
-from drivetrain_parallel.plan import Cut, ParallelPlan
+from drivetrain_parallel.plan import Cut, ParallelPlan, shared_prefix
 from drivetrain_parallel.ranks import OneRank, TensorRanks
 from drivetrain_parallel.streams import RankStream
 
@@ -32,7 +32,8 @@ def divide_model(
 
     Parameters stay the same objects and hold this rank's part, so optimizers and ties need no change. Nothing is
     sent: forward and backward of the divided model are then called on all of these ranks together, on the same input;
-    of a model whose experts are divided, each on its own input.
+    of a model whose experts are divided, each on its own input. A module of whose operations each rank has a part
+    gets the attribute `divided_among`, the number of these ranks.
 
     Args:
         model: The model, with the same values on all ranks.
@@ -98,6 +99,11 @@ def _divide_regions(
             setattr(module, outputs, module.get_parameter("weight").shape[kind.outputs])
             if kind.inputs is not None:
                 setattr(module, inputs, module.get_parameter("weight").shape[kind.inputs])
+    for region, inside in regions.items():
+        names = [one.name for one in plan.layers if one.region == region and one.style != "summed"]
+        is_one = region and len(names) > 1
+        for name in [shared_prefix(names).removesuffix(".")] if is_one else names:
+            model.get_submodule(name).divided_among = inside.ranks.size
     for change in plan.attributes:
         setattr(model.get_submodule(change.module), change.attribute, change.of_rank(ranks.rank, ranks.size))
     return regions.values()

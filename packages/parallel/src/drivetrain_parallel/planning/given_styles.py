@@ -11,7 +11,7 @@ from torch import nn
 from drivetrain_messages import find_near
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import kind_of
-from drivetrain_parallel.plan import STYLES, LayerPlan, ParallelPlan, Style
+from drivetrain_parallel.plan import STYLES, LayerPlan, ParallelPlan, Style, shared_prefix
 from drivetrain_parallel.planning.found_styles import joined, make_of, placed
 from drivetrain_parallel.planning.regions import (
     RegionShape,
@@ -268,14 +268,3 @@ def _refuse_untold(shape: RegionShape, prefix: str, styles: Mapping[str, GivenSt
                 f"{where or 'the model'} has values of its own ({', '.join(holds)}), and {untried}: give it "
                 "the style 'summed' if each rank applies it to its own heads, else 'whole'"
             )
-
-
-def shared_prefix(names: list[str]) -> str:
-    """Return the name of the innermost module that holds all of these, with a dot; empty for the model itself."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return "".join(f"{part}." for part in shared)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
+from drivetrain_parallel.compat import unseen_by_modes
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.ranks import TensorRanks, exchange, gather
 from drivetrain_parallel.sequences.positions import SequenceCut
@@ -127,7 +128,9 @@ class DividedAttention(TorchFunctionMode):
             real, beyond = rows.split([stop - start, cut.chunk - (stop - start)], -2)
             if stop > start:
                 seen = (key.narrow(-2, 0, stop), value.narrow(-2, 0, stop))
-                outputs.append(attend(real, *seen, causal_lower_right(stop - start, stop)))
+                with unseen_by_modes():  # a tensor that one has seen can be of no other class
+                    bias = causal_lower_right(stop - start, stop)
+                outputs.append(attend(real, *seen, bias))
             # What is beyond the end is dropped, but its gradient, which is zero, is awaited by other ranks.
             if beyond.shape[-2]:
                 outputs.append(attend(beyond, key, value))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import Region, divide_layer, with_forward
-from drivetrain_parallel.plan import LayerPlan, ParallelPlan
-from drivetrain_parallel.planning.given_styles import shared_prefix
+from drivetrain_parallel.plan import LayerPlan, ParallelPlan, shared_prefix
 from drivetrain_parallel.ranks import TensorRanks, join
 from drivetrain_parallel.sequences.block_calls import BlockCall, with_states
 from drivetrain_parallel.sequences.block_stack import BlockStack, divide_blocks

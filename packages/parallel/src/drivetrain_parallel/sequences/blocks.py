@@ -154,6 +154,10 @@ def divide_sequences(
     copies = {name: without_values(model.get_submodule(name)) for name in plan.compared}
     trials = {name: BlockTrial(copied, copied) for name, copied in copies.items()}
     divide_blocks(model, BlockStack(plan.blocks, trials, ranks, stream, division))
+    for block in map(model.get_submodule, plan.blocks):
+        for module in block.modules():  # in which layers may be divided too
+            if module is block or hasattr(module, "divided_among"):
+                module.divided_among = plan.size * getattr(module, "divided_among", 1)
 
 
 class ContextDivision:

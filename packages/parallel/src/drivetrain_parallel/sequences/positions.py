@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from drivetrain_parallel.compat import unseen_by_modes
 from drivetrain_parallel.ranks import TensorRanks
 
 
@@ -57,6 +58,7 @@ class SequenceCut:
         return self.all_positions.view(self.size, -1)[rank]
 
     @cached_property
+    @unseen_by_modes()  # selective checkpointing would look for what only the first use computes
     def all_positions(self) -> Tensor:
         """The positions that all ranks hold, one rank after the other, int64 of shape (size * own_length,)."""
         chunks = torch.arange(2 * self.size * self.chunk, device=self.device).view(2, self.size, self.chunk)
@@ -64,6 +66,7 @@ class SequenceCut:
         return by_rank.flatten().clamp(max=self.length - 1)
 
     @cached_property
+    @unseen_by_modes()  # selective checkpointing would look for what only the first use computes
     def order(self) -> Tensor:
         """The place of each position in `all_positions`, int64 of shape (length,)."""
         positions = torch.arange(self.length, device=self.device)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
@@ -14,8 +15,9 @@ class ModelFlopCounter(FlopCounterMode):
 
     def __init__(self, *, is_in_backward: bool) -> None:
         super().__init__(display=False)
-        self._is_in_backward = is_in_backward
-        self._num_open = 0  # forwards of modules that are running
+        self.is_in_backward = is_in_backward
+        self.num_weighted = 0  # operations times the ranks among which they are divided
+        self._num_parts = [1]  # of the modules whose forward is running
         self._hooks: list[RemovableHandle] = []
         self.flop_registry: dict[Any, Callable[..., int]] = {
             operation: _without_scores(formula)
@@ -26,11 +28,10 @@ class ModelFlopCounter(FlopCounterMode):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._is_in_backward:
-            self._hooks = [
-                register_module_forward_pre_hook(self._begin_forward),
-                register_module_forward_hook(self._end_forward, always_call=True),  # repeats may end early
-            ]
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin_forward),
+            register_module_forward_hook(self._end_forward, always_call=True),  # repeats may end early
+        ]
         return self
 
     def __exit__(self, *error: Any) -> Any:
@@ -38,19 +39,22 @@ class ModelFlopCounter(FlopCounterMode):
             hook.remove()
         return super().__exit__(*error)
 
-    def _begin_forward(self, *_: Any) -> None:
-        self._num_open += 1
+    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
+        self._num_parts.append(getattr(module, "divided_among", self._num_parts[-1]))
 
     def _end_forward(self, *_: Any) -> None:
-        self._num_open -= 1
+        self._num_parts.pop()
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # Autograd computes gradients with grad mode off. What runs with grad mode on inside a backward builds a graph
         # again: a forward that activation checkpointing repeats. The forward of an autograd.Function in it, as those
         # of linear layers under ZeRO 3, turns grad mode off, but runs inside a module.
-        if self._is_in_backward and (torch.is_grad_enabled() or self._num_open > 0):
+        if self.is_in_backward and (torch.is_grad_enabled() or len(self._num_parts) > 1):
             return out
-        return super()._count_flops(func_packet, out, args, kwargs)
+        before = self.get_total_flops()
+        super()._count_flops(func_packet, out, args, kwargs)
+        self.num_weighted += (self.get_total_flops() - before) * self._num_parts[-1]
+        return out
 
 
 def _without_scores(formula: Callable[..., int]) -> Callable[..., int]:

@@ -66,7 +66,10 @@ class FirstStepFlops:
     def end_step(self) -> None:
         """End the count, and give the result to the meter."""
         if self._counter is not None:
-            self._meter.flops_per_step = float(self._counter.total * self._context.topology.world_size)
+            # What ranks that compute a sample together do not divide, each of them has counted.
+            num_copies = self._context.ranks("replica").size / self._counter.num_parts
+            own, num_ranks = self._counter.total, self._context.topology.world_size
+            self._meter.flops_per_step = own * num_ranks / num_copies
             self._counter, self._is_over = None, True
 
 

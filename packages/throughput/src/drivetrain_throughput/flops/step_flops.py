@@ -18,6 +18,12 @@ class StepFlops:
         self.total = 0
         self._mode: ModelFlopCounter | None = None
         self._depth = 0
+        self._forward, self._weighted = 0, 0
+
+    @property
+    def num_parts(self) -> float:
+        """The number of ranks among which the operations of forward are divided, on average; 1 if there are none."""
+        return self._weighted / self._forward if self._forward else 1.0
 
     def begin(self, *, is_backward: bool = False) -> None:
         """Begin to count operations; calls may nest."""
@@ -31,5 +37,8 @@ class StepFlops:
         self._depth -= 1
         if self._depth == 0 and self._mode is not None:
             self._mode.__exit__(None, None, None)
-            self.total += self._mode.get_total_flops()
+            self.total += (total := self._mode.get_total_flops())
+            if not self._mode.is_in_backward:
+                self._forward += total
+                self._weighted += self._mode.num_weighted
             self._mode = None
