@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.models import Routed
+
 WIDTH = 4
 
 
@@ -41,3 +43,24 @@ class SequenceLayer(nn.Module):
         return (
             self.output(torch.tanh(states).flatten(1)) / 4
         )  # small, so that rounding does not grow by training
+
+
+class RoutedBlock(Block):
+    """A block with experts, each token of which chooses two of five."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__(dtype)
+        self.routed = Routed(width=WIDTH).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention, and a little of what the experts return."""
+        states = super().forward(x)
+        return states + (self.routed(states) - states) / 4
+
+
+class RoutedLayer(SequenceLayer):
+    """A layer whose blocks hold experts."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(num_inputs, num_outputs, dtype)
+        self.blocks = nn.ModuleList(RoutedBlock(dtype) for _ in range(2))

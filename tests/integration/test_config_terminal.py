@@ -123,24 +123,30 @@ def test_a_terminal_that_cannot_move_its_cursor_is_refused_with_the_way_out(
 
 
 @pytest.mark.slow
-def test_a_section_can_be_gone_through_in_full(opened: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "answers", "settings"),
+    [("precision", {}, {"initial_scale": 65536.0}), ("parallel", {"divide each layer": "2"}, {"tensor": 2})],
+)
+def test_a_section_can_be_gone_through_in_full(
+    opened: Open, tmp_path: Path, section: str, answers: dict[str, str], settings: dict[str, object]
+) -> None:
     few = ("--num-nodes", "1", "--num-processes", "1", "--project-dir", "none")
     terminal = opened(*few, rows=400)  # all questions of the section stay in sight
     terminal.wait_for("micro-batches")
     terminal.press(ENTER)
     shown = terminal.wait_for(r"(?s)Set anything else.*\(arrow keys, then Enter\).* » .*precision +")
     choices = shown[shown.index(" » ") :].splitlines()
-    terminal.press(*[DOWN] * next(row for row, line in enumerate(choices) if "precision " in line), ENTER)
+    terminal.press(*[DOWN] * next(row for row, line in enumerate(choices) if f"{section} " in line), ENTER)
     question = "Set anything else"
     while True:
         shown = terminal.wait_for(rf"(?m)^\? (?!{re.escape(question)})")  # an answered one has no mark
         question = re.findall(r"(?m)^\? ([^?]+)", shown)[-1]
         if question.startswith("Set anything else"):
             break
-        terminal.press(ENTER)
+        terminal.press(*(text for words, text in answers.items() if words in question), ENTER)
     terminal.press(ENTER)
     assert terminal.end() == 0
-    assert "initial_scale" in written(tmp_path)["precision"]
+    assert settings.items() <= written(tmp_path)[section].items()
 
 
 @pytest.mark.slow

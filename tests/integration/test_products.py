@@ -31,7 +31,7 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 # Of 65 words and 3 heads, two ranks hold 32 and 33, and 1 and 2.
 STYLES = {"transformer.wte": "vocabulary", "lm_head": "vocabulary_column"}
-STEPS = 3
+STEPS = 5
 
 
 class RoutedModel(nn.Module):

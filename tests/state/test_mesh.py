@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -50,6 +51,10 @@ def test_what_is_not_said_is_what_is_left(
         ({"tensor": -2}, "^tensor=-2: "),
         ({"data": -1, "shard": -1}, "data=-1 and shard=-1: only one"),
         ({"expert": -1}, "^expert=-1: "),
+        (
+            {"shard": 2, "tensor": 2, "expert": 3},
+            "shard=2 x context=1 x tensor=2: .*these 4 processes; expert may be 1, 2, 4$",
+        ),
         ({"data": 8, "expert": 2}, "not among those of data: say shard in place of data$"),
         (
             {"shard": 4, "expert": 3},
@@ -178,6 +183,15 @@ def _what_is_refused() -> list[str]:
         gather(context, rows, uneven=True, over="reads")
     found.append(str(uneven.value))
     context.close()
+    context = connect(replace(settings, debug=True), parallelism=ParallelDims(data=2, tensor=2))
+    own = torch.ones(1 + (context.topology.rank == 3))
+    if context.topology.rank < 2:  # whose calls are alike
+        found.append(str(reduce(context, own, over="tensor").item()))
+    else:
+        with pytest.raises(CollectiveMismatchError) as differing:
+            reduce(context, own, over="tensor")
+        found.append(str(differing.value))
+    context.close()
     return found
 
 
@@ -206,6 +220,11 @@ def test_an_unknown_view_and_the_ranks_of_other_sizes_are_named(run_ranks) -> No
     by_rank = run_ranks(_what_is_refused, num_processes=4)
     assert "rank 0: (2, 1); rank 2: (2, 2)" in by_rank[0][1]
     assert "rank 1: (2, 1); rank 3: (2, 2)" in by_rank[3][1]
+    assert [found[2] for found in by_rank[:2]] == ["2.0", "2.0"]
+    for found in by_rank[2:]:  # debug mode compares along the axis alone
+        said = ": reduce(op='sum') of data: float32 "
+        assert f"  rank 2{said}(1,)\n  rank 3{said}(2,)\n" in found[2]
+        assert "rank 0" not in found[2]
 
 
 def test_collectives_run_over_the_ranks_of_a_view(run_ranks) -> None:

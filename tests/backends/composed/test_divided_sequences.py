@@ -11,7 +11,7 @@ from drivetrain_backends.gradients.accumulation import AccumulationWindow
 from drivetrain_precision import choose_policy
 from drivetrain_state import ParallelDims
 from plain_loop.backends import context
-from sequence_layer import SequenceLayer
+from sequence_layer import RoutedLayer, SequenceLayer
 from sequence_words import Words, loss_of, tokens_of
 
 BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend, "single": SingleBackend}
@@ -21,18 +21,19 @@ MESHES = {
     "data 2 x context 2": ParallelDims(data=2, context=2),
     "shard 2 x context 2": ParallelDims(shard=2, context=2),
     "context 2 x tensor 2": ParallelDims(context=2, tensor=2),
+    "context 2 x expert 2": ParallelDims(context=2, expert=2),
     "tensor 2": ParallelDims(tensor=2, sequence=True),
     "shard 2 x tensor 2": ParallelDims(shard=2, tensor=2, sequence=True),
 }
 TESTS = Path(__file__).parents[2]
-NUM_RANKS = {"context 2": 2, "context 3": 3, "tensor 2": 2}
+NUM_RANKS = {"context 2": 2, "context 3": 3, "context 2 x expert 2": 2, "tensor 2": 2}
 CASE = "mean, accumulated, clipped, a short last window"
 
 
 def contract(kind: str, mesh: str, is_whole: bool) -> None:
     class Contract(BackendContract):
         backend = BACKENDS[kind]
-        layer = SequenceLayer
+        layer = RoutedLayer if "expert" in mesh else SequenceLayer
 
     with context(parallelism=MESHES[mesh]) as where:
         if is_whole:
@@ -52,6 +53,7 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
         ("fsdp", "shard 2 x context 2"),
         ("ddp", "context 2 x tensor 2"),
         ("fsdp", "context 2 x tensor 2"),
+        ("fsdp", "context 2 x expert 2"),
         ("single", "tensor 2"),
         ("fsdp", "shard 2 x tensor 2"),
     ],

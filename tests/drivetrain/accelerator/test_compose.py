@@ -222,3 +222,21 @@ def test_a_run_that_does_not_come_to_be_leaves_no_process_group() -> None:
     with pytest.raises(ConfigError, match="no section 'nothing'"):
         Accelerator(backend="ddp", cpu=True, sections={"nothing": {}})
     assert not torch.distributed.is_initialized()
+
+
+NO_MESHES = [
+    (
+        {"tensor": 3},
+        "tensor=3 makes 3, which does not divide world_size=2: change a size or start a multiple",
+    ),
+    ({"shard": -1, "tensor": -1}, "shard=-1 and tensor=-1: only one size may be -1"),
+    ({"shard": 2, "expert": 3}, "expert=3 with shard=2 .*: .* these 2 processes; expert may be 1, 2"),
+    ({"context": 2, "sequence": True}, "sequence=True with context=2: .*; leave sequence out"),
+]
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_make_no_mesh_are_refused_on_every_rank_with_what_would_do() -> None:
+    for said, match in NO_MESHES:
+        with pytest.raises(ValueError, match=match):
+            Accelerator(cpu=True, sections={"parallel": said})
