@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain_parallel.layers.divided_layers import holds_experts
+from drivetrain_parallel.layers.divided_layers import holds_experts, with_forward
 from drivetrain_parallel.planning.trial import (
     NOISE,
     TOLERANCE,
@@ -100,15 +100,20 @@ class BlockTrial:
             with _DetachedCopies():
                 own_call = BlockCall(*call.changed(own, deepcopy))
             with _WithoutDropout():
-                output = states_of(run(filled.forward, own_call))
+                output = states_of(run(filled, own_call))
                 return _with_gradients(output, weights, own_call.states, filled)
 
-        def on_whole(forward: Callable[..., Any], one: BlockCall) -> Any:
-            return forward(*one.args, **one.kwargs)
+        def on_whole(module: nn.Module, one: BlockCall) -> Any:
+            return module.forward(*one.args, **one.kwargs)
 
-        def on_parts(forward: Callable[..., Any], one: BlockCall) -> Any:
-            output = run_on_part(forward, one, first, division, takes=True)
-            return with_states(output, partial(division.join, cut=first))
+        def own_part(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return run_on_part(partial(forward, module), BlockCall(args, kwargs), first, division, takes=True)
+
+        def on_parts(module: nn.Module, one: BlockCall) -> Any:
+            with_forward(
+                module, own_part
+            )  # which a block that checkpoints itself runs again, as in the model
+            return with_states(on_whole(module, one), partial(division.join, cut=first))
 
         with kept_generator(device) as has_drawn:
             is_training = True
