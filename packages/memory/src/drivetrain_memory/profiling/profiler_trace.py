@@ -64,6 +64,6 @@ def profile(
         with_stack=with_stack,
         with_flops=with_flops,
         with_modules=with_modules,
-        acc_events=schedule is None,  # of a single cycle nothing is cleared, which torch 2.11 warns of even so
+        acc_events=schedule is None,  # else torch 2.11 warns that events are cleared
     ) as profiler:
         yield profiler

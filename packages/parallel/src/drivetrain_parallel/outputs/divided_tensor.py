@@ -97,6 +97,11 @@ class DividedTensor(Tensor):
         return func(*args, **kwargs)
 
     @property
+    def divided_among(self) -> int:
+        """The number of ranks among which a module that is given this tensor is divided."""
+        return 1 if self.is_joined else self.held.row_ranks.size * self.held.column_ranks.size
+
+    @property
     def is_followed(self) -> bool:
         """True if all gradients of this tensor pass through it: it is no view, and did not change in place."""
         return self.seen_of is None and (self.whole is None or self.whole.grad_fn is self.node)

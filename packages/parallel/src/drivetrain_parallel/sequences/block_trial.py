@@ -110,9 +110,7 @@ class BlockTrial:
             return run_on_part(partial(forward, module), BlockCall(args, kwargs), first, division, takes=True)
 
         def on_parts(module: nn.Module, one: BlockCall) -> Any:
-            with_forward(
-                module, own_part
-            )  # which a block that checkpoints itself runs again, as in the model
+            with_forward(module, own_part)  # which a block that checkpoints itself runs again too
             return with_states(on_whole(module, one), partial(division.join, cut=first))
 
         with kept_generator(device) as has_drawn:

@@ -1,6 +1,7 @@
 """The private names of torch's counter of operations; tests/throughput/flops/test_compat.py holds each one."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -39,8 +40,10 @@ class ModelFlopCounter(FlopCounterMode):
             hook.remove()
         return super().__exit__(*error)
 
-    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
-        self._num_parts.append(getattr(module, "divided_among", self._num_parts[-1]))
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        shares = [getattr(one, "divided_among", None) for one in (module, *args[:1])]
+        known = [share for share in shares if share is not None]
+        self._num_parts.append(prod(known) if known else self._num_parts[-1])
 
     def _end_forward(self, *_: Any) -> None:
         self._num_parts.pop()
