@@ -42,7 +42,9 @@ class EstimateArguments:
     )
     recompute: bool = argument(False, "Compute activations again in the backward (activation checkpointing).")
     lora_rank: int = argument(16, "Rank of the adapters of mode lora.")
-    num_processes: int = argument(1, "Number of processes, each of which computes whole layers and sequences.")
+    num_processes: int = argument(
+        1, "Number of processes, each of which computes whole layers and sequences."
+    )
     sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = argument(
         "fsdp", f"What processes divide among them: {', '.join(SHARDINGS)}."
     )
