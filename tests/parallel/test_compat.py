@@ -1,5 +1,7 @@
 """A module's dict of parameters is what its forward reads them from; wrappers of tensors hold no values."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,20 @@ from drivetrain_parallel.compat import (
     changes_in_place,
     exchanged_parameters,
     make_wrapper,
+    shared_attributes,
     tree_map_only,
     unseen_by_modes,
 )
+
+
+def test_a_copy_shares_what_is_no_module_or_tensor() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.config = {"kind": "linear"}  # type: ignore[assignment]
+    copied = deepcopy(module, shared_attributes(module))
+    assert copied.config is module.config
+    assert copied[0] is not module[0]
+    assert copied[0].weight is not module[0].weight
+    assert list(copied.state_dict()) == list(module.state_dict())
 
 
 def test_a_forward_reads_the_exchanged_parameters() -> None:

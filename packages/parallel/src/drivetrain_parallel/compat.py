@@ -30,6 +30,15 @@ def exchanged_parameters(module: nn.Module, exchange: Callable[[Tensor], Tensor]
         module._parameters = own  # pyright: ignore[reportPrivateUsage]
 
 
+def shared_attributes(module: nn.Module) -> dict[int, Any]:
+    """Return the memo by which `deepcopy` copies modules and tensors alone, and shares what else modules hold.
+
+    A configuration that is copied may be another: transformers' forgets which attention it was given.
+    """
+    held = ((key, value) for one in module.modules() for key, value in vars(one).items())
+    return {id(value): value for key, value in held if key not in ("_parameters", "_buffers", "_modules")}
+
+
 def make_wrapper(kind: type[T], part: Tensor, shape: Sequence[int], strides: Sequence[int]) -> T:
     """Return a tensor of a subclass without values of its own, of the dtype and on the device of `part`."""
     make: Any = kind._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage]

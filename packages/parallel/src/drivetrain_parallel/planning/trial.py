@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Barrier, BrokenBarrierError, Thread
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain_parallel.compat import shared_attributes
 from drivetrain_parallel.layers.apply import divide_model, named_cuts, part_of
 from drivetrain_parallel.plan import LayerPlan, ParallelPlan
 
@@ -189,15 +189,6 @@ def are_near(own: Tensor, other: Tensor, noise: float, tolerance: float = TOLERA
 def is_plain(parameter: nn.Parameter) -> bool:
     """Return whether a parameter holds numbers, and not codes and scales."""
     return type(parameter) is nn.Parameter and parameter.is_floating_point()
-
-
-def shared_attributes(module: nn.Module) -> dict[int, Any]:
-    """Return the memo by which `deepcopy` copies modules and tensors alone, and shares what else modules hold.
-
-    A configuration that is copied may be another: transformers' forgets which attention it was given.
-    """
-    held = ((key, value) for one in module.modules() for key, value in vars(one).items())
-    return {id(value): value for key, value in held if key not in ("_parameters", "_buffers", "_modules")}
 
 
 def with_random_values(module: nn.Module, exchanged: Mapping[Tensor, Tensor] | None = None) -> nn.Module:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from drivetrain_parallel.compat import shared_attributes
 from drivetrain_parallel.layers.divided_layers import holds_experts, with_forward
 from drivetrain_parallel.planning.trial import (
     NOISE,
     TOLERANCE,
     are_near,
     is_plain,
-    shared_attributes,
     with_random_values,
 )
 from drivetrain_parallel.sequences.block_calls import (
