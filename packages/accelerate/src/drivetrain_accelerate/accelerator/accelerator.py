@@ -21,7 +21,6 @@ from drivetrain_accelerate.plugins.enums import FP8BackendType, LoggerType, Prec
 from drivetrain_accelerate.plugins.fp8_recipes import check_fp8_precision
 from drivetrain_accelerate.plugins.kwargs_handlers import KwargsHandler, TorchDynamoPlugin, check_group
 from drivetrain_accelerate.plugins.option_fields import with_known_fields
-from drivetrain_accelerate.plugins.parallelism_handlers import dimensions_of
 from drivetrain_accelerate.plugins.run_configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -78,8 +77,6 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             raise ValueError("dynamo_plugin= and dynamo_backend=: give only one of them")
         if megatron_lm_plugin is not None:
             raise NotImplementedError("megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP")
-        if torch_tp_plugin is not None:
-            parallelism_config = dimensions_of(torch_tp_plugin, parallelism_config)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:
             data = replace(data, split_batches=split_batches)  # the program's own stays as it is
@@ -98,6 +95,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
             dynamo_plugin=dynamo_plugin
             if dynamo_backend is None
             else TorchDynamoPlugin(backend=dynamo_backend),
+            torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
             log_with=log_with if isinstance(log_with, list) else [log_with] if log_with else [],
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -213,6 +211,7 @@ def _share_state(options: RunOptions) -> AcceleratorState:
         dynamo_plugin=options.dynamo_plugin,
         deepspeed_plugin=options.deepspeed_plugin,
         fsdp_plugin=options.fsdp_plugin,
+        torch_tp_plugin=options.torch_tp_plugin,
         parallelism_config=options.parallelism_config,
         _from_accelerator=True,
         **group,

@@ -48,6 +48,7 @@ class RunOptions:
     deepspeed_plugin: Any = None  # one, or several by name
     fsdp_plugin: Any = None
     dynamo_plugin: Any = None
+    torch_tp_plugin: Any = None
     parallelism_config: Any = None
     log_with: Sequence[Any] = ()
     step_scheduler_with_optimizer: bool = True

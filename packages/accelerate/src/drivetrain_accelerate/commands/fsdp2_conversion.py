@@ -47,9 +47,7 @@ class ConversionArguments:
     """The arguments of `drivetrain accelerate to-fsdp2`."""
 
     config_file: Path = field(metadata={"help": "Configuration file to convert."})
-    overwrite: bool = field(
-        default=False, metadata={"help": "Replace the file that is written, if it is there."}
-    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace the written file, if it is there."})
     output_file: Path | None = field(
         default=None,
         metadata={"help": "File to write; by default, with --overwrite, the one that is converted."},

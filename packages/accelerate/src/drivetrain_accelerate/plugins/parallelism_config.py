@@ -1,5 +1,6 @@
 """The sizes of the parallel dimensions of a run, and their device mesh."""
 
+import warnings
 from dataclasses import fields
 from math import prod
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from drivetrain_accelerate.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 
 _ENV = "PARALLELISM_CONFIG_"
@@ -145,3 +147,14 @@ class ParallelismConfig:
 
     def _enabled(self, *names: str) -> list[str]:
         return [name for name in names if self._sizes[name] > 1]
+
+
+def dimensions_of(
+    plugin: TorchTensorParallelPlugin, dimensions: ParallelismConfig | None
+) -> ParallelismConfig:
+    """Return the dimensions that the older options say; a ValueError refuses them beside others."""
+    instead = "say parallelism_config=ParallelismConfig(tp_size=...)"
+    if dimensions is not None:
+        raise ValueError(f"torch_tp_plugin= beside parallelism_config=: leave it out, and {instead}")
+    warnings.warn(f"torch_tp_plugin= is deprecated: {instead}", FutureWarning, stacklevel=7)
+    return ParallelismConfig(tp_size=plugin.tp_size)

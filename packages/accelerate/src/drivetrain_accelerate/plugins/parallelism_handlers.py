@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # torch's device meshes take seconds to import
 
 _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 _ENV = "PARALLELISM_CONFIG_"
-_REFUSED_BY_ENGINES = ("dp_replicate_size", "dp_shard_size", "tp_size")
 GATHERED = "gathered"  # the method of Accelerate's default, "allgather"
 
 
@@ -81,18 +80,6 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-def dimensions_of(plugin: TorchTensorParallelPlugin, dimensions: Any) -> Any:
-    """Return the dimensions that the older options say; a ValueError refuses them beside others."""
-    # torch's device meshes take seconds to import: only a run that asks for them does.
-    from drivetrain_accelerate.plugins.parallelism_config import ParallelismConfig
-
-    instead = "say parallelism_config=ParallelismConfig(tp_size=...)"
-    if dimensions is not None:
-        raise ValueError(f"torch_tp_plugin= beside parallelism_config=: leave it out, and {instead}")
-    warnings.warn(f"torch_tp_plugin= is deprecated: {instead}", FutureWarning, stacklevel=4)
-    return ParallelismConfig(tp_size=plugin.tp_size)
-
-
 def parallelism_sections(configuration: Any) -> dict[str, object]:
     """Return the `fsdp` section's fields for a `ParallelismConfig`: the strategy and the ranks of one replica."""
     if configuration.dp_shard_size == 1:
@@ -109,7 +96,7 @@ def parallel_sizes(configuration: Any, *, partitions_all: bool = False) -> dict[
     """
     if configuration.non_data_parallel_size == 1:
         return {}
-    sizes = {"data": configuration.dp_replicate_size, "shard": configuration.dp_shard_size}
+    sizes: dict[str, object] = {"data": configuration.dp_replicate_size, "shard": configuration.dp_shard_size}
     if partitions_all:
         sizes = {"data": configuration.data_parallel_size, "shard": 1}
     context = configuration.cp_size * configuration.sp_size
@@ -122,9 +109,7 @@ def _context_method(configuration: Any) -> str:
     handler = configuration.sp_handler if configuration.sp_size > 1 else configuration.cp_handler
     if configuration.sp_size > 1:
         if (name := handler.sp_attn_implementation) not in (None, "sdpa"):
-            raise refusal(
-                handler, "sp_attn_implementation", name, "only sdpa's attention is divided: say 'sdpa'"
-            )
+            raise refusal(handler, "sp_attn_implementation", name, "only sdpa is divided: say 'sdpa'")
         return "heads"
     if (name := handler.cp_comm_strategy) == "alltoall":
         instead = (
@@ -146,8 +131,8 @@ def check_dimensions(configuration: Any, *, num_processes: int) -> None:
 
 def check_engine_dimensions(configuration: Any) -> None:
     """Refuse sizes that DeepSpeed has no use for: it partitions over all ranks, which may share sequences."""
-    names = ("tp_size",) if configuration.cp_size * configuration.sp_size > 1 else _REFUSED_BY_ENGINES
-    for name in names:
+    is_shared = configuration.cp_size * configuration.sp_size > 1
+    for name in ("tp_size", *(() if is_shared else ("dp_replicate_size", "dp_shard_size"))):
         if (size := getattr(configuration, name)) > 1:
             instead = "DeepSpeed partitions over all ranks; leave it out, or give fsdp_plugin= in place of DeepSpeed"
             raise refusal(configuration, name, size, instead, ours="deepspeed.stage")

@@ -21,6 +21,7 @@ logger = getLogger(__name__)
 _VARIABLES: Mapping[str, str] = MappingProxyType(
     {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
 )
+_SHARDING = "fsdp"  # which dimensions that shard imply, where no other of them is asked for
 _CLASSES = {"fsdp": "FullyShardedDataParallelPlugin", "deepspeed": "DeepSpeedPlugin"}
 _OWN = ("dynamo_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config", "fsdp_plugin")
 _FORGET = "call AcceleratorState._reset_state(reset_partial_state=True) between two runs"
@@ -175,6 +176,9 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
     Return whether drivetrain's settings decide how models are sharded. The plugin then only shows them to programs.
     """
     plugins["dynamo_plugin"] = plugins["dynamo_plugin"] or TorchDynamoPlugin()
+    if (older := plugins["torch_tp_plugin"]) is not None:  # few runs wait for the import of device meshes
+        module = import_module("drivetrain_accelerate.plugins.parallelism_config")
+        plugins["parallelism_config"] = module.dimensions_of(older, plugins["parallelism_config"])
     dimensions = plugins["parallelism_config"]
     if dimensions is not None:
         check_dimensions(dimensions, num_processes=num_processes)
@@ -197,8 +201,9 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
     is_said = found.sources["backend"].kind != "default" and found.value.backend != "auto"
     asked = [name for name, variable in _VARIABLES.items() if value_from(variable, False)]
     chosen = [found.value.backend] if is_said else asked
-    if dimensions is not None and dimensions.dp_shard_size > 1 and "deepspeed" not in chosen:
-        plugins |= _make_plugin("fsdp", fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    others = {*chosen} & {*_VARIABLES} - {_SHARDING}
+    if dimensions is not None and dimensions.dp_shard_size > 1 and not others:
+        plugins |= _make_plugin(_SHARDING, fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         return False
     if not is_said and len(asked) > 1:
         raise ValueError(
