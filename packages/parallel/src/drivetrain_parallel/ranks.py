@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 _LONE = (
     "{by}() asks on this rank for the whole of what each rank holds a part of ({place}), and other ranks do not come "
@@ -76,13 +77,10 @@ class GroupRanks:
 
     def join(self, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
         """Join the tensors of the group; see `TensorRanks`."""
-        shape, most = list(tensor.shape), max(sizes)
-        if shape[dim] < most:  # gloo and NCCL gather tensors of one shape
-            shape[dim] = most
-            padded = tensor.new_empty(shape)
-            padded.narrow(dim, 0, sizes[self.rank]).copy_(tensor)
-            tensor = padded
-        found = tensor.new_empty(len(sizes), *shape)
+        most = max(sizes)
+        if missing := most - tensor.shape[dim]:  # gloo and NCCL gather tensors of one shape
+            tensor = pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, missing])
+        found = tensor.new_empty(len(sizes), *tensor.shape)
         dist.all_gather_into_tensor(found.flatten(0, 1), tensor.contiguous(), group=self._group)
         if min(sizes) == most:
             return found.movedim(0, dim).flatten(dim, dim + 1)
