@@ -33,6 +33,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from drivetrain_memory import record_peak
 
 STEPS = 2  # before the peak is read
+LIBRARIES = """
+    torch.distributed.tensor.parallel torch.distributed.fsdp drivetrain.accelerator.accelerator
+    drivetrain_backends.composed.divided_layers drivetrain_backends.composed.divided_sequences
+    drivetrain_backends.ddp.backend drivetrain_backends.fsdp.backend
+"""
 RANKS_ASKED = 20  # of a mesh, for the members of all views
 
 
@@ -130,12 +135,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     found: dict[str, list[float]]
     if name := arguments.contestant:
-        libraries = (
-            "torch.distributed.tensor.parallel",
-            "torch.distributed.fsdp",
-            "drivetrain.accelerator.accelerator",
-        )
-        for library in libraries:
+        for library in LIBRARIES.split():
             import_module(library)  # so that libraries count for none
         mesh()
         with record_peak() as peak:
