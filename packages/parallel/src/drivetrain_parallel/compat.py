@@ -10,9 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import tree_map_only as tree_map_only  # for arguments of any nesting
 
 T = TypeVar("T", bound=Tensor)
-unseen_by_modes = (
-    _disable_current_modes  # a context, or a decorator: dispatch modes see none of its operations
-)
+unseen_by_modes = _disable_current_modes  # a context or decorator: modes see none of its operations
 
 
 @contextmanager

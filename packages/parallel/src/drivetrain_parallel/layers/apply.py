@@ -101,8 +101,7 @@ def _divide_regions(
                 setattr(module, inputs, module.get_parameter("weight").shape[kind.inputs])
     for region, inside in regions.items():
         names = [one.name for one in plan.layers if one.region == region and one.style != "summed"]
-        is_one = region and len(names) > 1
-        for name in [shared_prefix(names).removesuffix(".")] if is_one else names:
+        for name in [shared_prefix(names).removesuffix(".")] if region and len(names) > 1 else names:
             model.get_submodule(name).divided_among = inside.ranks.size
     for change in plan.attributes:
         setattr(model.get_submodule(change.module), change.attribute, change.of_rank(ranks.rank, ranks.size))

@@ -166,8 +166,7 @@ class ContextDivision:
     needed = (
         "attention must go through torch's scaled_dot_product_attention (in transformers: "
         "attn_implementation='sdpa') and be checkpointed in whole blocks alone, and all else must treat each "
-        "position alone (in fp8, scale by row) and be given positions from outside of the blocks; or leave "
-        "parallel.context out"
+        "position alone (fp8: by row) and be given positions from outside of blocks; or leave parallel.context out"
     )
 
     def __init__(self, ranks: TensorRanks, method: str | None) -> None:

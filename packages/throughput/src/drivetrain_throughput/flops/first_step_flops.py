@@ -68,8 +68,7 @@ class FirstStepFlops:
         if self._counter is not None:
             # What ranks that compute a sample together do not divide, each of them has counted.
             num_copies = self._context.ranks("replica").size / self._counter.num_parts
-            own, num_ranks = self._counter.total, self._context.topology.world_size
-            self._meter.flops_per_step = own * num_ranks / num_copies
+            self._meter.flops_per_step = self._counter.total * self._context.topology.world_size / num_copies
             self._counter, self._is_over = None, True
 
 
