@@ -1,6 +1,7 @@
 """A module's dict of parameters is what its forward reads them from; wrappers of tensors hold no values."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from drivetrain_parallel.compat import (
 
 def test_a_copy_shares_what_is_no_module_or_tensor() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    module.config = {"kind": "linear"}  # type: ignore[assignment]
+    module.config = SimpleNamespace(kind="linear")  # type: ignore[assignment]
     copied = deepcopy(module, shared_attributes(module))
+    module[0].register_forward_hook(lambda *_: torch.zeros(1, 2))
+    assert copied(torch.ones(1, 2)).any()
     assert copied.config is module.config
     assert copied[0] is not module[0]
     assert copied[0].weight is not module[0].weight

@@ -31,10 +31,12 @@ def exchanged_parameters(module: nn.Module, exchange: Callable[[Tensor], Tensor]
 def shared_attributes(module: nn.Module) -> dict[int, Any]:
     """Return the memo by which `deepcopy` copies modules and tensors alone, and shares what else modules hold.
 
-    A configuration that is copied may be another: transformers' forgets which attention it was given.
+    A configuration that is copied may be another: transformers' forgets which attention it was given. Dicts are
+    copied by themselves: hooks that the module gets later are none of the copy's.
     """
     held = ((key, value) for one in module.modules() for key, value in vars(one).items())
-    return {id(value): value for key, value in held if key not in ("_parameters", "_buffers", "_modules")}
+    others = (value for key, value in held if key not in ("_parameters", "_buffers", "_modules"))
+    return {id(value): value.copy() if isinstance(value, dict) else value for value in others}
 
 
 def make_wrapper(kind: type[T], part: Tensor, shape: Sequence[int], strides: Sequence[int]) -> T:

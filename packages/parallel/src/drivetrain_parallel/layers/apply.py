@@ -102,7 +102,7 @@ def _divide_regions(
     for region, inside in regions.items():
         names = [one.name for one in plan.layers if one.region == region and one.style != "summed"]
         for name in [shared_prefix(names).removesuffix(".")] if region and len(names) > 1 else names:
-            model.get_submodule(name).divided_among = inside.ranks.size
+            vars(model.get_submodule(name))["divided_among"] = inside.ranks.size
     for change in plan.attributes:
         setattr(model.get_submodule(change.module), change.attribute, change.of_rank(ranks.rank, ranks.size))
     return regions.values()

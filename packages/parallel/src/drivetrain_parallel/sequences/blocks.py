@@ -157,7 +157,7 @@ def divide_sequences(
     for block in map(model.get_submodule, plan.blocks):
         for module in block.modules():  # in which layers may be divided too
             if module is block or hasattr(module, "divided_among"):
-                module.divided_among = plan.size * getattr(module, "divided_among", 1)
+                vars(module)["divided_among"] = plan.size * getattr(module, "divided_among", 1)
 
 
 class ContextDivision:

@@ -17,8 +17,7 @@ class StepFlops:
     def __init__(self) -> None:
         self.total = 0
         self._mode: ModelFlopCounter | None = None
-        self._depth = 0
-        self._forward, self._weighted = 0, 0
+        self._depth = self._forward = self._weighted = 0
 
     @property
     def num_parts(self) -> float:
