@@ -34,7 +34,6 @@ def contract(kind: str, mesh: str, is_whole: bool) -> None:
     class Contract(BackendContract):
         backend = BACKENDS[kind]
         layer = RoutedLayer if "expert" in mesh else SequenceLayer
-        modes = ("no",) if "expert" in mesh else BackendContract.modes
 
     with context(parallelism=MESHES[mesh]) as where:
         if is_whole:
