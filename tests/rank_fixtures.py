@@ -44,23 +44,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Start the programs that stand for `python`, once for all lanes; the lanes begin as such processes too."""
-    pythons = start_pythons(config)
-    config.stash[_PRELOADED] = pythons
-    for spec in specs:
-        spec.python = pythons[0]
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Start the programs that stand for `python` once for all lanes, as soon as it is known that there are lanes."""
+    config.stash[_PRELOADED] = start_pythons(config)
 
 
 def pytest_configure_node(node: Any) -> None:
-    """Tell a lane which programs stand for `python`, and which Python runs the tests."""
+    """Tell a lane which programs stand for `python`."""
     node.workerinput["pythons"] = node.config.stash[_PRELOADED]
-    node.workerinput["executable"] = sys.executable
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let what a lane starts by `sys.executable` be a fresh interpreter, although the lane is none."""
-    sys.executable = getattr(config, "workerinput", {}).get("executable", sys.executable)
 
 
 def start_pythons(config: pytest.Config) -> tuple[str, ...]:
