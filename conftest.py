@@ -22,6 +22,10 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.integration.pytest import SybilItem
 from sybil.parsers.myst import CodeBlockParser, SkipParser
 
+# A build that is killed leaves a lock that nobody opens again: each checkout has its own operators of DeepSpeed, for
+# its tests and for the pages of its docs.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parent / "build" / "torch_extensions"))
+
 pytest_plugins = ["lanes", "default_cases", "drawing", "rank_fixtures", "launch_fixtures"]
 
 # Sketches of shapes and protocols, not code that a user copies.

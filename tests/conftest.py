@@ -17,9 +17,6 @@ from optional_modules import is_installed
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "bytecode"))
 
-# A build that is killed leaves a lock that nobody opens again: each checkout has its own operators of DeepSpeed.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
-
 # The lanes share the cores: the threads of more than one lane's operators would wait for each other in busy loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
