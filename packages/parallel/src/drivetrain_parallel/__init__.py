@@ -1,8 +1,9 @@
-"""Divide the layers of a PyTorch model among ranks (tensor parallelism), by a plan that is tried first.
+"""Divide the layers, the sequences or the experts of a PyTorch model among ranks, by a plan that is tried.
 
 `plan_model(model, size)` chooses layers by given patterns, by the plan that a model of transformers brings, or by
 their sizes, and tries each region on threads that stand for ranks. `divide_model(model, plan, ranks)` cuts the
 parameters of one rank, in place. `plan_experts(model, size)` plans the experts of a model, which ranks hold some of.
+`plan_sequences(model, size)` finds the blocks that compute on parts of sequences, and `divide_sequences` has them do so.
 """
 
 from typing import TYPE_CHECKING

@@ -96,8 +96,8 @@ class _RowSums(Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the cross entropy of divided logits has no gradients of gradients (create_graph=True): give the "
-                "head the style 'gathered_column'"
+                "the cross entropy of divided logits has no gradients of gradients (create_graph=True): give it "
+                "`torch.cat([logits])`, which is the whole"
             )
         part, own, spread, log_sum = ctx.saved_tensors
         gradient = torch.empty_like(part)
