@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from drivetrain_parallel.outputs.divided_tensor import DividedTensor, divided
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.ranks import TensorRanks
 from parallel.divided import ThreadRanks, assert_near, on_threads
 
@@ -16,7 +16,7 @@ Function = Callable[[Tensor], Tensor]
 
 def of_columns(part: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> DividedTensor:
     """Return the tensor of which each rank holds some columns."""
-    return divided(part, Layout.of_columns(part, sizes, ranks), "head")
+    return divided(part, PartLayout.of_columns(part, sizes, ranks), "head")
 
 
 def assert_same_of_parts(

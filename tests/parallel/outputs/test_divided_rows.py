@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain_parallel import TensorRanks, divide_model, named_cuts, part_of, plan_model
 from drivetrain_parallel.outputs.divided_tensor import DividedTensor, divided
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.sequences.positions import SequenceCut
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads
 from parallel.divided_tensors import OneOfTwo, peak_bytes
@@ -101,7 +101,7 @@ CHANGED: dict[str, Function] = {
 
 
 def of_rows(part: Tensor, cut: SequenceCut, ranks: TensorRanks) -> DividedTensor:
-    return divided(part, Layout.of_rows(part, cut.rows(len(part)), ranks), "the blocks")
+    return divided(part, PartLayout.of_rows(part, cut.rows(len(part)), ranks), "the blocks")
 
 
 def whole_of(length: int) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain_parallel import GroupRanks
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.outputs.vocabulary_loss import cross_entropy_of_parts
 from parallel.divided import ThreadRanks, assert_near, on_threads
 from parallel.divided_tensors import OneOfTwo, of_columns, peak_bytes
@@ -29,7 +29,7 @@ def compare(
         first = sum(sizes[: ranks.rank])
         own = slice(first, first + sizes[ranks.rank])
         part = logits[:, own].detach().clone().requires_grad_()
-        loss = cross_entropy_of_parts(part, target, Layout.of_columns(part, sizes, ranks), **options)
+        loss = cross_entropy_of_parts(part, target, PartLayout.of_columns(part, sizes, ranks), **options)
         loss.sum().backward()
         torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         rounding = torch.finfo(logits.dtype).eps if logits.dtype is not wide else tolerance
@@ -80,7 +80,7 @@ def test_words_that_cannot_be_and_rows_that_are_ignored_may_be_infinite() -> Non
     def work(ranks: ThreadRanks) -> tuple[float, Tensor]:
         own = slice(0, 3) if ranks.rank == 0 else slice(3, 7)
         part = logits[:, own].clone().requires_grad_()
-        loss = cross_entropy_of_parts(part, target, Layout.of_columns(part, sizes, ranks))
+        loss = cross_entropy_of_parts(part, target, PartLayout.of_columns(part, sizes, ranks))
         loss.backward()
         assert part.grad is not None
         return loss.item(), part.grad[[0, 1, 3]]
@@ -110,7 +110,7 @@ def test_more_logits_than_are_computed_at_a_time() -> None:
 def test_a_target_that_is_no_word_is_refused_on_every_rank(bad: int) -> None:
     def work(ranks: ThreadRanks) -> None:
         part = torch.randn(2, (3, 4)[ranks.rank])
-        layout = Layout.of_columns(part, (3, 4), ranks)
+        layout = PartLayout.of_columns(part, (3, 4), ranks)
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
             cross_entropy_of_parts(part, torch.tensor([1, bad]), layout)
 
@@ -120,7 +120,7 @@ def test_a_target_that_is_no_word_is_refused_on_every_rank(bad: int) -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     def work(ranks: ThreadRanks) -> None:
         part = torch.randn(2, 3, requires_grad=True)
-        loss = cross_entropy_of_parts(part, torch.tensor([1, 4]), Layout.of_columns(part, (3, 3), ranks))
+        loss = cross_entropy_of_parts(part, torch.tensor([1, 4]), PartLayout.of_columns(part, (3, 3), ranks))
         with pytest.raises(RuntimeError, match="no gradients of gradients"):
             torch.autograd.grad(loss, part, create_graph=True)
 

@@ -3,7 +3,7 @@
 `plan_model(model, size)` chooses layers by given patterns, by the plan that a model of transformers brings, or by
 their sizes, and tries each region on threads that stand for ranks. `divide_model(model, plan, ranks)` cuts the
 parameters of one rank, in place. `plan_experts(model, size)` plans the experts of a model, which ranks hold some of.
-`plan_sequences(model, size)` finds the blocks that compute on parts of sequences, and `divide_sequences` has them do so.
+`plan_sequences(model, size)` finds the blocks that compute on parts of sequences; `divide_sequences` divides them.
 """
 
 from typing import TYPE_CHECKING

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from drivetrain_parallel.compat import exchanged_parameters
 from drivetrain_parallel.layers.token_exchange import apply_experts, share_tokens
 from drivetrain_parallel.outputs.divided_tensor import by_rows, divided
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.plan import LayerPlan, Style
 from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join, with_mean_gradient
 from drivetrain_parallel.streams import RankStream
@@ -224,7 +224,7 @@ def _vocabulary_column(
         part = whole(module, enter(tensor, ranks))
         # Ranks train alike, whereas one of them may evaluate or show what the model returns.
         if module.training and part.requires_grad and not torch.compiler.is_compiling():
-            layout = Layout.of_columns(part, sizes, ranks)
+            layout = PartLayout.of_columns(part, sizes, ranks)
             return divided(part, layout, f"{plan.name}, call {next(calls)}")
         return join(part, -1, sizes, ranks)
 

@@ -19,7 +19,7 @@ from drivetrain_parallel.compat import (
     make_wrapper,
     tree_map_only,
 )
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.outputs.row_functions import RowCall, is_by_row, rows_seen
 from drivetrain_parallel.outputs.vocabulary_loss import cross_entropy_of_parts
 
@@ -41,8 +41,8 @@ class DividedTensor(Tensor):
     therefore joined by joining what it is a view of.
 
     Attributes:
-        part: What this rank holds, of shape (own rows, own columns), without a graph; empty once joined.
-        held: Where the parts of all ranks belong.
+        part: The values that this rank holds, of shape (own rows, own columns), without a graph; empty once joined.
+        held: The layout of the parts of all ranks.
         place: The name of this tensor, the same on all ranks, and another for other tensors.
         whole: The whole tensor, once joined.
         node: The node of the graph that has joined it.
@@ -50,14 +50,14 @@ class DividedTensor(Tensor):
     """
 
     part: Tensor
-    held: Layout
+    held: PartLayout
     place: str
     whole: Tensor | None
     node: object
     seen_of: "tuple[DividedTensor, Callable[[Tensor], Tensor]] | None"
 
     @classmethod
-    def of(cls, part: Tensor, layout: Layout, place: str) -> Self:
+    def of(cls, part: Tensor, layout: PartLayout, place: str) -> Self:
         """Return the tensor of a part, without a graph."""
         num_columns = sum(layout.sizes)
         strides = (*(stride * num_columns for stride in layout.rows.stride()), 1)
@@ -126,7 +126,7 @@ class DividedTensor(Tensor):
         return self.whole
 
 
-def divided(part: Tensor, layout: Layout, place: str) -> DividedTensor:
+def divided(part: Tensor, layout: PartLayout, place: str) -> DividedTensor:
     """Return the whole of which this rank holds `part`, of shape (..., own columns); see `DividedTensor`.
 
     All ranks call the same functions with it.
@@ -153,7 +153,7 @@ class _Divide(Function):
     """The whole tensor, of this rank's part: the gradient is a part too."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, layout: Layout, place: str) -> DividedTensor:
+    def forward(ctx: Any, part: Tensor, layout: PartLayout, place: str) -> DividedTensor:
         ctx.layout = layout
         return DividedTensor.of(part, layout, place)
 

@@ -15,7 +15,7 @@ from drivetrain_parallel.ranks import OneRank, TensorRanks, gather, join
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class PartLayout:
     """The layout of a tensor of which ranks hold parts of shape (num_own, own columns).
 
     Ranks that hold other rows average the gradients of parameters: the gradient of a part is as many times its share
@@ -28,7 +28,7 @@ class Layout:
         row_ranks: The ranks that hold the rows.
         sizes: The number of columns of each of `column_ranks`.
         column_ranks: The ranks that hold columns of the same rows.
-        factor: How many times the parts are larger than their share of the whole: 1, but for gradients.
+        factor: The number of times that parts are larger than their share of the whole: 1, but for gradients.
     """
 
     rows: Tensor
@@ -74,7 +74,7 @@ class Layout:
         every.scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))
         return every.narrow(0, self.row_ranks.rank * self.num_own, self.num_own)
 
-    def is_like(self, other: "Layout") -> bool:
+    def is_like(self, other: "PartLayout") -> bool:
         """Return whether parts of two layouts hold the same rows, and columns that belong together."""
         same_columns = self.sizes == other.sizes or self.has_whole_rows
         is_same = self.dense_rows is other.dense_rows and self.column_ranks is other.column_ranks

@@ -1,4 +1,4 @@
-"""Which functions of torch treat each row alone, so that ranks compute them on their own rows or columns.
+"""The functions of torch that treat each row alone, so that ranks compute them on their own rows or columns.
 
 They are known by name, and by what their other arguments are. Anything else is given the whole.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCall:
     """A call of a function with parts, of which `parts` are some of `args`, in place of divided tensors."""
 
-    layout: Layout
+    layout: PartLayout
     parts: tuple[Tensor, ...]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -81,7 +81,9 @@ _BY_ROW: Mapping[str, Callable[[RowCall], bool]] = MappingProxyType(
 )
 
 
-def rows_seen(name: str, layout: Layout, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def rows_seen(
+    name: str, layout: PartLayout, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
     """Return the rows of what a view, a copy or an index is of; None if it is none that leaves rows as they are."""
     if name == "contiguous" and not (args or kwargs):
         return layout.dense_rows
@@ -103,7 +105,7 @@ def _flattened(rows: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | 
     return rows if start == end else None
 
 
-def _reshaped(layout: Layout, name: str, sizes: Sequence[Any]) -> Tensor | None:
+def _reshaped(layout: PartLayout, name: str, sizes: Sequence[Any]) -> Tensor | None:
     if not sizes or any(type(size) is not int for size in sizes):
         return None
     *outer, last = sizes

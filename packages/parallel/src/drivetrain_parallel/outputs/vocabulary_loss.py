@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.ranks import TensorRanks
 
 _ELEMENTS = 2**22  # of the logits that are widened or exponentiated at a time, 16 MiB in fp32
@@ -22,7 +22,7 @@ _ELSEWHERE = torch.iinfo(torch.int32).min  # a target without a word here: of an
 def cross_entropy_of_parts(
     part: Tensor,
     target: Tensor,
-    layout: Layout,
+    layout: PartLayout,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,

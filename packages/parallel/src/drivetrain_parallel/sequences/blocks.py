@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.outputs.divided_tensor import divided
-from drivetrain_parallel.outputs.layout import Layout
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
 from drivetrain_parallel.ranks import TensorRanks
@@ -190,8 +190,8 @@ class ContextDivision:
             return self.join(states, cut)
         return divided(states, self._layout(states, cut), f"the blocks, call {next(self._calls)}")
 
-    def _layout(self, states: Tensor, cut: SequenceCut) -> Layout:
-        return Layout.of_rows(states, cut.rows(len(states)), self._ranks)
+    def _layout(self, states: Tensor, cut: SequenceCut) -> PartLayout:
+        return PartLayout.of_rows(states, cut.rows(len(states)), self._ranks)
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return this rank's part of what belongs to positions; masks stay whole."""

@@ -5,7 +5,6 @@ from math import prod
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
@@ -40,9 +39,8 @@ class ModelFlopCounter(FlopCounterMode):
             hook.remove()
         return super().__exit__(*error)
 
-    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        shares = [getattr(one, "divided_among", None) for one in (module, *args[:1])]
-        known = [share for share in shares if share is not None]
+    def _begin_forward(self, module: Any, args: tuple[Any, ...]) -> None:
+        known = [one.divided_among for one in (module, *args[:1]) if hasattr(one, "divided_among")]
         self._num_parts.append(prod(known) if known else self._num_parts[-1])
 
     def _end_forward(self, *_: Any) -> None:
