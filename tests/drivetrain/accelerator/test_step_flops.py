@@ -114,7 +114,7 @@ DIMENSIONS: list[tuple[str, int, dict[str, Any]]] = [
 )
 @pytest.mark.default_cases("single tensor", "ddp context")
 def test_ranks_that_divide_a_model_count_it_once(backend: str, sizes: dict[str, Any]) -> None:
-    """The head is whole on every rank, and so counted by each."""
+    """What each rank computes whole, as a head beside divided layers, or of its own rows, counts once."""
     found = flops_of_a_step(backend, {}, parallelism=ParallelDims(**sizes))
     assert found == pytest.approx(in_theory(), rel=0.02)
 
