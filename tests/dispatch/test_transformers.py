@@ -8,8 +8,9 @@ import torch
 
 from dispatch.models import assert_same_weights, copied
 from drivetrain_dispatch.offload.dispatch import dispatch_model, offload_stats, remove_hooks
+from optional_modules import import_later
 
-transformers = pytest.importorskip("transformers")
+transformers = import_later("transformers")
 
 KINDS = {
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 2}),

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import diffusers
 import torch
 
+from optional_modules import import_later
 from sweep.model_cases import ModelCase, seeded
 
+diffusers = import_later("diffusers")
 Batch = Callable[[int], dict[str, Any]]
 
 _UNET: Mapping[str, Any] = {

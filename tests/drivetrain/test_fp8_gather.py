@@ -11,8 +11,9 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model
+from optional_modules import skip_without
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 ALL = LayerFilter(skip_first=False, skip_last=False)
 FACTOR = 100.0  # a scale of the weights before would clip these

@@ -20,8 +20,9 @@ from drivetrain_precision import (
     load_recipe_state,
     recipe_state,
 )
+from optional_modules import skip_without
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 
 @dataclass(frozen=True, kw_only=True)

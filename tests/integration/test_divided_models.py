@@ -12,10 +12,11 @@ from torch.optim import AdamW
 
 from drivetrain import Accelerator
 from drivetrain_state import ParallelDims
+from optional_modules import skip_without
 from parallel.transformers_cases import CASES
 from plain_loop.accelerated import accelerator_of, take_steps
 
-pytest.importorskip("transformers")
+skip_without("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and PEFT warn of their own classes
 
 TOKENS = torch.randint(5, 65, (4, 9), generator=torch.Generator().manual_seed(0))

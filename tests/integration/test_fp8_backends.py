@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain_precision import LayerFilter, TorchaoRecipe, convert_model
+from optional_modules import skip_without
 from plain_loop.accelerated import accelerator_of, take_steps
 from plain_loop.accelerated import weights_of as full_weights
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 Scaling = Literal["tensorwise", "rowwise", "mxfp8"]
 NUM_MICRO_BATCHES, HALF_WAY, NUM_STEPS = 8, 2, 4

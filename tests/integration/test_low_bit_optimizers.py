@@ -20,11 +20,12 @@ from integration.low_bit_training import (
     weights,
 )
 from logged_messages import messages_of
+from optional_modules import skip_without
 from plain_loop.accelerated import accelerator_of
 from plain_loop.case import assert_same_on_all_ranks
 
-pytest.importorskip("torchao")
-pytest.importorskip("bitsandbytes")
+skip_without("torchao")
+skip_without("bitsandbytes")
 LOW_BIT = {**TORCHAO, **BITSANDBYTES}
 CLASSES = {
     "torchao AdamW8bit": "OptimState8bit",

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from optional_modules import skip_without
 from plain_loop.accelerated import DDP, FSDP, SINGLE, accelerator_of, take_steps
 from plain_loop.case import Case, own_rank, run_plain
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
-pytest.importorskip("peft")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
+skip_without("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")  # none is merged
 
 KINDS = ("int8", "int4", "float8", "nf4")

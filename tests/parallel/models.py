@@ -1,5 +1,6 @@
 """Small modules whose sizes allow a division that their computation may not."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,3 +178,19 @@ class Routed(nn.Module):
         rows = self.norm(x).flatten(0, -2)
         weights, index = self.router(rows).softmax(-1).topk(2)
         return x + self.experts(rows, index, weights).view(x.shape)
+
+
+# How a model may go through three blocks, other than from the first to the last.
+ROUTES: Mapping[str, Callable[..., Tensor]] = {
+    "uses a middle state": lambda x, a, b, c: c(b(x := a(x))) + x,
+    "returns all states": lambda x, a, b, c: torch.stack([x, x := a(x), x := b(x), c(x)]).sum(0),
+    "leaves early": lambda x, a, b, c: b(a(x)),
+    "skips the first": lambda x, a, b, c: c(b(x)),
+    "skips the middle": lambda x, a, b, c: c(a(x)),
+    "runs one twice": lambda x, a, b, c: c(b(b(a(x)))),
+    "in another order": lambda x, a, b, c: a(c(b(x))),
+    "goes around": lambda x, a, b, c: c(b(a(x))) + x,
+    "moves positions between": lambda x, a, b, c: c(b(a(x).roll(1, 1))),
+    "drops a sequence between": lambda x, a, b, c: torch.cat([c(b(a(x)[:1])), x[1:]]),
+    "scales between": lambda x, a, b, c: c(b(a(x) * 0.5)),
+}

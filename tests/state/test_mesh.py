@@ -55,7 +55,10 @@ def test_what_is_not_said_is_what_is_left(
             {"shard": 2, "tensor": 2, "expert": 3},
             "shard=2 x context=1 x tensor=2: .*these 4 processes; expert may be 1, 2, 4$",
         ),
-        ({"data": 8, "expert": 2}, "not among those of data: say shard in place of data$"),
+        (
+            {"data": 8, "expert": 2},
+            "not among those of data: say shard in place of data, under a backend that shards$",
+        ),
         (
             {"shard": 4, "expert": 3},
             "shard=4 x context=1 x tensor=1: .*these 4 processes; expert may be 1, 2, 4$",

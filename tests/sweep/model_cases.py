@@ -4,10 +4,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 from torch import Tensor, nn
+
+from optional_modules import import_later
+
+diffusers = import_later("diffusers")
 
 # Every name by which a configuration of transformers says how large a model is.
 SIZES: Mapping[str, int] = {

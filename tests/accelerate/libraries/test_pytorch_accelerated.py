@@ -3,9 +3,10 @@
 import pytest
 
 from accelerate_programs import run_program
+from optional_modules import skip_without
 
-pytest.importorskip("accelerate", reason="the interface is held against the real one")
-pytest.importorskip("pytorch_accelerated", reason="its Trainer is what runs")
+skip_without("accelerate")  # the interface is held against the real one
+skip_without("pytorch_accelerated")  # its Trainer is what runs
 
 
 @pytest.mark.slow

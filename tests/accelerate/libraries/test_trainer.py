@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from accelerate_programs import program_done, run_program
+from optional_modules import skip_without
 
-pytest.importorskip("accelerate", reason="the interface is held against the real one")
-pytest.importorskip("transformers", reason="its Trainer is what runs")
+skip_without("accelerate")  # the interface is held against the real one
+skip_without("transformers")  # its Trainer is what runs
 
 
 def trained(folder: Path, *arguments: str, ours: bool, num_processes: int = 1) -> Any:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from torch.utils.data import DataLoader
 
 from accelerate_sides import SIDES
+from optional_modules import skip_without
 from processes import RankPool
 
-pytest.importorskip("accelerate")
-pytest.importorskip("datasets")
+skip_without("accelerate")
+skip_without("datasets")
 
 
 def numbers(begins: list[int]) -> Iterator[dict[str, int]]:

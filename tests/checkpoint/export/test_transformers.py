@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from drivetrain_checkpoint import load_model, save_model
+from optional_modules import import_later
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed beside this package")
+transformers = import_later("transformers")  # transformers is not installed beside this package
 
 KINDS = ["GPT2", "Llama"]
 SIZES = ["5GB", "20KB"]

@@ -29,8 +29,9 @@ from drivetrain_dispatch.loading.quantize_on_load import with_quantized_sizes
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.quantization.block_scaled import BlockScaledTensor
 from drivetrain_weights import MappedFile
+from optional_modules import import_later
 
-transformers = pytest.importorskip("transformers")
+transformers = import_later("transformers")
 
 SMALL = {
     "vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "n_routed_experts": 4, "n_group": 2,

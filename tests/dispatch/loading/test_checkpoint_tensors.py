@@ -25,8 +25,9 @@ from drivetrain_dispatch import (
     load_checkpoint_in_model,
 )
 from drivetrain_dispatch.conversion.lazy_tensor import LazyTensor
+from optional_modules import import_later
 
-transformers = pytest.importorskip("transformers")
+transformers = import_later("transformers")
 
 TEXT = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,

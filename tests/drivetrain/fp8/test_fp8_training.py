@@ -21,7 +21,7 @@ from drivetrain_precision.dtypes.fp32_islands import Fp32Island
 from drivetrain_precision.fp8.protocol import Requirements
 from optional_modules import skip_without
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 QUIET: dict[str, Any] = {"run": {"show_plan": False}}
 

@@ -6,10 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drivetrain_parallel import Cut, GroupRanks, LayerPlan, ParallelPlan, divide_model, plan_model
+from drivetrain_parallel import (
+    Cut,
+    GroupRanks,
+    LayerPlan,
+    ParallelPlan,
+    divide_model,
+    named_cuts,
+    part_of,
+    plan_model,
+)
 from drivetrain_parallel.layers.divided_layers import is_divided, kind_of
-from parallel.divided import ThreadRanks, assert_same, on_threads, with_random_values
+from parallel.divided import ThreadRanks, assert_near, assert_same, on_threads, with_random_values
 from parallel.models import WIDTH, Attention, Perceptron
 
 INPUT = torch.randn(2, 5, WIDTH, dtype=torch.float64)
@@ -119,6 +129,33 @@ def test_an_input_that_wants_no_gradient_sends_none() -> None:
         return counting.num_sums
 
     assert on_threads(2, work) == [1, 1]
+
+
+def test_gradients_of_gradients_are_those_of_the_whole() -> None:
+    whole = with_random_values(nn.Sequential(Perceptron(), Attention()))
+    plan = plan_model(whole, 2)
+
+    def penalise(model: nn.Module) -> dict[str, Tensor]:
+        given = INPUT.clone().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            (gradient,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+            (gradient.norm(dim=-1) - 1).square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = penalise(deepcopy(whole))
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(whole)
+        divide_model(own, plan, ranks)
+        cuts = {name: cut for name, _, cut in named_cuts(own, plan)}
+        found = penalise(own)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            wanted = expected[name]
+            wanted = part_of(wanted, cuts[name], ranks.rank, 2) if name in cuts else wanted
+            assert_near(f"the gradient of {name}", gradient, wanted, 1e-9, 1e-9)
+
+    on_threads(2, work)
 
 
 def test_layers_without_a_bias_are_divided() -> None:

@@ -240,6 +240,16 @@ def test_hooks_see_gradients_of_the_whole() -> None:
             assert_near("the gradient", one, other, 1e-11)
 
 
+def test_what_is_computed_of_one_tensor_has_names_of_its_own() -> None:
+    def work(ranks: ThreadRanks) -> None:
+        rows = of_rows(torch.ones(2, 4, WIDTH), SequenceCut(length=8, size=2), ranks)
+        found = [rows * 2, rows * 3, rows[:1], rows[1:], (rows * 2) * 2]
+        places = [one.place for one in found if isinstance(one, DividedTensor)]
+        assert len(set(places)) == len(found)
+
+    on_threads(2, work)
+
+
 class Unchanged(torch.autograd.Function):
     """A function that returns what it is given, as those that wait for a module's gradients do."""
 

@@ -190,7 +190,7 @@ def test_pieces_are_those_that_are_said() -> None:
 
 
 def test_given_styles_are_tried() -> None:
-    match = "up of 32 outputs and down of 32 inputs cannot be divided among 2 ranks: .*; give them the style 'whole'"
+    match = "up of 32 outputs and down of 32 inputs cannot be divided among 2 ranks: .*; give '.*' the style 'whole'"
     with pytest.raises(ParallelPlanError, match=match):
         plan_model(Perceptron(nn.LayerNorm(32)), 2, {"up": "column", "down": "row"})
 

@@ -1,12 +1,13 @@
 from copy import deepcopy
 from dataclasses import replace
+from threading import current_thread, main_thread
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain_parallel import ParallelPlan
+from drivetrain_parallel import ParallelPlan, plan_model
 from drivetrain_parallel.planning.regions import RegionShape, proposals
 from drivetrain_parallel.planning.trial import Trial
 from parallel.models import WIDTH, Attention, Conditioned, ConditionedAttention, MaskedAttention, Perceptron
@@ -113,6 +114,17 @@ def test_what_draws_random_numbers_is_observed(module: nn.Module, draws: bool) -
     settled = next(one for plan in plans(module) if (one := trial.settled(plan)) is not None)
     assert bool(settled.random) is draws
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_leave_the_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two that read and set it at once may wait for each other for ever.
+    def fail(*_: object) -> None:
+        assert current_thread() is main_thread()
+
+    for name in ("get_rng_state", "set_rng_state"):
+        given = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, given=given: fail() or given(*args))
+    assert plan_model(Attention(dropout=0.5), 2).layers
 
 
 def test_gradients_that_are_parts_are_summed() -> None:

@@ -22,7 +22,7 @@ from drivetrain_parallel import (
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.sequences.between_layers import BetweenPlan, plan_between_layers
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
-from parallel.models import WIDTH, Attention, Perceptron
+from parallel.models import ROUTES, WIDTH, Attention, Perceptron
 from parallel.transformers_cases import CASES, inputs_of
 
 
@@ -100,6 +100,22 @@ def test_blocks_compute_alike(size: int, length: int) -> None:
     names = ("attention", "perceptron")
     assert plan.joins == plan.takes == tuple(f"blocks.{index}.{name}" for index in range(2) for name in names)
     assert plan.summed[:3] == ("blocks.0", "blocks.0.norms.0", "blocks.0.norms.1")
+
+
+class Routed(Model):
+    """A model of three blocks, which `route` goes through in another way."""
+
+    def __init__(self, route: str) -> None:
+        super().__init__(num_blocks=3)
+        self.route = ROUTES[route]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.route(self.words(tokens), *self.blocks)))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_may_go_through_its_blocks_in_any_way(route: str) -> None:
+    assert_same(with_random_values(Routed(route)), 2, [tokens_of(7)])
 
 
 def test_what_stands_between_layers_holds_parts() -> None:

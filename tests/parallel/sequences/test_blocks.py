@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from drivetrain_parallel.compat import DisableTorchFunctionSubclass
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.sequences.block_calls import sequence_dim
 from parallel.divided import ThreadRanks, assert_near, gradients, on_threads, trained, with_random_values
+from parallel.models import ROUTES
 from parallel.transformers_cases import CASES, Case, inputs_of
 
 WIDTH = 16
@@ -111,6 +113,74 @@ def test_a_stack_of_blocks_computes_alike(num_blocks: int, length: int, method: 
     assert_same(with_random_values(Model(num_blocks)), 2, [tokens_of(length)], method=method)
 
 
+class Routed(Model):
+    """A model of three blocks, which `route` goes through in another way."""
+
+    def __init__(self, route: str, **options: Any) -> None:
+        super().__init__(3, **options)
+        self.route = ROUTES[route]
+
+    def forward(self, given: Tensor) -> Tensor:
+        x = given if given.is_floating_point() else self.words(given)
+        scale = self.places.weight[: x.shape[1], :1].abs()
+
+        def call(block: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(block, x, scale, use_reentrant=False) if self.recomputes else block(x, scale)
+
+        return self.head(self.norm(self.route(x, *(partial(call, block) for block in self.blocks))))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.default_cases("False", "returns all states-True")
+def test_a_model_may_go_through_its_blocks_in_any_way(route: str, recomputes: bool) -> None:
+    assert_same(with_random_values(Routed(route, recomputes=recomputes)), 2, [tokens_of(7)])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_states_between_blocks_are_whole_in_evaluation_too(route: str) -> None:
+    whole = with_random_values(Routed(route)).eval()
+    expected = whole(tokens_of(7)).detach()
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(whole)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert_near("the output", own(tokens_of(7)), expected, 1e-9)
+
+    on_threads(2, work)
+
+
+def test_the_gradient_of_the_input_is_whole_on_each_rank() -> None:
+    whole = with_random_values(Routed("goes around"))
+    given = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _, expected = trained(whole, [given])
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(whole)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        _, found = trained(own, [given])
+        assert_near("the gradient of the input", found[0], expected[0], 1e-9)
+
+    on_threads(2, work)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    whole = with_random_values(Routed("leaves early"))
+
+    def work(ranks: ThreadRanks) -> None:
+        own = deepcopy(whole)
+        divide_sequences(own, plan_sequences(own, 2), ranks)
+        given = torch.randn(2, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(own(given).square().sum(), given, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        on_threads(2, work)
+
+
 def two_lengths(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     """Two forwards before one backward, which runs the blocks of the first one again after those of the second."""
     return torch.cat([model(inputs[0]), model(inputs[1])], 1)
@@ -118,9 +188,8 @@ def two_lengths(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 
 def test_blocks_that_backward_runs_again_compute_alike() -> None:
     model = with_random_values(Model(recomputes=True))
-    assert_same(model, 2, [tokens_of(8), tokens_of(11)], call=two_lengths)
-    with pytest.raises(ParallelPlanError, match=r"sequences of \[7, 8\] positions: pad .* a multiple of 4"):
-        assert_same(model, 2, [tokens_of(8), tokens_of(7)], call=two_lengths)
+    for length in (11, 7):  # of 7 and 8, parts are equally long
+        assert_same(model, 2, [tokens_of(8), tokens_of(length)], call=two_lengths)
 
 
 def test_lengths_of_evaluation_do_not_mix_with_those_of_training() -> None:

@@ -12,8 +12,9 @@ from drivetrain_precision import (
     TransformerEngineRecipe,
     convert_model,
 )
+from optional_modules import skip_without
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 
 class Block(nn.Module):

@@ -15,8 +15,9 @@ from drivetrain_precision import (
     load_recipe,
     recipe_names,
 )
+from optional_modules import skip_without
 
-pytest.importorskip("torchao", reason="an extra of drivetrain-precision brings it")
+skip_without("torchao")  # an extra of drivetrain-precision brings it
 
 
 def contract(recipe: Any, **attributes: Any) -> RecipeContract:

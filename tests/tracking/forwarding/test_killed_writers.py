@@ -10,8 +10,9 @@ import pytest
 from drivetrain_tracking import JSONLTracker
 from drivetrain_tracking.forwarding.delivery import Delivery, delivery_path
 from drivetrain_tracking.spool.spool_reader import SpoolReader
+from optional_modules import import_later
 
-loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+loader = import_later("tensorboard.backend.event_processing.event_file_loader")
 
 
 def writer(log: JSONLTracker, *, parent: int) -> "subprocess.Popen[bytes]":

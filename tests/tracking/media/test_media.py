@@ -19,10 +19,11 @@ from drivetrain_tracking import (
 from drivetrain_tracking.forwarding.forwarder import logged_record
 from drivetrain_tracking.spool.spool_reader import SpoolReader
 from drivetrain_tracking.values.records import ALL_MEDIA, LoggedRecord, StoredMedium
+from optional_modules import import_later
 
-np = pytest.importorskip("numpy")
-torch = pytest.importorskip("torch")
-PillowImage = pytest.importorskip("PIL.Image")
+np = import_later("numpy")
+torch = import_later("torch")
+PillowImage = import_later("PIL.Image")
 
 
 def logged(folder: Path, values: dict[str, object]) -> LoggedRecord:

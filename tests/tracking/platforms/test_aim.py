@@ -11,10 +11,11 @@ from drivetrain_tracking.platforms import compat
 from drivetrain_tracking.platforms.aim import AimTracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
+from optional_modules import import_later
 from tracking.platforms.platform_tests import QuietPlatformTests, started
 
-aim = pytest.importorskip("aim")
-Context = pytest.importorskip("aim.storage.context").Context
+aim, contexts = import_later("aim"), import_later("aim.storage.context")
+pytestmark = pytest.mark.slow  # its import and a repository take 15 seconds
 
 
 class InOneRepository(AimTracker):
@@ -99,7 +100,7 @@ def sequence(
         "audios": run.get_audio_sequence,
         "distributions": run.get_distribution_sequence,
     }[kind]
-    steps, (values, _, times) = get(name, Context(context)).data.items_list()
+    steps, (values, _, times) = get(name, contexts.Context(context)).data.items_list()
     return steps, times, values
 
 

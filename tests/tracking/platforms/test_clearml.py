@@ -16,6 +16,7 @@ from tracking.platforms.platform_tests import PlatformTests
 clearml = import_later("clearml")
 
 pytestmark = [
+    pytest.mark.slow,
     # the reader of configuration files that clearml 2.1 brings calls pyparsing 3 by its old names
     pytest.mark.filterwarnings("ignore:'.*' .*deprecated.* use '.*':DeprecationWarning"),
 ]

@@ -13,18 +13,17 @@ from drivetrain_tracking.platforms.comet import CometTracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
 from killed_trackers import distinct_rows
+from optional_modules import import_later
 from tracking.platforms.platform_tests import PlatformTests
 
-with pytest.MonkeyPatch.context() as patch:
-    # Else the import makes experiments of what other tests of this process log to MLflow.
-    patch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
-    comet_ml = pytest.importorskip("comet_ml")
-offline = pytest.importorskip("comet_ml.offline")
+comet_ml, offline = import_later("comet_ml"), import_later("comet_ml.offline")
 
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No API key is configured."""
+    # Else the import makes experiments of what other tests of this process log to MLflow.
+    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     monkeypatch.setenv("COMET_CONFIG", str(tmp_path / "none.config"))
 

@@ -34,6 +34,7 @@ def test_aim_stores_a_value_with_its_time_and_finds_the_run_in_its_index(aim_run
     compat.aim_wait_for_server(aim_run.repo)  # none there: returns at once
 
 
+@pytest.mark.slow
 def test_aim_forgets_which_runs_there_are(aim_run: Any) -> None:
     before = aim_run.repo.list_all_runs()
     (Path(aim_run.repo.path) / "meta" / "chunks" / "another").mkdir()
@@ -174,6 +175,7 @@ def test_comet_reads_the_head_that_is_written_for_a_killed_experiment(
     assert (tmp_path / config.OFFLINE_EXPERIMENT_JSON_FILE_NAME).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_clearml_can_report_from_a_thread_and_says_whether_it_has_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.dvclive import DVCLiveTracker, free_name
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
+from optional_modules import import_later
 from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 dvclive = pytest.importorskip("dvclive")
-utils = pytest.importorskip("dvclive.utils")
+utils = import_later("dvclive.utils")
 
 
 @pytest.fixture(autouse=True)

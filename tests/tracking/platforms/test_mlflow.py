@@ -14,10 +14,11 @@ from drivetrain_tracking.platforms.conventions import CONVENTIONS
 from drivetrain_tracking.platforms.mlflow import MLflowTracker
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium
+from optional_modules import import_later, skip_without
 from tracking.platforms.platform_tests import PlatformTests, started
 
-mlflow = pytest.importorskip("mlflow")
-pytest.importorskip("sqlalchemy")
+mlflow = import_later("mlflow")
+skip_without("sqlalchemy")
 
 pytestmark = [
     # mlflow 3.17's own use of SQLAlchemy 2.1
@@ -59,6 +60,10 @@ class TestMLflow(PlatformTests):
                 super().start(run_name, config, experiment=str(directory), **options)
 
         return InExperiment(directory)
+
+    @pytest.mark.slow  # MLflow begins each experiment by a dozen of transactions
+    def test_it_passes_the_contract_of_platforms(self, tmp_path: Path) -> None:
+        super().test_it_passes_the_contract_of_platforms(tmp_path)
 
     def logged(self, directory: Path) -> Sequence[tuple[int | None, Mapping[str, object]]]:
         return list(read_rows(*only_run(self.store, str(directory))).values())

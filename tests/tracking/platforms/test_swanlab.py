@@ -10,11 +10,12 @@ import pytest
 from drivetrain_tracking.platforms.swanlab import SwanLabTracker, chosen_mode
 from drivetrain_tracking.run.run_state import RunState
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
+from optional_modules import import_later
 from tracking.platforms.platform_tests import QuietPlatformTests, started
 
 swanlab = pytest.importorskip("swanlab")
-store = pytest.importorskip("swanlab.sdk.internal.core_python.store")
-protocol = pytest.importorskip("swanlab.proto.swanlab.record.v1.record_pb2")
+store = import_later("swanlab.sdk.internal.core_python.store")
+protocol = import_later("swanlab.proto.swanlab.record.v1.record_pb2")
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,11 @@ import pytest
 from drivetrain_tracking.errors import TrackerStateError
 from drivetrain_tracking.platforms.tensorboard import TensorBoardTracker
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
+from optional_modules import import_later
 from tracking.platforms.platform_tests import QuietPlatformTests, started
 
-np = pytest.importorskip("numpy")
-events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+np = import_later("numpy")
+events = import_later("tensorboard.backend.event_processing.event_file_loader")
 
 
 class TestTensorBoard(QuietPlatformTests):

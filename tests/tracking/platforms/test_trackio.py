@@ -9,9 +9,10 @@ import pytest
 
 from drivetrain_tracking.platforms.trackio import TrackioTracker
 from drivetrain_tracking.values.records import LoggedRecord, StoredMedium, flat_values
+from optional_modules import skip_without
 from tracking.platforms.platform_tests import QuietPlatformTests, started
 
-pytest.importorskip("orjson", reason="a dependency of trackio alone")
+skip_without("orjson")  # a dependency of trackio alone
 
 
 @pytest.fixture(scope="module", autouse=True)

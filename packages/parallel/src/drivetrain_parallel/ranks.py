@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
@@ -145,8 +146,7 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd owns what it passes
-        ctx.ranks.add_up(gradient)
-        return gradient, None
+        return add_up(gradient, ctx.ranks), None
 
 
 class _AddUp(Function):
@@ -155,13 +155,15 @@ class _AddUp(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
         ctx.mark_dirty(tensor)
+        ctx.ranks = ranks
         ranks.add_up(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return gradients[0], None
+        return enter(
+            gradients[0], ctx.ranks
+        ), None  # whose own gradient is a sum: those of gradients are right
 
 
 class _Join(Function):
@@ -169,12 +171,25 @@ class _Join(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
-        ctx.where = dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        ctx.where = dim, sizes, ranks
         return ranks.join(tensor.contiguous(), dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0].narrow(*ctx.where), None, None, None
+        return _Own.apply(gradients[0], *ctx.where), None, None, None  # type: ignore[return-value]
+
+
+class _Own(Function):
+    """This rank's part of what all ranks hold alike: the gradients of all parts are that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+        ctx.where = dim, sizes, ranks
+        return tensor.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Join.apply(gradients[0], *ctx.where), None, None, None  # type: ignore[return-value]
 
 
 class _Exchange(Function):
@@ -187,13 +202,16 @@ class _Exchange(Function):
         ranks: TensorRanks,
         sent: Sequence[int] | None,
         received: Sequence[int] | None,
+        gradient_factor: float,
     ) -> Tensor:
-        ctx.back = ranks, received, sent
+        ctx.back, ctx.factor = (ranks, received, sent, 1), gradient_factor
         return ranks.exchange(tensor.contiguous(), sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[return-value]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        gradient: Any = _Exchange.apply(gradients[0], *ctx.back)
+        # In place: what an exchange returns is new, and nothing else holds it.
+        return gradient if ctx.factor == 1 else gradient.mul_(ctx.factor), None, None, None, None
 
 
 class _Gather(Function):
@@ -205,22 +223,10 @@ class _Gather(Function):
         return ranks.join(tensor.contiguous(), dim, (tensor.shape[dim],) * ranks.size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = torch.stack(gradients[0].chunk(ctx.ranks.size, ctx.dim))
         return ctx.ranks.exchange(parts).sum(0), None, None
-
-
-class _Mean(Function):
-    """A parameter whose gradient is the sum of several losses: what is passed on is their mean."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, num_losses: int) -> Tensor:
-        ctx.num_losses = num_losses
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.num_losses, None
 
 
 def enter(tensor: Tensor, ranks: TensorRanks) -> Tensor:
@@ -246,12 +252,14 @@ def exchange(
     ranks: TensorRanks,
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
+    *,
+    gradient_factor: float = 1,
 ) -> Tensor:
     """Return the rows that all ranks send to this one; see `TensorRanks.exchange`. Called on all of them.
 
-    Backward, which sends gradients back, is called on all of them too.
+    Backward, which sends gradients back and multiplies them by `gradient_factor`, is called on all of them too.
     """
-    return _Exchange.apply(tensor, ranks, sent, received)  # type: ignore[no-any-return]
+    return _Exchange.apply(tensor, ranks, sent, received, gradient_factor)  # type: ignore[no-any-return]
 
 
 def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
@@ -260,8 +268,3 @@ def gather(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     The gradient of a part is the sum over the ranks. Called on all of them.
     """
     return _Gather.apply(tensor, dim % tensor.dim(), ranks)  # type: ignore[no-any-return]
-
-
-def with_mean_gradient(tensor: Tensor, num_losses: int) -> Tensor:
-    """Return a parameter that computes for several losses, whose gradient is to be their mean."""
-    return _Mean.apply(tensor, num_losses)  # type: ignore[no-any-return]

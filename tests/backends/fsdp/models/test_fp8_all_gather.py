@@ -11,9 +11,10 @@ from torch.optim import AdamW
 from drivetrain_backends import AccumulationWindow, DDPBackend, FSDPBackend
 from drivetrain_precision import LayerFilter, TorchaoRecipe, choose_policy, convert_model
 from drivetrain_state import CollectiveMismatchError
+from optional_modules import skip_without
 from plain_loop.backends import context, take_step
 
-pytest.importorskip("torchao")
+skip_without("torchao")
 ALL = LayerFilter(skip_first=False, skip_last=False)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("drivetrain_backends", reason="backends are not installed beside the launcher")
+from optional_modules import skip_without
+
+skip_without("drivetrain_backends")  # backends are not installed beside the launcher
 
 reads_accelerate = pytest.mark.skipif(
     find_spec("drivetrain_migration") is None, reason="drivetrain-migration reads these files"

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from launch_fixtures import Launch
+from optional_modules import import_later
 
 # A terminal emulator, which is not there where the package is tried alone.
-pyte = pytest.importorskip("pyte")
+pyte = import_later("pyte")
 
 COLUMNS, ROWS = 90, 16
 

@@ -8,9 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drivetrain_launcher.run.output.screen import LINE_PATIENCE_SECONDS, Screen, Size, wrap
+from optional_modules import import_later
 
 # A terminal emulator, which is not there where the package is tried alone.
-pyte = pytest.importorskip("pyte")
+pyte = import_later("pyte")
 
 COLUMNS, ROWS = 30, 8
 

@@ -1,6 +1,7 @@
 """Tensor parallelism for any strategy: its layers are divided before anything else is done to a model."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,7 @@ from drivetrain_weights.meta_init import initialise, replace_meta_tensors
 logger = logging.getLogger(__name__)
 
 _Planner: TypeAlias = Callable[[nn.Module, int], ParallelPlan]
+_MOST_LEFT = 4  # names of modules that are shown
 _KINDS: Mapping[View, str] = MappingProxyType({"tensor": "", "expert": " of experts"})  # of layers, in words
 
 
@@ -279,7 +281,7 @@ class DivideLayers(ModelTransform):
         kind = type(model).__name__
         sources = ", ".join(sorted(set(plan.sources.values()))) or "none"
         said = f"{format_count(len(plan.layers), 'layer')}{_KINDS[view]} ({sources})"
-        self._shown[view][kind] = f"{said}, {len(plan.left)} left" if plan.left else said
+        self._shown[view][kind] = f"{said}, left: {_patterns(plan.left)}" if plan.left else said
         if self._context.topology.is_main and not plan.layers:
             logger.warning(
                 "%s=%d: no layer%s of %s can be divided; each of these ranks computes the whole of it",
@@ -292,3 +294,10 @@ class DivideLayers(ModelTransform):
             logger.info("%s among %d ranks: %s", kind, plan.size, self._shown[view][kind])
             for name, reason in plan.left.items():
                 logger.debug("%s stays whole: %s", name, reason)
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """Return the names of modules in few words: `*` stands for a number, and all that are alike are one."""
+    patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+    more = f" and {len(patterns) - _MOST_LEFT} more" if len(patterns) > _MOST_LEFT else ""
+    return ", ".join(patterns[:_MOST_LEFT]) + more

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain_backends.composed.state_layout import StateLayout, weights_of
+from drivetrain_backends.errors import DriftedReplicasError
 from drivetrain_backends.modules.compile import strip_wrapper_prefix
 from drivetrain_backends.modules.replicated_weights import check_replicas
 from drivetrain_backends.state_dict.dtensor import broadcast_parts
@@ -68,7 +69,14 @@ class DividedLayout(StateLayout):
         """
         for model in models:
             divided = {p for p in self.parameters(model).values() if self._division(p) is not None}
-            check_replicas(self.context, [model], over="tensor", without=divided)
+            try:
+                check_replicas(self.context, [model], over="tensor", without=divided)
+            except DriftedReplicasError as error:
+                error.add_note(
+                    "These ranks divide layers: they must read the same batches, clip by "
+                    "accelerator.clip_grad_norm_, and use the weight of a divided layer by calling that layer alone."
+                )
+                raise
 
     @contextmanager
     def gathered(self, model: nn.Module, *, write: bool) -> Generator[None]:

@@ -16,6 +16,8 @@ from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import is_low_bit, optimizer_states
 
+# What a backend says that ranks divide -> the name of that fact.
+_DIVIDED = {"divided": "layers", "divided_sequences": "sequences"}
 _PRECISIONS = {"no": "the model's own precision"}
 
 
@@ -36,7 +38,11 @@ def plan_of(parts: Parts) -> EffectivePlan:
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
-        **({"layers": f"divided {said}"} if (said := parts.backend.applied().get("divided")) else {}),
+        **{
+            fact: f"divided {said}"
+            for key, fact in _DIVIDED.items()
+            if (said := parts.backend.applied().get(key))
+        },
         **{f"data {i}": f"{_describe(one, steps)}" for i, one in enumerate(loaders)},
         **{f"states {i}": str(one) for i, one in enumerate(low_bit) if one.elements},
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),

@@ -22,7 +22,7 @@ from drivetrain_parallel.layers.token_exchange import apply_experts, share_token
 from drivetrain_parallel.outputs.divided_tensor import by_rows, divided
 from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.plan import LayerPlan, Style
-from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join, with_mean_gradient
+from drivetrain_parallel.ranks import TensorRanks, add_up, enter, join
 from drivetrain_parallel.streams import RankStream
 
 
@@ -266,12 +266,10 @@ def _experts(plan: LayerPlan, ranks: TensorRanks, region: Region, layer: LayerKi
     num_losses = ranks.size // region.ranks.size
 
     def forward(module: Any, whole: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        def own(*given: Tensor) -> Tensor:
-            with exchanged_parameters(module, lambda parameter: with_mean_gradient(parameter, num_losses)):
-                return whole(module, *given)
-
         def apply(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            found, module.expert_counts = apply_experts(own, tokens, index, weights, cut=cut, ranks=ranks)
+            found, module.expert_counts = apply_experts(
+                partial(whole, module), tokens, index, weights, cut=cut, ranks=ranks, num_losses=num_losses
+            )
             return found
 
         tokens, index, weights = signature(whole).bind(module, *args, **kwargs).args[1:]

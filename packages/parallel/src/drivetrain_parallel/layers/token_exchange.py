@@ -33,6 +33,7 @@ def apply_experts(
     *,
     cut: Cut,
     ranks: TensorRanks,
+    num_losses: int,
 ) -> tuple[Tensor, Tensor]:
     """Return what the experts of all ranks make of this rank's tokens, of which there may be none.
 
@@ -47,6 +48,7 @@ def apply_experts(
         weights: The weight of each choice, of shape (..., choices).
         cut: The division of the experts, which are its units.
         ranks: The ranks that hold them.
+        num_losses: The number of losses of different tokens, whose mean the experts train on.
 
     Returns:
         For each token the sum of its choices, of the shape and dtype of `tokens`; and the number of this rank's
@@ -65,7 +67,10 @@ def apply_experts(
     sent, received = torch.stack([of_ranks, wanted.sum(1)]).tolist()
     number = sum(received)
 
-    rows = exchange(tokens.reshape(-1, tokens.shape[-1])[order // num_choices], ranks, sent, received)
+    # Gradients are divided where they reach the experts, and multiplied where they leave: those of the experts
+    # themselves, which are large, come out as the mean over the losses, and are not copied.
+    rows = tokens.reshape(-1, tokens.shape[-1])[order // num_choices]
+    rows = exchange(rows, ranks, sent, received, gradient_factor=num_losses)
     experts = torch.arange(num_own, device=index.device).repeat(ranks.size)
     experts = experts.repeat_interleave(wanted.flatten(), output_size=number)
     if not number:
@@ -76,7 +81,7 @@ def apply_experts(
         experts = index.new_zeros(1, dtype=torch.long)
     computed = own(rows, experts[:, None], rows.new_ones(len(rows), 1))[:number]
 
-    returned = exchange(computed, ranks, received, sent)
+    returned = exchange(computed, ranks, received, sent, gradient_factor=1 / num_losses)
     by_choice = torch.zeros_like(returned).index_copy(0, order, returned)
     shape = *tokens.shape[:-1], num_choices
     weighted = by_choice.view(*shape, by_choice.shape[-1]) * weights.reshape(*shape, 1)

@@ -6,12 +6,14 @@ A `DividedTensor` looks like the whole. What treats each row alone is computed o
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from drivetrain_parallel.compat import (
     DisableTorchFunctionSubclass,
@@ -44,6 +46,7 @@ class DividedTensor(Tensor):
         part: The values that this rank holds, of shape (own rows, own columns), without a graph; empty once joined.
         held: The layout of the parts of all ranks.
         place: The name of this tensor, the same on all ranks, and another for other tensors.
+        uses: The numbers of what is computed of it, for the names of that.
         whole: The whole tensor, once joined.
         node: The node of the graph that has joined it.
         seen_of: The tensor of which this is a view, and what makes the view of the whole; None if it is none.
@@ -52,6 +55,7 @@ class DividedTensor(Tensor):
     part: Tensor
     held: PartLayout
     place: str
+    uses: "count[int]"
     whole: Tensor | None
     node: object
     seen_of: "tuple[DividedTensor, Callable[[Tensor], Tensor]] | None"
@@ -62,7 +66,7 @@ class DividedTensor(Tensor):
         num_columns = sum(layout.sizes)
         strides = (*(stride * num_columns for stride in layout.rows.stride()), 1)
         made = make_wrapper(cls, part, (*layout.rows.shape, num_columns), strides)
-        made.part, made.held, made.place = part.detach(), layout, place
+        made.part, made.held, made.place, made.uses = part.detach(), layout, place, count()
         made.whole = made.node = made.seen_of = None
         return made
 
@@ -87,7 +91,7 @@ class DividedTensor(Tensor):
         if func is torch.ops.aten.add.Tensor and not kwargs and all(type(one) is cls for one in args):
             one, other = args
             if one.held.is_like(other.held) and not (one.is_joined or other.is_joined):
-                return cls.of(one.part + other.part, one.held, f"{one.place} + {other.place}")
+                return cls.of(one.part + other.part, one.held, one.next_place(other.place))
         if args and type(args[0]) is cls and changes_in_place(func):
             raise RuntimeError(
                 f"{name} changes a divided tensor in place, past torch's functions: give it `torch.cat([tensor])`, "
@@ -110,6 +114,10 @@ class DividedTensor(Tensor):
     def is_joined(self) -> bool:
         """True once this tensor is joined, or that of which it is a view."""
         return self.whole is not None or (self.seen_of is not None and self.seen_of[0].is_joined)
+
+    def next_place(self, by: str) -> str:
+        """Return the name of what is computed of this tensor next; `by` says how."""
+        return f"{self.place}.{by} {next(self.uses)}"
 
     def joined(self, by: str) -> Tensor:
         """Return the whole tensor, joined once. Called on all ranks; `by` is the name of what asks for it."""
@@ -134,6 +142,13 @@ def divided(part: Tensor, layout: PartLayout, place: str) -> DividedTensor:
     return _Divide.apply(part.flatten(0, -2), layout, place)  # type: ignore[no-any-return]
 
 
+def own_states(tensor: Tensor, rows: Tensor) -> Tensor | None:
+    """Return this rank's part of hidden states (batch, own length, width) whose rows are those; None of others."""
+    if type(tensor) is not DividedTensor or tensor.is_joined or tensor.held.rows is not rows:
+        return None
+    return _part_of(tensor).unflatten(0, (len(rows), -1))
+
+
 def by_rows(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     """Return what a function computes that treats each row alone, of own rows where ranks hold different ones.
 
@@ -141,12 +156,14 @@ def by_rows(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     """
     if type(tensor) is not DividedTensor or tensor.is_joined or tensor.held.row_ranks.size == 1:
         return function(tensor)
+    if not tensor.held.averages:
+        return function(tensor.joined("forward"))
     found = function(_part_of(tensor))
     if type(found) is not DividedTensor:
-        return divided(found, tensor.held.of_found(found), tensor.place)
+        return divided(found, tensor.held.of_found(found), tensor.next_place("forward"))
     columns = {"sizes": found.held.sizes, "column_ranks": found.held.column_ranks}
     layout = replace(tensor.held, rows=tensor.held.dense_rows, **columns)
-    return divided(_part_of(found), layout, f"{found.place} of {tensor.place}")
+    return divided(_part_of(found), layout, tensor.next_place(found.place))
 
 
 class _Divide(Function):
@@ -158,6 +175,7 @@ class _Divide(Function):
         return DividedTensor.of(part, layout, place)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         if type(gradient) is DividedTensor and not gradient.is_joined:
@@ -176,6 +194,7 @@ class _PartOf(Function):
         return tensor.part.view_as(tensor.part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> DividedTensor:
         return DividedTensor.of(gradients[0], ctx.layout.of_gradient, ctx.place)
 
@@ -199,7 +218,12 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if (is_attribute and name not in _OF_VALUES) or name in _ABOUT:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = None if given[0].held.factor != 1 else _in_parts(func, given, args, kwargs)
+        tensor, held = given[0], given[0].held
+        if name == "view_as" and all(
+            one is tensor for one in args
+        ):  # what an autograd function returns as it came
+            return divided(_part_of(tensor), held, tensor.next_place(name))
+        found = _in_parts(func, given, args, kwargs) if held.averages and held.factor == 1 else None
         if found is not None:
             return found
     args, kwargs = tree_map_only(DividedTensor, lambda one: one.joined(name), (args, kwargs))
@@ -213,10 +237,6 @@ def _in_parts(
     tensor, name = given[0], func.__name__
     if not all(one.held.is_like(tensor.held) for one in given):
         return None
-    if name == "view_as" and all(
-        one is tensor for one in args
-    ):  # what an autograd function returns as it came
-        return divided(_part_of(tensor), tensor.held, tensor.place)
     if args[0] is tensor and len(given) == 1:
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
@@ -231,7 +251,7 @@ def _in_parts(
     if found is own_args[0]:
         return tensor
     is_of_rows = found.device == tensor.device and found.is_floating_point()
-    return divided(found, tensor.held.of_found(found), f"{tensor.place}.{name}") if is_of_rows else None
+    return divided(found, tensor.held.of_found(found), tensor.next_place(name)) if is_of_rows else None
 
 
 def _of_rows(
@@ -250,7 +270,7 @@ def _of_rows(
         part, layout = tensor.held.taken(part, rows)
     else:
         layout = replace(tensor.held, rows=rows)
-    made = divided(part, layout, f"{tensor.place}.{func.__name__}")
+    made = divided(part, layout, tensor.next_place(func.__name__))
     if is_view:
         made.seen_of = tensor, lambda whole: func(whole, *args, **kwargs)
     return made

@@ -18,8 +18,8 @@ from drivetrain_parallel.ranks import OneRank, TensorRanks, gather, join
 class PartLayout:
     """The layout of a tensor of which ranks hold parts of shape (num_own, own columns).
 
-    Ranks that hold other rows average the gradients of parameters: the gradient of a part is as many times its share
-    of the whole gradient.
+    Ranks that hold other rows may average the gradients of parameters: the gradient of a part is then as many times
+    its share of the whole gradient.
 
     Attributes:
         rows: The number of each row among those of all parts, int64 of the whole's shape without its last dimension.
@@ -28,6 +28,8 @@ class PartLayout:
         row_ranks: The ranks that hold the rows.
         sizes: The number of columns of each of `column_ranks`.
         column_ranks: The ranks that hold columns of the same rows.
+        averages: Whether ranks that hold other rows average the gradients of parameters. If not, they compute alike
+            whatever is outside of parts, and rows are joined before parameters see them.
         factor: The number of times that parts are larger than their share of the whole: 1, but for gradients.
     """
 
@@ -36,6 +38,7 @@ class PartLayout:
     row_ranks: TensorRanks
     sizes: tuple[int, ...]
     column_ranks: TensorRanks
+    averages: bool = True
     factor: int = 1
 
     @classmethod
@@ -46,10 +49,17 @@ class PartLayout:
         return cls(rows=rows, num_own=num_rows, row_ranks=OneRank(), sizes=sizes, column_ranks=ranks)
 
     @classmethod
-    def of_rows(cls, part: Tensor, rows: Tensor, ranks: TensorRanks) -> Self:
+    def of_rows(cls, part: Tensor, rows: Tensor, ranks: TensorRanks, *, averages: bool = True) -> Self:
         """Return the layout of ranks that hold some rows, such as `part` of shape (..., columns)."""
         num_own, sizes = part.shape[:-1].numel(), part.shape[-1:]
-        return cls(rows=rows, num_own=num_own, row_ranks=ranks, sizes=sizes, column_ranks=OneRank())
+        return cls(
+            rows=rows,
+            num_own=num_own,
+            row_ranks=ranks,
+            sizes=sizes,
+            column_ranks=OneRank(),
+            averages=averages,
+        )
 
     @property
     def has_whole_rows(self) -> bool:
@@ -95,8 +105,10 @@ class PartLayout:
         """Return what ranks computed of their own rows, (num_own, ...), in the order of the whole. Called on all."""
         if self.has_all_rows:
             return own
-        every = own if self.row_ranks.size == 1 else gather(own, 0, self.row_ranks)
-        return every.index_select(0, self.rows.flatten())
+        if self.row_ranks.size > 1:
+            sizes = (self.num_own,) * self.row_ranks.size
+            own = gather(own, 0, self.row_ranks) if self.averages else join(own, 0, sizes, self.row_ranks)
+        return own.index_select(0, self.rows.flatten())
 
     def own_rows(self, whole: Tensor, left_out: float) -> Tensor:
         """Return the own rows of a tensor of rows in the order of the whole; `left_out` stands for the others."""
@@ -111,12 +123,12 @@ class PartLayout:
         """Return the gradient of this rank's part, of that of the whole."""
         rank = self.column_ranks.rank
         own = whole.narrow(-1, sum(self.sizes[:rank]), self.sizes[rank]).flatten(0, -2)
-        return own if self.has_all_rows else self.own_rows(own, 0).mul_(self.row_ranks.size)
+        return own if self.has_all_rows else self.own_rows(own, 0).mul_(self.of_gradient.factor)
 
     @cached_property
     def of_gradient(self) -> Self:
         """Return the layout of the gradients of parts."""
-        return replace(self, factor=self.row_ranks.size)
+        return replace(self, factor=self.row_ranks.size if self.averages else 1)
 
     def of_found(self, found: Tensor) -> Self:
         """Return the layout of what is computed of parts, row by row."""

@@ -19,7 +19,10 @@ _MOST_COLUMNS = 4  # the most layers in front of a row layer
 _NOT_RUN = (
     "the module around it does not run on one tensor alone, so that no division could be tried: give styles"
 )
-_NOT_HELD = "no division that its sizes allow computes what the whole computes"
+_NOT_HELD = (
+    "no division that its sizes allow computes what the whole computes: its forward may take sizes from elsewhere "
+    "than the outputs of its layers; chunk(3, -1) and unflatten(-1, (-1, head_size)) take them from there"
+)
 TIED = "another layer holds the same parameter"
 
 

@@ -216,15 +216,21 @@ def _plan_region(
         _refuse_untold(shape, prefix, styles, size)
     held = _held(shape, trial, size)
     if held is None:
+        anywhere = re.sub(r"\b\d+\b", "*", prefix)
         fewer = [str(number) for number in range(2, size) if _held(shape, trial, number) is not None]
         raise ParallelPlanError(
             f"{sizes} cannot be divided among {size} ranks: "
             + (
-                f"no division that their sizes allow computes what {type(module).__name__} computes"
+                f"no division that their sizes allow computes what {type(module).__name__} computes; its forward may "
+                "take sizes from elsewhere than the outputs of its layers"
                 if trial is not None and trial.is_possible
-                else "each rank needs a head of its own"
+                else "each rank needs a head of its own, also of keys and values"
             )
-            + (f"; tensor={' or '.join(fewer)} may do" if fewer else "; give them the style 'whole'")
+            + (
+                f"; tensor={' or '.join(fewer)} may do"
+                if fewer
+                else f"; give them the style 'whole': {{'{anywhere}*': 'whole'}}"
+            )
         )
     tried[make] = held
     return placed(held, prefix)

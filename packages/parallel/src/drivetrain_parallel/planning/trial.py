@@ -154,6 +154,8 @@ class Trial:
 
     def _run_divided(self, plan: ParallelPlan) -> dict[int, _Values]:
         """Return what each rank computes that does not fail."""
+        # A module that draws is tried as it evaluates. Threads that read and set one generator may end in a deadlock.
+        plan = replace(plan, random=frozenset())
         barrier = Barrier(plan.size)
         given, found = [torch.empty(0)] * plan.size, dict[int, _Values]()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import Region, divide_layer, with_forward
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.plan import LayerPlan, ParallelPlan, shared_prefix
 from drivetrain_parallel.ranks import TensorRanks, join
 from drivetrain_parallel.sequences.block_calls import BlockCall, with_states
@@ -139,7 +140,7 @@ class _Around:
         """Run the module on what it joins of a call; return this rank's part of what it returns."""
         if self.joins:
             call = BlockCall(args, kwargs)
-            cut = self.stack.current_cut(call.states)
+            cut = self.stack.running_cut(call.states)
             args, kwargs = call.changed(
                 lambda one: self.division.join_once(one, cut) if one is call.states else one
             )
@@ -163,28 +164,24 @@ class BetweenLayers:
 
     def take_own(self, states: Tensor) -> Tensor:
         """Return this rank's positions of whole sequences."""
-        return self.take(
-            states, SequenceCut(length=states.shape[1], size=self._ranks.size, device=states.device)
-        )
+        cut = SequenceCut(length=states.shape[1], size=self._ranks.size, device=states.device)
+        return self.take(states, 1, cut)
 
-    def take(self, states: Tensor, cut: SequenceCut) -> Tensor:
+    def take(self, tensor: Tensor, dim: int, cut: SequenceCut) -> Tensor:
         """Return this rank's positions of what all ranks computed alike."""
-        return take_positions(states, cut, self._ranks)
+        return take_positions(tensor, cut, self._ranks, dim=dim)
 
-    def join(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the states of all positions, on which all ranks go on alike."""
-        sizes = (cut.own_length,) * cut.size
-        return join(states, 1, sizes, self._ranks).index_select(1, cut.order)
+    def layout(self, states: Tensor, rows: Tensor) -> PartLayout:
+        """Return the layout of parts, which are joined for whatever is outside of blocks: all compute it alike."""
+        return PartLayout.of_rows(states, rows, self._ranks, averages=False)
 
     def join_once(self, states: Tensor, cut: SequenceCut) -> Tensor:
         """Return the joined states, the same in a block: query, key and value layers are given one tensor."""
         if self._joined is None or self._given is not states:
-            self._given, self._joined = states, self.join(states, cut)
+            sizes = (cut.own_length,) * cut.size
+            self._given = states
+            self._joined = join(states, 1, sizes, self._ranks).index_select(1, cut.order)
         return self._joined
-
-    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the states of all positions."""
-        return self.join(states, cut)
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return an argument as it is: modules around divided layers are given whole sequences."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drivetrain_parallel.outputs.divided_tensor import DividedTensor, own_states
+from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.sequences.positions import SequenceCut
 
 
@@ -20,16 +22,12 @@ class SequenceDivision(Protocol):
 
     needed: str
 
-    def take(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return this rank's part of whole hidden states (batch, length, width). Called on all ranks."""
+    def take(self, tensor: Tensor, dim: int, cut: SequenceCut) -> Tensor:
+        """Return this rank's positions, along `dim`, of a tensor that all ranks hold whole. Called on all ranks."""
         ...
 
-    def join(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the whole of which all ranks hold parts (batch, own_length, width). Called on all ranks."""
-        ...
-
-    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the same in training, in which ranks go on alike: it may join when something asks for it."""
+    def layout(self, states: Tensor, rows: Tensor) -> PartLayout:
+        """Return the layout of the parts that a block computes, (batch, own_length, width), as `rows` say."""
         ...
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
@@ -79,15 +77,18 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[An
 
 
 def run_on_part(
-    forward: Callable[..., Any], call: BlockCall, cut: SequenceCut, division: SequenceDivision, *, takes: bool
+    forward: Callable[..., Any], call: BlockCall, cut: SequenceCut, rows: Tensor, division: SequenceDivision
 ) -> Any:
-    """Return what a block makes of this rank's part; `takes` says that its hidden states are whole as yet."""
+    """Return what a block makes of this rank's part of a call, of tensors that are whole or divided so."""
 
     def own(tensor: Tensor) -> Tensor:
-        if tensor is not call.states:
-            return division.argument(tensor, cut)
-        return division.take(tensor, cut) if takes else tensor
+        part = own_states(tensor, rows)
+        if part is not None:
+            return part
+        whole = tensor.joined("a block") if type(tensor) is DividedTensor else tensor
+        return division.take(whole, 1, cut) if tensor is states else division.argument(whole, cut)
 
+    states = call.states
     args, kwargs = call.changed(own)
     with division.computing(cut):
         return forward(*args, **kwargs)

@@ -1,27 +1,30 @@
-"""A stack of blocks that computes on parts of sequences, while the model around it sees the whole.
+"""Blocks that compute on parts of sequences, while the model around them sees the whole.
 
-The first block takes this rank's part of the hidden states, and the last one joins the parts. A `SequenceDivision`
-says how, and what else is divided inside. A block of each make is tried at its first run.
+A block takes this rank's part of hidden states that are whole, and returns a `DividedTensor`, which is whole for
+whatever looks at it; the next block goes on with the part that it holds. So a model may run its blocks in any order,
+leave some out, and use the states between them. A `SequenceDivision` says what else is divided inside. A block of
+each make is tried at its first run.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain_parallel.compat import tree_map_only
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import with_forward
+from drivetrain_parallel.outputs.divided_tensor import divided
 from drivetrain_parallel.ranks import TensorRanks
 from drivetrain_parallel.sequences.block_calls import BlockCall, SequenceDivision, run_on_part, with_states
 from drivetrain_parallel.sequences.block_trial import BlockTrial
 from drivetrain_parallel.sequences.positions import SequenceCut
 from drivetrain_parallel.streams import RankStream
 
-_MARK = "_computes_on_parts"
+_MARK = "takes_its_part"  # an attribute of the class of a block, which counters of operations read
 _TRIED = 32  # positions a rank, on which a block is tried
 
 
@@ -59,11 +62,11 @@ class BlockStack:
     ) -> None:
         self.blocks, self._trials = blocks, trials
         self._ranks, self._stream, self._division = ranks, stream, division
-        self._is_running = self._is_followed = False
-        self._cut: SequenceCut | None = None  # of the sequences that a block is running on
-        self._last: SequenceCut | None = None  # of the last forward that autograd followed
-        # Of forwards whose graphs are alive: backward may run their blocks again.
-        self._cuts = WeakSet[SequenceCut]()
+        self._calls = count()
+        self._running: SequenceCut | None = None  # of the sequences that a block is running on
+        self._last = SequenceCut(length=0, size=ranks.size)
+        # By batch size and cut, of tensors that are alive: those of one layout are known by it.
+        self._rows = WeakValueDictionary[tuple[Any, ...], Tensor]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the stack itself: a copy of the model computes with the same ranks, as its blocks' classes do."""
@@ -72,19 +75,15 @@ class BlockStack:
     def begin(self, *_: object) -> None:
         """Begin a forward of the model."""
         self._stream.forget()
-        self._is_running, self._is_followed, self._cut = True, torch.is_grad_enabled(), None
 
-    def end(self, model: nn.Module, args: object, output: object) -> None:
-        """End a forward, also one that failed between the blocks."""
-        del model, args
+    def end(self, *_: object) -> None:
+        """End a forward, also one that failed inside a block."""
         self._stream.close()
-        cut, self._cut, self._is_running = self._cut, None, False
-        if cut is not None and self._is_followed:
-            self._last = cut
-            tree_map_only(Tensor, partial(_hold, cut), output)
 
     def run(self, name: str, block: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block on this rank's part, the first on what it takes of the whole; the last one joins the parts.
+        """Run a block on this rank's part of its hidden states.
+
+        In evaluation the last block joins the parts, so that one rank may look at what the model returns.
 
         Args:
             name: The name of the block.
@@ -94,61 +93,64 @@ class BlockStack:
             kwargs: The keyword arguments, such as masks and positions, which are those of the whole sequence.
         """
         call = BlockCall(args, kwargs)
-        is_first = name == self.blocks[0]
-        cut = self._first_cut(call.states) if is_first else self.current_cut(call.states)
+        cut = self._cut_of(call.states)
         if name in self._trials:
             self._try(name, block, call, cut)
+        rows = self._rows_of(len(call.states), cut)
         self._stream.open()
+        before, self._running = self._running, cut
         try:
-            output = run_on_part(partial(whole, block), call, cut, self._division, takes=is_first)
+            output = run_on_part(partial(whole, block), call, cut, rows, self._division)
         finally:  # a checkpoint ends a block that it runs again by an exception, once it has what it needs
+            self._running = before
             self._stream.close()
-        if name != self.blocks[-1]:
-            return output
-        join = self._division.leave if block.training else self._division.join
-        return with_states(output, partial(join, cut=cut))
 
-    def current_cut(self, states: Tensor) -> SequenceCut:
-        """Return the division of the sequences of which a block is given this rank's part."""
-        self._check(states)
-        own = states.shape[1]
-        if self._cut is not None and self._cut.own_length == own:
-            return self._cut
-        lengths = {cut.length for cut in self._cuts if cut.own_length == own}
-        if len(lengths) != 1:
+        def hand_on(states: Tensor) -> Tensor:
+            layout = self._division.layout(states, rows)
+            if name == self.blocks[-1] and not (block.training and states.requires_grad):
+                return layout.join(states.flatten(0, -2))
+            return divided(states, layout, f"{name}, call {next(self._calls)}")
+
+        return with_states(output, hand_on)
+
+    def running_cut(self, states: Tensor) -> SequenceCut:
+        """Return the division of the sequences of which a module inside a running block is given this rank's part."""
+        if self._running is None or self._running.own_length != states.shape[1]:
             raise ParallelPlanError(
-                f"backward runs a block again on {own} positions of a rank, which are part of sequences of "
-                f"{sorted(lengths)} positions: pad sequences to a multiple of {2 * self._ranks.size}, or leave "
-                "activation checkpointing out"
+                f"backward runs a part of a block again, on {states.shape[1]} positions of a rank: checkpoint whole "
+                "blocks, or leave activation checkpointing out"
             )
-        return SequenceCut(length=lengths.pop(), size=self._ranks.size, device=states.device)
+        return self._running
 
-    def _first_cut(self, states: Tensor) -> SequenceCut:
-        """Return the division of a whole sequence of hidden states."""
-        self._check(states)
-        cut = SequenceCut(length=states.shape[1], size=self._ranks.size, device=states.device)
-        if cut.length < 2 * cut.size:
-            raise ParallelPlanError(
-                f"a sequence of {cut.length} positions among {cut.size} ranks, which divide those of "
-                f"{2 * cut.size} or more: pad shorter ones to that; generate without a cache of earlier tokens "
-                "(use_cache=False), or from an export of the model"
-            )
-        if self._is_running:
-            self._cut = cut
-            self._cuts.add(cut)
-        return cut
-
-    def _check(self, states: Tensor) -> None:
+    def _cut_of(self, states: Tensor) -> SequenceCut:
+        """Return the division of whole sequences of hidden states."""
         if states.dim() != 3 or not states.is_floating_point():
             raise ParallelPlanError(
                 f"{self.blocks[0]}, or a block of its class, is given a tensor of shape {tuple(states.shape)} first, "
                 f"where hidden states of shape (batch, positions, width) were expected: {self._division.needed}"
             )
+        length, size, device = states.shape[1], self._ranks.size, states.device
+        if length < 2 * size:
+            raise ParallelPlanError(
+                f"a sequence of {length} positions among {size} ranks, which divide those of {2 * size} or more: pad "
+                "shorter ones to that; generate without a cache of earlier tokens (use_cache=False), or from an "
+                "export of the model"
+            )
+        if (self._last.length, self._last.device) != (length, device):
+            self._last = SequenceCut(length=length, size=size, device=device)
+        return self._last
+
+    def _rows_of(self, num_sequences: int, cut: SequenceCut) -> Tensor:
+        key = num_sequences, cut.length, cut.device
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = cut.rows(num_sequences)
+        return rows
 
     def _try(self, name: str, block: nn.Module, call: BlockCall, cut: SequenceCut) -> None:
         """Refuse a block that computes other values or gradients on divided sequences. Called on all ranks."""
         first = SequenceCut(length=min(cut.length, _TRIED * cut.size), size=cut.size, device=cut.device)
-        running, self._cut = self._cut, first
+        running, self._running = self._running, first
         try:
             passes = self._trials[name].passes(block, call, cut.length, first, self._division)
         except ParallelPlanError:
@@ -158,7 +160,7 @@ class BlockStack:
                 f"{name} does not run on divided sequences: {self._division.needed}"
             ) from error
         finally:
-            self._cut = running
+            self._running = running
         differs = torch.tensor(float(not passes), device=cut.device)
         self._ranks.add_up(differs)
         if differs.item():
@@ -166,11 +168,3 @@ class BlockStack:
                 f"{name} computes other values or gradients on divided sequences: {self._division.needed}"
             )
         del self._trials[name]
-
-
-def _hold(cut: SequenceCut, output: Tensor) -> Tensor:
-    """Have the graph of an output keep a cut alive for as long as backward may run blocks again."""
-    if output.grad_fn is not None:
-        metadata: Any = output.grad_fn.metadata  # a property, which torch declares as a method
-        metadata[_MARK] = cut
-    return output

@@ -83,7 +83,7 @@ class BlockTrial:
             torch.accelerator.synchronize()
         dtype = torch.float64 if states.dtype is torch.float64 else torch.float32
         shape = len(states), first.length, states.shape[2]
-        generator = torch.Generator().manual_seed(0)
+        rows, generator = first.rows(len(states)), torch.Generator().manual_seed(0)
         given, weights = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
 
         def own(tensor: Tensor) -> Tensor:
@@ -107,11 +107,13 @@ class BlockTrial:
             return module.forward(*one.args, **one.kwargs)
 
         def own_part(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return run_on_part(partial(forward, module), BlockCall(args, kwargs), first, division, takes=True)
+            return run_on_part(partial(forward, module), BlockCall(args, kwargs), first, rows, division)
 
         def on_parts(module: nn.Module, one: BlockCall) -> Any:
             with_forward(module, own_part)  # which a block that checkpoints itself runs again too
-            return with_states(on_whole(module, one), partial(division.join, cut=first))
+            return with_states(
+                on_whole(module, one), lambda own: division.layout(own, rows).join(own.flatten(0, 1))
+            )
 
         with kept_generator(device) as has_drawn:
             is_training = True

@@ -7,14 +7,12 @@ after. Inside, attention is divided, and all else treats each position alone, as
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain_parallel.errors import ParallelPlanError
-from drivetrain_parallel.outputs.divided_tensor import divided
 from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
@@ -23,7 +21,7 @@ from drivetrain_parallel.sequences.attention import METHODS, DividedAttention
 from drivetrain_parallel.sequences.block_calls import sequence_dim
 from drivetrain_parallel.sequences.block_stack import BlockStack, divide_blocks, has_divided_sequences
 from drivetrain_parallel.sequences.block_trial import BlockTrial, without_values
-from drivetrain_parallel.sequences.positions import SequenceCut
+from drivetrain_parallel.sequences.positions import SequenceCut, take_positions
 from drivetrain_parallel.streams import RankStream
 
 STACK = "nn.ModuleList or nn.Sequential of blocks of one class, between which sequences could stay divided"
@@ -170,33 +168,24 @@ class ContextDivision:
     )
 
     def __init__(self, ranks: TensorRanks, method: str | None) -> None:
-        self._ranks, self._method, self._calls = ranks, method, count()
+        self._ranks, self._method = ranks, method
 
-    def take(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return this rank's positions; gradients of the others come from the other ranks."""
-        return states.index_select(1, cut.positions(self._ranks.rank))
+    def take(self, tensor: Tensor, dim: int, cut: SequenceCut) -> Tensor:
+        """Return this rank's positions; the gradient of the whole is that of all ranks' parts."""
+        return take_positions(tensor, cut, self._ranks, dim=dim, share=1 / self._ranks.size)
 
-    def join(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the states of all positions."""
-        return self._layout(states, cut).join(states.flatten(0, 1))
-
-    def leave(self, states: Tensor, cut: SequenceCut) -> Tensor:
-        """Return the states of all positions, which are joined once something needs those of other ranks.
+    def layout(self, states: Tensor, rows: Tensor) -> PartLayout:
+        """Return the layout of parts, on which whatever treats each position alone goes on.
 
         The gradient of a part is `size` times its share. So is the gradient of a block's parameters, and of those
         after the blocks that are given parts; and the mean over the ranks, which hold different parts, is right.
         """
-        if not states.requires_grad or torch.compiler.is_compiling():
-            return self.join(states, cut)
-        return divided(states, self._layout(states, cut), f"the blocks, call {next(self._calls)}")
-
-    def _layout(self, states: Tensor, cut: SequenceCut) -> PartLayout:
-        return PartLayout.of_rows(states, cut.rows(len(states)), self._ranks)
+        return PartLayout.of_rows(states, rows, self._ranks)
 
     def argument(self, tensor: Tensor, cut: SequenceCut) -> Tensor:
         """Return this rank's part of what belongs to positions; masks stay whole."""
         dim = sequence_dim(tensor, cut.length)
-        return tensor if dim is None else tensor.index_select(dim, cut.positions(self._ranks.rank))
+        return tensor if dim is None else self.take(tensor, dim, cut)
 
     def gradient(self, own: Tensor) -> Tensor:
         """Return the mean over the ranks, which hold different positions."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from drivetrain_parallel.compat import unseen_by_modes
 from drivetrain_parallel.ranks import TensorRanks
@@ -75,6 +76,7 @@ class SequenceCut:
         rank = torch.where(is_second, 2 * self.size - 1 - number, number)
         return (2 * rank + is_second) * self.chunk + place
 
+    @unseen_by_modes()
     def rows(self, num_sequences: int) -> Tensor:
         """Return the place of each position of each sequence, int64 of shape (num_sequences, length).
 
@@ -86,20 +88,29 @@ class SequenceCut:
 
 
 class _TakePositions(Function):
-    """The positions of this rank, of a whole sequence: the gradients of all ranks are that of the whole."""
+    """The positions of this rank, of a whole sequence: the gradients of all ranks make that of the whole."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-        ctx.cut, ctx.ranks = cut, ranks
-        return tensor.index_select(1, cut.positions(ranks.rank))
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, cut: SequenceCut, ranks: TensorRanks, share: float
+    ) -> Tensor:
+        ctx.where, ctx.share = (dim, cut, ranks), share
+        return tensor.index_select(dim, cut.positions(ranks.rank))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        sizes = (ctx.cut.own_length,) * ctx.cut.size
-        whole = ctx.ranks.join(gradients[0].contiguous(), 1, sizes)
-        return whole.index_select(1, ctx.cut.order), None, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dim, cut, ranks = ctx.where
+        whole = ranks.join(gradients[0].contiguous(), dim, (cut.own_length,) * cut.size)
+        whole = whole.index_select(dim, cut.order)
+        return (whole if ctx.share == 1 else whole.mul_(ctx.share), *[None] * 5)
 
 
-def take_positions(tensor: Tensor, cut: SequenceCut, ranks: TensorRanks) -> Tensor:
-    """Return this rank's positions of (batch, length, ...) that all ranks hold alike. Called on all of them."""
-    return _TakePositions.apply(tensor, cut, ranks)  # type: ignore[no-any-return]
+def take_positions(
+    tensor: Tensor, cut: SequenceCut, ranks: TensorRanks, *, dim: int = 1, share: float = 1
+) -> Tensor:
+    """Return this rank's positions, along `dim`, of a tensor that all ranks hold alike. Called on all of them.
+
+    The gradient of the tensor is what those of all parts make together, multiplied by `share`.
+    """
+    return _TakePositions.apply(tensor, dim, cut, ranks, share)  # type: ignore[no-any-return]

@@ -40,7 +40,10 @@ class ModelFlopCounter(FlopCounterMode):
         return super().__exit__(*error)
 
     def _begin_forward(self, module: Any, args: tuple[Any, ...]) -> None:
-        known = [one.divided_among for one in (module, *args[:1]) if hasattr(one, "divided_among")]
+        given = (
+            () if hasattr(module, "takes_its_part") else args[:1]
+        )  # a block says so of whatever it is given
+        known = [one.divided_among for one in (module, *given) if hasattr(one, "divided_among")]
         self._num_parts.append(prod(known) if known else self._num_parts[-1])
 
     def _end_forward(self, *_: Any) -> None:
