@@ -105,10 +105,8 @@ def test_33_features_are_divided_among_4_ranks() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_heads_of_keys_and_values_fewer_than_ranks_are_refused() -> None:
     skip_without("transformers")
-    with pytest.raises(
-        ParallelPlanError,
-        match=r"among 4 ranks: each rank needs a head of its own, also of keys and values; tensor=2 may do",
-    ):
+    match = "among 4 ranks: each rank needs a head of its own, also of keys and values; tensor=2 may do"
+    with pytest.raises(ParallelPlanError, match=match):
         plan_model(CASES["llama"].build(), 4)
 
 

@@ -187,7 +187,7 @@ class ParallelDims:
             allowed = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
             do = f"these {num_ranks} processes; expert may be {allowed}"
             if num_ranks == 1:
-                do = "the processes of these, not among those of data: say shard in place of data, under a backend that shards"
+                do = "those, not among those of data: say shard in place of data, under a backend that shards"
             raise ValueError(
                 f"expert={expert} with {' x '.join(f'{name}={fixed.get(name, 1)}' for name in _EXPERT_AXES)}: "
                 f"experts are divided among {do}"

@@ -229,7 +229,7 @@ def _plan_region(
             + (
                 f"; tensor={' or '.join(fewer)} may do"
                 if fewer
-                else f"; give them the style 'whole': {{'{anywhere}*': 'whole'}}"
+                else f"; give '{anywhere}*' the style 'whole'"
             )
         )
     tried[make] = held
