@@ -114,7 +114,9 @@ class ParallelDims:
     )
     context: int | None = _setting("Number of processes that divide each sequence.")
     tensor: int | None = _setting("Number of processes that divide each layer.")
-    pipeline: int | None = _setting("Number of stages that the layers are divided into.")
+    pipeline: int | None = _setting(
+        "Number of stages of the layers; backends do not divide models along it yet."
+    )
     expert: int | None = _setting(
         "Number of processes that hold different experts; divides shard x context x tensor."
     )
@@ -131,8 +133,8 @@ class ParallelDims:
     )
     tensor_styles: Mapping[str, str] | None = _setting(
         "How the tensor dimension divides layers, by patterns of their names: column, row, vocabulary, "
-        "vocabulary_column, gathered_column, summed or whole; unset: by the model's own plan, or as found by a "
-        "trial.",
+        'vocabulary_column, gathered_column, summed or whole, such as {"*.qkv": "column/3"} for a layer of three '
+        "equal pieces; unset: by the model's own plan, or as found by a trial.",
         needs="tensor",
     )
 

@@ -103,6 +103,19 @@ def test_a_dry_run_prints_the_plan_alone(
     assert "started" not in done.stdout
 
 
+def test_parallel_sizes_that_do_not_fit_are_refused_before_any_process_starts(
+    drivetrain_here: Callable, script: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script("print('started')").parent)
+    line = "launch", "--cpu", "--num-processes", "2"
+    done = drivetrain_here(*line, "--parallel-tensor", "3", "script.py")
+    assert done.returncode
+    assert "tensor=3 makes 3, which does not divide world_size=2" in done.stderr
+    assert "started" not in done.stdout
+    done = drivetrain_here(*line, "--parallel-tensor", "2", "--dry-run", "script.py")
+    assert not done.returncode, done.stderr
+
+
 @pytest.mark.parametrize("name", ["json.py", "signal.py", "plan.py"])
 @pytest.mark.default_cases("signal.py")
 def test_a_script_may_be_called_as_a_module_is(drivetrain: Callable, script: Callable, name: str) -> None:

@@ -28,6 +28,15 @@ _OFTEN_MISPLACED = frozenset(
 ScriptCheck = Callable[[ast.Module, ResolvedLaunch], str | None]
 
 
+def check_parallel(resolved: ResolvedLaunch, world_size: int) -> None:
+    """Reject sizes of parallel dimensions that do not fit the number of processes."""
+    if (dims := resolved.sections.get("parallel")) is not None:
+        try:
+            dims.value.plan(world_size)
+        except ValueError as error:
+            raise LaunchError(f"the section parallel: {error}") from None
+
+
 def check_launch(resolved: ResolvedLaunch, target: LaunchTarget) -> None:
     """Reject a launch that would fail on every rank, and report launcher flags that follow the script."""
     check_device(resolved.layers)

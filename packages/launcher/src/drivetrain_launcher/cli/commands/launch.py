@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from drivetrain_config import Layers
 from drivetrain_config.plugins.installed import entry_points
-from drivetrain_launcher.cli.preflight import check_launch
+from drivetrain_launcher.cli.preflight import check_launch, check_parallel
 from drivetrain_launcher.plan.host_detection import detect_cpu_topology, detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchTarget
 from drivetrain_launcher.plan.launch_planner import plan_launch
@@ -52,6 +52,8 @@ def run(arguments: LaunchArguments) -> int:
         topology = detect_cpu_topology(host.accelerator, visible=[each for each in visible if each])
         host = replace(host, cpu_topology=topology)
     plan = plan_launch(launch, target, host, handed_down=resolved.layers.to_json(), placement=placement)
+    if plan.min_nodes is None:  # an elastic run has other numbers of processes later
+        check_parallel(resolved, plan.world_size)
     plan = replace(
         plan,
         notes=(*resolved.file_notes, *plan.notes),
