@@ -136,7 +136,9 @@ def test_adapters_train_are_saved_and_go_on_as_on_one_rank(mesh: str, tmp_path: 
     found = PeftModel.from_pretrained(llama(), str(tmp_path / "adapters"))
     assert_near(logits_of(found), logits_of(plain))
     if "tensor" in mesh:  # the small matrices of adapters, and the perceptrons
-        assert said == "divided among 2 ranks (tensor): PeftModelForCausalLM: 14 layers (found), 8 left"
+        assert said.startswith(
+            "divided among 2 ranks (tensor): PeftModelForCausalLM: 14 layers (found), left: "
+        )
 
 
 @on("context 2", "fsdp context 2", "tensor 2")
@@ -195,7 +197,7 @@ def test_layers_in_float8_train_as_on_one_rank_or_are_refused(mesh: str) -> None
             assert accelerator.plan.facts["fp8 layers"].startswith("14 of 15")
             if "tensor" in mesh:  # the embedding and the head; layers in fp8 stay whole
                 said = accelerator.plan.facts["layers"]
-                assert said.endswith("LlamaForCausalLM: 2 layers (the model's own plan), 14 left")
+                assert "LlamaForCausalLM: 2 layers (the model's own plan), left: " in said
 
 
 @on("tensor 2")

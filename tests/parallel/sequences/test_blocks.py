@@ -323,7 +323,7 @@ class LargestTensor(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @pytest.mark.default_cases("qwen3", "gpt2")
 def test_the_loss_of_a_library_is_computed_without_logits_of_all_positions(name: str) -> None:
     pytest.importorskip("transformers")

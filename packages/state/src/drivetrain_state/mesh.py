@@ -114,9 +114,7 @@ class ParallelDims:
     )
     context: int | None = _setting("Number of processes that divide each sequence.")
     tensor: int | None = _setting("Number of processes that divide each layer.")
-    pipeline: int | None = _setting(
-        "Number of stages of the layers; backends do not divide models along it yet."
-    )
+    pipeline: int | None = _setting("Number of stages of layers; no backend makes any yet.")
     expert: int | None = _setting(
         "Number of processes that hold different experts; divides shard x context x tensor."
     )

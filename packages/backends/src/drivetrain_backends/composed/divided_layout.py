@@ -73,8 +73,8 @@ class DividedLayout(StateLayout):
                 check_replicas(self.context, [model], over="tensor", without=divided)
             except DriftedReplicasError as error:
                 error.add_note(
-                    "These ranks divide layers: they must read the same batches, clip by "
-                    "accelerator.clip_grad_norm_, and use the weight of a divided layer by calling that layer alone."
+                    "ranks that divide layers read the same batches, clip by accelerator.clip_grad_norm_, and use "
+                    "the weight of a divided layer by calling that layer alone"
                 )
                 raise
 

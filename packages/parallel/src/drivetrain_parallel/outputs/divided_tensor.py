@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain_parallel.compat import (
     DisableTorchFunctionSubclass,
@@ -122,7 +123,12 @@ class DividedTensor(Tensor):
     def joined(self, by: str) -> Tensor:
         """Return the whole tensor, joined once. Called on all ranks; `by` is the name of what asks for it."""
         if self.whole is None:
-            with torch.inference_mode(mode=False), torch.enable_grad():  # a later use may want its gradient
+            # A later use may want its gradient, and a checkpoint, which runs this once, would miss what it saves.
+            with (
+                torch.inference_mode(mode=False),
+                torch.enable_grad(),
+                saved_tensors_hooks(_as_it_is, _as_it_is),
+            ):
                 if self.seen_of is not None:
                     base, see = self.seen_of
                     self.whole = see(base.joined(by))
@@ -132,6 +138,10 @@ class DividedTensor(Tensor):
                     self.node = self.whole.grad_fn
             self.part = self.part.new_empty(0)
         return self.whole
+
+
+def _as_it_is(saved: Any) -> Any:
+    return saved
 
 
 def divided(part: Tensor, layout: PartLayout, place: str) -> DividedTensor:

@@ -30,8 +30,9 @@ _TRIED = 32  # positions a rank, on which a block is tried
 
 def divide_blocks(model: nn.Module, stack: "BlockStack") -> None:
     """Have the blocks of a model run as a stack."""
+    run: Any = torch.compiler.disable(stack.run)  # a compiler would lose the graph between part and whole
     for name in stack.blocks:
-        with_forward(model.get_submodule(name), partial(stack.run, name), **{_MARK: True})
+        with_forward(model.get_submodule(name), partial(run, name), **{_MARK: True})
     model.register_forward_pre_hook(stack.begin)
     model.register_forward_hook(stack.end, always_call=True)
 
@@ -115,6 +116,7 @@ class BlockStack:
 
     def running_cut(self, states: Tensor) -> SequenceCut:
         """Return the division of the sequences of which a module inside a running block is given this rank's part."""
+        self._check(states)
         if self._running is None or self._running.own_length != states.shape[1]:
             raise ParallelPlanError(
                 f"backward runs a part of a block again, on {states.shape[1]} positions of a rank: checkpoint whole "
@@ -124,11 +126,7 @@ class BlockStack:
 
     def _cut_of(self, states: Tensor) -> SequenceCut:
         """Return the division of whole sequences of hidden states."""
-        if states.dim() != 3 or not states.is_floating_point():
-            raise ParallelPlanError(
-                f"{self.blocks[0]}, or a block of its class, is given a tensor of shape {tuple(states.shape)} first, "
-                f"where hidden states of shape (batch, positions, width) were expected: {self._division.needed}"
-            )
+        self._check(states)
         length, size, device = states.shape[1], self._ranks.size, states.device
         if length < 2 * size:
             raise ParallelPlanError(
@@ -139,6 +137,13 @@ class BlockStack:
         if (self._last.length, self._last.device) != (length, device):
             self._last = SequenceCut(length=length, size=size, device=device)
         return self._last
+
+    def _check(self, states: Tensor) -> None:
+        if states.dim() != 3 or not states.is_floating_point():
+            raise ParallelPlanError(
+                f"{self.blocks[0]}, or a block of its class, is given a tensor of shape {tuple(states.shape)} first, "
+                f"where hidden states of shape (batch, positions, width) were expected: {self._division.needed}"
+            )
 
     def _rows_of(self, num_sequences: int, cut: SequenceCut) -> Tensor:
         key = num_sequences, cut.length, cut.device

@@ -40,9 +40,7 @@ class ModelFlopCounter(FlopCounterMode):
         return super().__exit__(*error)
 
     def _begin_forward(self, module: Any, args: tuple[Any, ...]) -> None:
-        given = (
-            () if hasattr(module, "takes_its_part") else args[:1]
-        )  # a block says so of whatever it is given
+        given = args[: not hasattr(module, "takes_its_part")]  # what such a block says holds for any argument
         known = [one.divided_among for one in (module, *given) if hasattr(one, "divided_among")]
         self._num_parts.append(prod(known) if known else self._num_parts[-1])
 
