@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch.autograd.function import once_differentiable as _once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map_only as tree_map_only  # for arguments of any nesting
 
 T = TypeVar("T", bound=Tensor)
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 unseen_by_modes = _disable_current_modes  # a context or decorator: modes see none of its operations
 
 
@@ -48,3 +50,8 @@ def make_wrapper(kind: type[T], part: Tensor, shape: Sequence[int], strides: Seq
 def changes_in_place(operator: Any) -> bool:
     """Return whether an operator of torch changes one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """Have a backward refuse gradients of gradients; torch's own decorator has types that classes do not take."""
+    return _once_differentiable(backward)  # type: ignore[arg-type, return-value]

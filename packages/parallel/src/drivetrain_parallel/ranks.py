@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
+
+from drivetrain_parallel.compat import once_differentiable
 
 _LONE = (
     "{by}() asks on this rank for the whole of what each rank holds a part of ({place}), and other ranks do not come "
@@ -180,7 +181,7 @@ class _Join(Function):
 
 
 class _Own(Function):
-    """This rank's part of what all ranks hold alike: the gradients of all parts are that of the whole."""
+    """The own part of what all ranks hold alike: the gradients of all parts are that of the whole."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:

@@ -16,7 +16,6 @@ from drivetrain.settings import RunSettings, automatic_backend
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import is_low_bit, optimizer_states
 
-_DIVIDED = {"layers": "divided", "sequences": "divided_sequences"}  # of what a backend says that it applied
 _PRECISIONS = {"no": "the model's own precision"}
 
 
@@ -28,8 +27,8 @@ def plan_of(parts: Parts) -> EffectivePlan:
     """
     topology, loaders = parts.context.topology, parts.prepared.loaders
     # In how many bits each low-bit optimizer keeps its states, once it has any.
-    optimizers = (one.optimizer for one in parts.prepared.optimizers)
-    low_bit = [optimizer_states(optimizer) for optimizer in optimizers if is_low_bit(optimizer)]
+    low_bit = [optimizer_states(o) for one in parts.prepared.optimizers if is_low_bit(o := one.optimizer)]
+    divided = ("layers", "divided"), ("sequences", "divided_sequences")  # facts, and what backends call them
     steps, applied = parts.backend.window.next_num_micro_batches, parts.backend.applied()
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
     facts = {
@@ -37,7 +36,7 @@ def plan_of(parts: Parts) -> EffectivePlan:
         "device": str(parts.context.device),
         "backend": type(parts.backend).__name__,
         "precision": _PRECISIONS.get(parts.policy.mode, parts.policy.mode),
-        **{fact: f"divided {applied[key]}" for fact, key in _DIVIDED.items() if applied.get(key)},
+        **{fact: f"divided {applied[key]}" for fact, key in divided if applied.get(key)},
         **{f"data {i}": f"{_describe(one, steps)}" for i, one in enumerate(loaders)},
         **{f"states {i}": str(one) for i, one in enumerate(low_bit) if one.elements},
         **({"trackers": ", ".join(parts.trackers.names)} if parts.trackers.names else {}),

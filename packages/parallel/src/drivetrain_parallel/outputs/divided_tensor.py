@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain_parallel.compat import (
     DisableTorchFunctionSubclass,
     changes_in_place,
     make_wrapper,
+    once_differentiable,
     tree_map_only,
 )
 from drivetrain_parallel.outputs.layout import PartLayout

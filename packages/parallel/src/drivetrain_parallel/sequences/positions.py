@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from drivetrain_parallel.compat import unseen_by_modes
+from drivetrain_parallel.compat import once_differentiable, unseen_by_modes
 from drivetrain_parallel.ranks import TensorRanks
 
 
