@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain_parallel import expert_counts
 from drivetrain_state import ParallelDims
 from drivetrain_throughput import Throughput
 from logged_messages import messages_of
 from plain_loop.accelerated import take_steps
-from sequence_layer import SequenceLayer
+from sequence_layer import RoutedLayer, SequenceLayer
 
 NUM_FLOPS = 2 * 4 * 8 * 1  # of a forward of 4 samples; a backward to the weights alone takes as many
 
@@ -295,6 +296,23 @@ def test_logged_tokens_are_the_sum_over_ranks(tmp_path: Path) -> None:
         (line,) = logged(tmp_path)
         ratio = line["throughput/tokens_per_second"] / line["throughput/steps_per_second"]
         assert ratio == pytest.approx(40)
+
+
+@pytest.mark.ranks(2)
+def test_the_load_of_experts_is_logged(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"project_dir": tmp_path, "log_with": "jsonl", "backend": "fsdp"}
+    parallelism = ParallelDims(shard=2, expert=2)
+    with make({"throughput_every_steps": 3}, parallelism=parallelism, **options) as accelerator:
+        accelerator.init_trackers("run")
+        model = RoutedLayer(8, 1)
+        train(accelerator, model, Texts(num=24))
+        sent = accelerator.reduce(torch.stack([*expert_counts(model).values()]), "sum")
+        names, is_main = list(expert_counts(model)), accelerator.is_main_process
+    if is_main:
+        line = {key: value for one in logged(tmp_path) for key, value in one.items() if one["step"] == 3}
+        expected = (sent.max(1).values / sent.double().mean(1)).tolist()
+        assert [line[f"experts/{name}/load"] for name in names] == pytest.approx(expected)
+        assert max(expected) > 1
 
 
 @pytest.mark.ranks(2)

@@ -3,15 +3,15 @@
 # Three hooks bring all that is measured: marks of the context's progress record (forward, backward, the optimizer's
 # step, collectives, saves), the batches of prepared loaders, and the end of each optimizer step.
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain_data import BatchPlan, LoaderTracker
-from drivetrain_state import Context, ProgressMark
+from drivetrain_state import Context, ProgressMark, reduce
 from drivetrain_throughput.batch_counts import BatchCounts
 from drivetrain_throughput.device_clock import make_clock
 from drivetrain_throughput.flops.first_step_flops import FirstStepFlops
@@ -93,6 +93,7 @@ class StepWatch:
         prepared: The prepared objects, held by a weak reference.
         reading: The loaders being read.
         mode: The precision of the run, such as "bf16".
+        expert_counts: Return how often this rank's tokens chose each expert, by layers; None if no ranks divide any.
 
     Attributes:
         counts: The samples and tokens of each step.
@@ -107,7 +108,9 @@ class StepWatch:
         reading: LoaderTracker,
         trackers: TrackerGroup,
         mode: str,
+        expert_counts: Callable[[nn.Module], Mapping[str, Tensor]] | None = None,
     ) -> None:
+        self._expert_counts = expert_counts
         topology, every = context.topology, settings.throughput_every_steps
         self.counts = BatchCounts(settings.token_field, is_main=topology.is_main)
         self._context, self._every_steps = context, every
@@ -182,6 +185,7 @@ class StepWatch:
             self._log_ranks(before, wait=is_due)
         if is_due:
             self._ranks.begin(self._meter.over_window())
+            self._log_experts(step)
         if self._line is not None:
             self._line.show(step, self._meter.over_window())
 
@@ -221,6 +225,17 @@ class StepWatch:
             record = StepRecord(phase_seconds=seconds, samples=samples, tokens=tokens)
             self._meter.add(record)
             self._ranks.add(record)
+
+    def _log_experts(self, step: int) -> None:
+        """Log how many times the mean the busiest expert of each layer computes. Called on all ranks."""
+        if self._expert_counts is None:
+            return
+        own = {name: one for model in self._models() for name, one in self._expert_counts(model).items()}
+        # Ranks of `tensor` count the same tokens, which changes no ratio.
+        summed: Mapping[str, Tensor] = reduce(self._context, own, "sum") if own else own
+        if summed and self._trackers.is_started:
+            loads = {f"experts/{name}/load": one.max() / one.double().mean() for name, one in summed.items()}
+            self._trackers.log(loads, step=step)
 
     def _log_ranks(self, step: int, *, wait: bool = False) -> None:
         """Log the metrics of a finished gather, under `step`."""

@@ -67,9 +67,7 @@ def compose(
         others = given.others(registry.names())
         undo.pop_all()
     is_main = context.topology.is_main
-    for disagreement in (each for section in parts.resolved.values() for each in section.disagreements):
-        if is_main:
-            logger.warning("%s", disagreement)
+    disagreements = [each for section in parts.resolved.values() for each in section.disagreements]
     asked = given.run.mixed_precision
     unread = find_unread(
         parts.resolved,
@@ -84,7 +82,7 @@ def compose(
     )
     if unread:
         parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
-    for one in unread if is_main else ():
+    for one in (*disagreements, *unread) if is_main else ():
         logger.warning("%s", one)
     return parts
 
@@ -132,6 +130,7 @@ def _build(
 
 def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
     """Return the parts of a run whose throughput is measured."""
+    from drivetrain_parallel import expert_counts
     from drivetrain_throughput.step_watch import StepWatch
 
     watch = StepWatch(
@@ -141,6 +140,7 @@ def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
         reading=parts.reading,
         trackers=parts.trackers,
         mode=parts.policy.mode,
+        expert_counts=expert_counts if parts.context.ranks("expert").size > 1 else None,
     )
     parts.prepared.on_step.append(watch.end_step)
     if isinstance(parts.backend, SupportsWaitWatch):
