@@ -38,7 +38,11 @@ def build(name: str) -> nn.Module:
     case = CASES[name]
     if name in EXPERTS:  # grouped products are of fp32 at most
         case = replace(case, settings={**case.settings, "experts_implementation": "eager"})
-    return case.build().train().double()
+    model = case.build().train().double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
