@@ -231,8 +231,8 @@ class StepWatch:
         if self._expert_counts is None:
             return
         own = {name: one for model in self._models() for name, one in self._expert_counts(model).items()}
-        # Ranks of `tensor` count the same tokens, which changes no ratio.
-        summed: Mapping[str, Tensor] = reduce(self._context, own, "sum") if own else own
+        # Each rank counts the tokens that it sends, other ones along every dimension.
+        summed: Mapping[str, Tensor] = reduce(self._context, own, "sum", over="world") if own else own
         if summed and self._trackers.is_started:
             loads = {f"experts/{name}/load": one.max() / one.double().mean() for name, one in summed.items()}
             self._trackers.log(loads, step=step)
