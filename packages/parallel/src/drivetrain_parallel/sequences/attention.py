@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from drivetrain_parallel.compat import unseen_by_modes
@@ -129,6 +128,8 @@ class DividedAttention(TorchFunctionMode):
             if stop > start:
                 seen = (key.narrow(-2, 0, stop), value.narrow(-2, 0, stop))
                 with unseen_by_modes():  # a tensor that one has seen can be of no other class
+                    from torch.nn.attention.bias import causal_lower_right  # which imports torch's compiler
+
                     bias = causal_lower_right(stop - start, stop)
                 outputs.append(attend(real, *seen, bias))
             # What is beyond the end is dropped, but its gradient, which is zero, is awaited by other ranks.
