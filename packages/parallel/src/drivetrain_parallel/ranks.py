@@ -162,9 +162,8 @@ class _AddUp(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return enter(
-            gradients[0], ctx.ranks
-        ), None  # whose own gradient is a sum: those of gradients are right
+        # The gradient of `enter` is a sum over the ranks: so gradients of gradients are right.
+        return enter(gradients[0], ctx.ranks), None
 
 
 class _Join(Function):

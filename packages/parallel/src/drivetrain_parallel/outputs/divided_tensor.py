@@ -47,7 +47,7 @@ class DividedTensor(Tensor):
         part: The values that this rank holds, of shape (own rows, own columns), without a graph; empty once joined.
         held: The layout of the parts of all ranks.
         place: The name of this tensor, the same on all ranks, and another for other tensors.
-        uses: The numbers of what is computed of it, for the names of that.
+        uses: The count of the tensors that are computed of this one, for their names.
         whole: The whole tensor, once joined.
         node: The node of the graph that has joined it.
         seen_of: The tensor of which this is a view, and what makes the view of the whole; None if it is none.
@@ -153,7 +153,7 @@ def divided(part: Tensor, layout: PartLayout, place: str) -> DividedTensor:
 
 
 def own_states(tensor: Tensor, rows: Tensor) -> Tensor | None:
-    """Return this rank's part of hidden states (batch, own length, width) whose rows are those; None of others."""
+    """Return this rank's part of hidden states (batch, own length, width) with these rows; None if its rows are others."""
     if type(tensor) is not DividedTensor or tensor.is_joined or tensor.held.rows is not rows:
         return None
     return _part_of(tensor).unflatten(0, (len(rows), -1))
@@ -229,9 +229,8 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         tensor, held = given[0], given[0].held
-        if name == "view_as" and all(
-            one is tensor for one in args
-        ):  # what an autograd function returns as it came
+        # A function of autograd that returns its argument asks for a view.
+        if name == "view_as" and all(one is tensor for one in args):
             return divided(_part_of(tensor), held, tensor.next_place(name))
         found = _in_parts(func, given, args, kwargs) if held.averages and held.factor == 1 else None
         if found is not None:
