@@ -153,7 +153,7 @@ def divided(part: Tensor, layout: PartLayout, place: str) -> DividedTensor:
 
 
 def own_states(tensor: Tensor, rows: Tensor) -> Tensor | None:
-    """Return this rank's part of hidden states (batch, own length, width) with these rows; None if its rows are others."""
+    """Return this rank's part of states (batch, own length, width) with these rows; None if its rows are others."""
     if type(tensor) is not DividedTensor or tensor.is_joined or tensor.held.rows is not rows:
         return None
     return _part_of(tensor).unflatten(0, (len(rows), -1))
