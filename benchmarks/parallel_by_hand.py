@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from parallel_models import Step, loop, make, make_long, make_routed, mesh
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
 
 
@@ -165,11 +166,15 @@ def _with_own_half(_: Any, __: Any, output: Any) -> Any:
     return _Between.apply(output, _reduced, _gathered)
 
 
-def experts() -> Step:
-    """Each rank holds half of the experts of each block, tokens are exchanged, and FSDP2 shards all else."""
+def experts(*, sharded: bool = False) -> Step:
+    """Each rank holds half of the experts of each block, tokens are exchanged, and FSDP2 shards all else.
+
+    With `sharded`, experts too are those of FSDP2, over the one rank that holds them, as they would be over several.
+    """
     from torch.distributed.fsdp import fully_shard
 
     model, x = make_routed()
+    lone = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("shard", "expert"))["shard"]
     held: list[nn.Parameter] = []
     for block in model.blocks:
         own: Any = block.experts
@@ -177,11 +182,13 @@ def experts() -> Step:
             setattr(own, name, nn.Parameter(getattr(own, name).detach().chunk(2)[dist.get_rank()].clone()))
         own.num_experts //= 2
         own.forward = _exchanging(own)
+        if sharded:
+            fully_shard(own, mesh=lone)
         fully_shard(block, ignored_params=set(own.parameters()))
         held += own.parameters()
     fully_shard(model, ignored_params=set(held))
-    sharded = [p for p in model.parameters() if all(p is not each for each in held)]
-    optimizer = AdamW([{"params": sharded}, {"params": held}])
+    others = [p for p in model.parameters() if all(p is not each for each in held)]
+    optimizer = AdamW([{"params": others}, {"params": held}])
 
     def step() -> float:
         loss = model(x, labels=x).loss
