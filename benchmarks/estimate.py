@@ -22,18 +22,19 @@ from rounds import Table, parse_arguments, report, take_turns
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
-from drivetrain_dispatch.compat import FakeTensorMode
-from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import (
+from drivetrain_dispatch.cli.huggingface import whole_classes
+from drivetrain_memory import record_peak
+from drivetrain_plan.compat import FakeTensorMode
+from drivetrain_plan.model.huggingface import build_to_train, loss_of, training_inputs
+from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
+from drivetrain_plan.model.weight_sizes import sizes_of_model
+from drivetrain_plan.program.step_memory import (
     StepMemory,
     give_fake_tensors,
     measure_forward,
     measure_step,
 )
-from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
-from drivetrain_dispatch.estimate.weight_sizes import sizes_of_model
-from drivetrain_memory import record_peak
+from drivetrain_plan.search.rank_memory import SHARDINGS, memory_of_rank
 
 BATCH, TOKENS, LORA_RANK = 4, 256, 16
 SIZES = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}

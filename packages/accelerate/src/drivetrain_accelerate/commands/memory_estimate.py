@@ -15,8 +15,8 @@ from drivetrain_accelerate.commands.command_line import parser_of, program_of
 from drivetrain_accelerate.plain_values import convert_bytes
 from drivetrain_dispatch import init_empty_weights
 from drivetrain_dispatch.cli.huggingface import whole_classes
-from drivetrain_dispatch.estimate.weight_sizes import sizes_of_model
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_plan.model.weight_sizes import sizes_of_model
 
 # Bits of a weight.
 _BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4}

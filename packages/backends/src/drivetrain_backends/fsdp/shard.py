@@ -109,7 +109,7 @@ def shard_model(
     """
     sources = _agree(model, context)
     names = {module: name for name, module in model.named_modules()}
-    groups = _groups(model, plan)
+    groups = block_groups(model, plan)
     storage = TensorStorage(model, sharding.dtypes, islands)
     upcast = tuple(n for n, p in model.named_parameters() if storage.upcasts(p))
     on_meta = [[p for p in _parameters_of(modules) if p.is_meta] for modules in groups.values()]
@@ -125,7 +125,7 @@ def shard_model(
         scratch.clear()
         _bring_values(modules, model, names, sources, scratch, storage, context)
         blocks.append(
-            _shard(
+            shard_block(
                 model.get_submodule(name),
                 modules,
                 sharding,
@@ -139,7 +139,7 @@ def shard_model(
     )
 
 
-def _groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
+def block_groups(model: nn.Module, plan: BlockPlan) -> dict[str, list[nn.Module]]:
     """Return the modules of each block by the block's name, without those of inner blocks; the root comes last."""
     done: set[nn.Module] = set()
     groups: dict[str, list[nn.Module]] = {}
@@ -158,7 +158,7 @@ def check_dtypes(model: nn.Module, plan: BlockPlan, dtypes: DtypePlan, islands: 
     """Refuse trainable parameters of several dtypes in one block, which `fully_shard` cannot reduce."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     storage = TensorStorage(model, dtypes, islands)
-    for modules in _groups(model, plan).values():
+    for modules in block_groups(model, plan).values():
         found: dict[torch.dtype, str] = {}
         for parameter in _parameters_of(modules):
             if parameter.requires_grad and not storage.is_whole(parameter):
@@ -273,7 +273,7 @@ def _bring_packed(weight: Tensor, context: Context) -> None:
     broadcast_parts(parts_of(weight), context)
 
 
-def _shard(
+def shard_block(
     block: nn.Module,
     group: list[nn.Module],
     sharding: Sharding,

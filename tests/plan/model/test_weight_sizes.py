@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from drivetrain_dispatch.estimate.weight_sizes import sizes_of_files, sizes_of_model
+from drivetrain_plan.model.weight_sizes import sizes_of_files, sizes_of_model
 from drivetrain_weights import WeightFilesError
 
 

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from drivetrain_dispatch.compat import FakeTensorMode
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.estimate.step_memory import (
+from drivetrain_plan.model.training_modes import OPTIMIZERS
+from drivetrain_plan.program.step_memory import (
     StepMemory,
     StorageTally,
     give_fake_tensors,
     measure_forward,
     measure_step,
 )
-from drivetrain_dispatch.estimate.training_modes import OPTIMIZERS
 
 WIDTH, BATCH = 64, 16
 LAYER = (WIDTH * WIDTH + WIDTH) * 4  # the bytes of a linear layer

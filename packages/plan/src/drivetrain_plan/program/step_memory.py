@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_dispatch.compat import (
+from drivetrain_dispatch.errors import CostError
+from drivetrain_plan.compat import (
     BUFFERS,
     DATA_DEPENDENT_ERRORS,
     PARAMETERS,
     Args,
+    FakeTensor,
     Kwargs,
     TorchDispatchMode,
     Types,
     tree_leaves,
 )
-from drivetrain_dispatch.errors import CostError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class StorageTally(TorchDispatchMode):
         # The most bytes that were allocated at once since `restart`, without gradients.
         self.computing_bytes = 0
         self._seen = WeakIdKeyDictionary()
+        self._resized: list[torch.UntypedStorage] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of tensors, each once."""
@@ -59,9 +62,13 @@ class StorageTally(TorchDispatchMode):
             if storage in self._seen:
                 continue
             size_bytes = storage.nbytes()
-            self._seen[storage] = size_bytes
+            self._seen[storage] = held = [size_bytes]
             self.live_bytes += size_bytes
-            weakref.finalize(storage, self._forget, size_bytes).atexit = False
+            weakref.finalize(storage, self._forget, held).atexit = False
+        for storage in self._resized:
+            held = self._seen[storage]
+            self.live_bytes += storage.nbytes() - held[0]
+            held[0] = storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.computing_bytes = max(self.computing_bytes, self.live_bytes - self.gradient_bytes)
 
@@ -70,13 +77,21 @@ class StorageTally(TorchDispatchMode):
         if parameter.grad is not None:
             self.gradient_bytes += _size_bytes(parameter.grad)
 
-    def restart(self) -> None:
-        """Begin new peaks at the memory that is allocated now."""
+    def restart(self, *, keeps_computing: bool = False) -> None:
+        """Begin new peaks at the memory that is allocated now; `keeps_computing` leaves that without gradients."""
         self.peak_bytes = self.live_bytes
-        self.computing_bytes = self.live_bytes - self.gradient_bytes
+        if not keeps_computing:
+            self.computing_bytes = self.live_bytes - self.gradient_bytes
 
-    def _forget(self, size_bytes: int) -> None:
-        self.live_bytes -= size_bytes
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors at their present sizes, which other code changes, as FSDP does."""
+        given = list(tensors)
+        self.add(given)
+        self._resized += {tensor.untyped_storage() for tensor in given}
+        self.add(())
+
+    def _forget(self, held: list[int]) -> None:
+        self.live_bytes -= held[0]
 
     def __torch_dispatch__(self, func: Any, types: Types, args: Args = (), kwargs: Kwargs = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -87,7 +102,7 @@ class StorageTally(TorchDispatchMode):
 def measure_forward(model: nn.Module, inputs: Mapping[str, Any]) -> StepMemory:
     """Measure the memory of a forward without autograd, in the caller's `FakeTensorMode`."""
     tally = StorageTally()
-    with _explain_errors(model), tally, torch.no_grad():
+    with explain_errors(model), tally, torch.no_grad():
         tally.add((*model.parameters(), *model.buffers()))
         weights = tally.live_bytes
         model(**inputs)
@@ -112,7 +127,7 @@ def measure_step(
             f"{type(model).__name__} has no parameter with requires_grad: nothing would be trained"
         )
     tally = StorageTally()
-    with _explain_errors(model), tally:
+    with explain_errors(model), tally:
         tally.add((*model.parameters(), *model.buffers()))
         weights = tally.live_bytes
         tally.add(value for value in inputs.values() if isinstance(value, Tensor))
@@ -145,7 +160,7 @@ def measure_step(
 
 
 @contextmanager
-def _explain_errors(model: nn.Module) -> Generator[None]:
+def explain_errors(model: nn.Module) -> Generator[None]:
     """Run the block, and say in its errors whether it needed the values of tensors."""
     try:
         yield
@@ -163,14 +178,17 @@ def _size_bytes(tensor: Tensor) -> int:
 
 
 def give_fake_tensors(model: nn.Module) -> None:
-    """Exchange a model's meta tensors for fake ones of the CPU, in a `FakeTensorMode`; tied tensors stay tied."""
+    """Exchange a model's meta tensors for fake ones of the CPU, in a `FakeTensorMode`; tied ones stay tied.
+
+    FSDP's shards stay, which `to_empty` has exchanged.
+    """
     # Autocast passes over meta tensors, and attention takes its slowest kernel for them, which holds all scores.
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, whose id is free otherwise
     for module in model.modules():
         entries: Any
         for entries in (vars(module)[PARAMETERS], vars(module)[BUFFERS], vars(module)):
             for name, tensor in entries.items():
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor | DTensor):
                     if id(tensor) not in made:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                         if isinstance(tensor, nn.Parameter):

@@ -9,14 +9,15 @@ from typing import Literal
 
 import torch
 
-from drivetrain_dispatch.cli.huggingface import build_to_train, loss_of, training_inputs, whole_classes
-from drivetrain_dispatch.compat import FakeTensorMode
+from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.errors import CostError
-from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, RankMemory, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import give_fake_tensors, measure_forward, measure_step
-from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS, TrainingMode
-from drivetrain_dispatch.estimate.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
 from drivetrain_messages import argument, format_size, format_table
+from drivetrain_plan.compat import FakeTensorMode
+from drivetrain_plan.model.huggingface import build_to_train, loss_of, training_inputs
+from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
+from drivetrain_plan.model.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
+from drivetrain_plan.program.step_memory import give_fake_tensors, measure_forward, measure_step
+from drivetrain_plan.search.rank_memory import SHARDINGS, RankMemory, memory_of_rank
 from drivetrain_weights import WeightFilesError
 
 _USAGE = 2  # exit code of a command that cannot be carried out

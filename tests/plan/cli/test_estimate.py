@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain_dispatch.cli.estimate import EstimateArguments, run
-from drivetrain_dispatch.estimate.rank_memory import SHARDINGS
-from drivetrain_dispatch.estimate.training_modes import MODES, OPTIMIZERS
+from drivetrain_plan.cli.estimate import EstimateArguments, run
+from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS
+from drivetrain_plan.search.rank_memory import SHARDINGS
 
 Output = pytest.CaptureFixture[str]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain_dispatch.estimate.rank_memory import SHARDINGS, memory_of_rank
-from drivetrain_dispatch.estimate.step_memory import StepMemory
+from drivetrain_plan.program.step_memory import StepMemory
+from drivetrain_plan.search.rank_memory import SHARDINGS, memory_of_rank
 
 GB = 10**9
 STEP = StepMemory(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from drivetrain_dispatch.estimate.step_memory import StepMemory
+from drivetrain_plan.program.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

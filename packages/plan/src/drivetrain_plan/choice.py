@@ -1,0 +1,148 @@
+"""A choice of how to train: what divides the model and the batch, as frozen values. Pure."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+from drivetrain_state.mesh import MeshPlan, ParallelDims
+
+Strategy = Literal["none", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "host", "nvme"]
+Checkpointing = Literal["none", "full"]
+
+_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChoice:
+    """A way to train on a number of devices.
+
+    Attributes:
+        data: The number of replicas that read different samples.
+        shard: The number of ranks that divide one replica's parameters and read different samples.
+        strategy: The name of what the ranks of `shard` divide, by FSDP or by DeepSpeed's stages; "none" without them.
+        offload: The memory that keeps parameters and optimizer states between uses; "none" for the devices' own.
+        checkpointing: Whether each block's activations are computed again in backward.
+        sequence: Whether ranks of `tensor` also divide what stands between divided layers.
+        micro_batch: The samples of one forward of a rank.
+        accumulation: The micro-batches of one optimizer step.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    strategy: Strategy = "none"
+    offload: Offload = "none"
+    checkpointing: Checkpointing = "none"
+    sequence: bool = False
+    micro_batch: int = 1
+    accumulation: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return prod((self.pipeline, self.data, self.shard, self.context, self.tensor))
+
+    @property
+    def num_readers(self) -> int:
+        """The number of ranks, or groups of ranks, that read different samples."""
+        return self.data * self.shard
+
+    @property
+    def num_dimensions(self) -> int:
+        """The number of parallel dimensions with several ranks; fewer are simpler."""
+        sizes = (self.pipeline, self.data, self.shard, self.context, self.tensor, self.expert)
+        return sum(size > 1 for size in sizes)
+
+    @property
+    def num_dividing(self) -> int:
+        """The number of ranks that FSDP or ZeRO divides a parameter among: those of shard and context."""
+        return self.shard * self.context if self.strategy != "none" else 1
+
+    @property
+    def by_stages(self) -> bool:
+        """True if DeepSpeed's engine trains so."""
+        return self.strategy in _STAGES
+
+    @property
+    def by_blocks(self) -> bool:
+        """True if FSDP holds the model's blocks, which also computes their activations again."""
+        return not self.by_stages and (self.strategy != "none" or self.checkpointing != "none")
+
+    @property
+    def in_buckets(self) -> bool:
+        """True if gradients of replicas are averaged in DDP's buckets, which last."""
+        return not self.by_stages and not self.by_blocks and self.data * self.context > 1
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that trains so."""
+        if self.by_stages:
+            return "deepspeed"
+        return "fsdp" if self.by_blocks else "ddp" if self.in_buckets else "single"
+
+    @property
+    def name(self) -> str:
+        """The choice in few words, such as "FSDP 8 x tensor 4, recomputed"."""
+        sharding = {"full_shard": "FSDP", "shard_grad_op": "FSDP grad-op", **_NAMES}
+        said = [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
+        said += [f"DDP {self.data}"] if self.data > 1 else []
+        said += [f"{sharding[self.strategy]} {self.shard}"] if self.strategy != "none" else []
+        for axis in ("context", "tensor", "expert"):
+            said += [f"{axis} {getattr(self, axis)}"] if getattr(self, axis) > 1 else []
+        name = " x ".join(said) or "one device"
+        name += ", sequence" if self.sequence else ""
+        name += ", recomputed" if self.checkpointing == "full" else ""
+        return name if self.offload == "none" else f"{name}, offloaded to {self.offload}"
+
+    def without_batch(self) -> "PlanChoice":
+        """Return the choice with the smallest micro-batch: what divides the model alone."""
+        return replace(self, micro_batch=1, accumulation=1)
+
+    def dims(self) -> ParallelDims | None:
+        """Return the section `parallel` of this choice; None for a run that is data parallel alone."""
+        said: dict[str, Any] = {
+            axis: size
+            for axis in ("pipeline", "context", "tensor", "expert")
+            if (size := getattr(self, axis)) > 1
+        }
+        if self.sequence:
+            said["sequence"] = True
+        if said or (self.data > 1 and self.shard > 1):
+            said |= {axis: size for axis in ("data", "shard") if (size := getattr(self, axis)) > 1}
+        return ParallelDims(**said) if said else None
+
+    def mesh(self) -> MeshPlan:
+        """Return the mesh of this choice, with all axes."""
+        sizes = {axis: getattr(self, axis) for axis in ("pipeline", "data", "shard", "context", "tensor")}
+        return ParallelDims(**sizes, expert=self.expert).plan(self.num_devices)
+
+    def sections(self, mixed_precision: str = "no") -> dict[str, dict[str, Any]]:
+        """Return the settings that train so, by section and field, as a settings file has them."""
+        run: dict[str, Any] = {"backend": self.backend, "mixed_precision": mixed_precision}
+        if self.accumulation > 1:
+            run["gradient_accumulation_steps"] = self.accumulation
+        found: dict[str, dict[str, Any]] = {"run": run}
+        if (dims := self.dims()) is not None:
+            fields = {name: getattr(dims, name) for name in dims.__slots__}
+            found["parallel"] = {name: value for name, value in fields.items() if value not in (None, False)}
+        if self.by_blocks:
+            fsdp: dict[str, Any] = {}
+            hybrid = self.data > 1 and self.shard * self.context > 1
+            strategy = "no_shard" if self.strategy == "none" else "hybrid_shard" if hybrid else self.strategy
+            fsdp["strategy"] = strategy
+            fsdp |= {"activation_checkpointing": "full"} if self.checkpointing == "full" else {}
+            fsdp |= {"offload": True} if self.offload == "host" else {}
+            found["fsdp"] = fsdp
+        if self.by_stages:
+            section: dict[str, Any] = {"stage": _STAGES[self.strategy]}
+            if self.offload != "none":
+                section["offload_optimizer"] = {"host": "cpu"}.get(self.offload, self.offload)
+            found["deepspeed"] = section
+        return found
+
+
+_NAMES = {"zero1": "ZeRO 1 of", "zero2": "ZeRO 2 of", "zero3": "ZeRO 3 of"}

@@ -1,0 +1,1 @@
+"""`drivetrain plan` and `drivetrain estimate`."""

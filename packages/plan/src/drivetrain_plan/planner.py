@@ -1,0 +1,232 @@
+"""Plan the training of a model on given hardware: figures from its program, a search, and the best run once more."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from drivetrain_backends.modules.wrap_policy import plan_blocks
+from drivetrain_dispatch.errors import CostError
+from drivetrain_parallel import ParallelPlanError, named_cuts, plan_experts, plan_model
+from drivetrain_plan.choice import Checkpointing, PlanChoice
+from drivetrain_plan.hardware import RunHardware
+from drivetrain_plan.model.layers import num_blocks
+from drivetrain_plan.model.source import BuiltSource, ModelSource
+from drivetrain_plan.model.training_modes import TrainingMode
+from drivetrain_plan.program.figures import StepFigures, extrapolate
+from drivetrain_plan.program.rank_step import run_rank
+from drivetrain_plan.search.candidates import LEAST_TOKENS, TrainingJob, check_pins, divisors
+from drivetrain_plan.search.formula import formula_figures
+from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
+from drivetrain_plan.search.ranking import (
+    SPARE,
+    PlanTable,
+    TrainingPlan,
+    nearest,
+    predict,
+    ranked,
+    reasons,
+    search,
+    why_rejected,
+)
+
+# Blocks of each make in the shortest program. FSDP holds one, the next that is gathered ahead, and what it reduces of
+# the one before: the first that adds nothing else is the fourth.
+_KEPT, _KEPT_SHARDED = 2, 3
+_WHOLE = 4  # blocks of a make, up to which the program runs whole
+_MOST_TENSOR = 16  # ranks that divide a layer
+_EXACT = 4  # plans whose own program is run
+
+Run = Callable[..., StepFigures]
+
+
+def plan_training(
+    source: ModelSource,
+    hardware: RunHardware,
+    job: TrainingJob,
+    mode: TrainingMode,
+    *,
+    num_tokens: int = 1024,
+    optimizer: str = "adamw",
+    exact: int = _EXACT,
+) -> PlanTable:
+    """Plan the training of a model. Nothing is computed or sent: programs run on tensors without data.
+
+    Args:
+        source: The source of the model.
+        hardware: The devices to plan for.
+        job: The batch, and what of the plan is given.
+        mode: The dtypes of weights and computing.
+        num_tokens: The number of tokens of a sample, if samples have tokens.
+        optimizer: The name of the optimizer, of `training_modes.OPTIMIZERS`.
+        exact: The number of plans, from the best, whose own program is run; one that then does not fit is rejected.
+
+    Returns:
+        The plans that fit, the best first; none if the model fits nowhere, which `missing` explains.
+
+    Raises:
+        PlanError: What is given contradicts itself, or the model cannot be trained; the message says what would do.
+    """
+    check_pins(hardware, job)
+    built = BuiltSource(source, mode)
+    run = partial(run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer)
+    model = measure_model(built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host)
+    computing = mode.autocast or mode.dtype
+    in_half = computing is not None and computing.itemsize < 4
+    plans, rejected = search(model, hardware, job, in_half=in_half)
+    if model.basis == "program":
+        counts = num_blocks(built.build())
+        plans, refused = _run_best(plans, model, hardware, counts, run, exact, in_half=in_half)
+        rejected = refused + rejected
+    if plans:
+        plans[0] = replace(plans[0], why=reasons(plans, rejected))
+    return PlanTable(
+        model=source.name,
+        num_parameters=model.num_parameters,
+        num_tokens=num_tokens,
+        hardware=hardware,
+        job=job,
+        plans=tuple(plans),
+        rejected=tuple(replace(one, why=why_rejected(one, hardware)) for one in nearest(rejected)),
+    )
+
+
+def measure_model(
+    source: BuiltSource, mode: TrainingMode, run: Run, *, num_tokens: int, most_tensor: int
+) -> ModelFigures:
+    """Return the figures of a model, from programs with a few of its blocks.
+
+    A model whose forward depends on the values of tensors has no such program: its figures follow from its sizes, and
+    say so.
+    """
+    model = source.build()
+    counts = num_blocks(model)
+    blocks = plan_blocks(model, asked="fsdp.wrap").blocks
+    sizes = {name: _size_bytes(model.get_submodule(name)) for name in blocks}
+    num_parameters, experts, num_experts = sum(p.numel() for p in model.parameters()), 0.0, 0
+    try:
+        cuts = {p: cut for _, p, cut in named_cuts(model, plan_experts(model, 1))}
+        experts = float(sum(p.numel() * p.itemsize for p in cuts))
+        num_experts = next((cut.num_units for cut in cuts.values()), 0)
+    except ParallelPlanError:
+        pass  # lists of experts are not divided
+    outside = _size_bytes(model) - sum(sizes.values())
+    known = ModelFigures(
+        name=source.name,
+        num_parameters=num_parameters,
+        num_tokens=num_tokens,
+        num_blocks=sum(counts.values()),
+        block_weights=max(sizes.values(), default=0),
+        outside_weights=outside,
+        gathered_share=1.0 if mode.autocast is None else mode.autocast.itemsize / 4,
+        plain=BatchFigures(first=StepFigures(), further=StepFigures()),
+        sharded={},
+        num_experts=num_experts,
+        expert_weights=experts,
+    )
+    figures = partial(run_extrapolated, run, counts)
+
+    def of_batches(**choice: Any) -> BatchFigures:
+        one, two = (figures(PlanChoice(micro_batch=size, **choice)) for size in (1, 2))
+        return BatchFigures(first=one, further=two.plus(one, times=-1))
+
+    try:
+        plain = of_batches()
+        kinds: tuple[Checkpointing, ...] = ("none", "full")
+        sharded = {kind: of_batches(shard=2, strategy="full_shard", checkpointing=kind) for kind in kinds}
+    except CostError as error:
+        return replace(known, **formula_figures(model, num_tokens, num_parameters), why=str(error))
+    halves, tensor_sizes = _divisions(
+        source.build(dict.fromkeys(counts, 1)), figures, num_tokens, most_tensor
+    )
+    return replace(
+        known,
+        plain=plain,
+        sharded=sharded,
+        halves=halves,
+        tensor_sizes=tensor_sizes,
+    )
+
+
+def _divisions(
+    few: nn.Module, figures: Callable[..., StepFigures], num_tokens: int, most_tensor: int
+) -> tuple[Mapping[str, StepFigures], tuple[int, ...]]:
+    """Return the figures of one of two ranks by what they divide, and the numbers of ranks that can divide layers.
+
+    `few` has one block of each make. What this model does not divide is left out.
+    """
+    sizes = [n for n in divisors(most_tensor) if n <= _MOST_TENSOR and _divides(few, n)]
+    wanted: dict[str, PlanChoice] = {}
+    if len(sizes) > 1:
+        wanted["tensor"] = PlanChoice(tensor=2)
+        wanted["tensor and sequence"] = PlanChoice(tensor=2, sequence=True)
+    if num_tokens >= 2 * LEAST_TOKENS:
+        wanted["context"] = PlanChoice(context=2)
+    halves: dict[str, StepFigures] = {}
+    for name, choice in wanted.items():
+        try:
+            halves[name] = figures(choice, shortest=1)
+        except (CostError, ValueError):
+            continue
+    return halves, tuple(sizes) if "tensor" in halves else (1,)
+
+
+def run_extrapolated(
+    run: Run, counts: Mapping[tuple[str, int], int], choice: PlanChoice, *, shortest: int | None = None
+) -> StepFigures:
+    """Return the figures of a choice's program for all blocks: run with a few of each make, and extrapolated."""
+    if all(count <= _WHOLE for count in counts.values()):
+        return run(choice)
+    if shortest is None:
+        shortest = _KEPT_SHARDED if choice.by_blocks else _KEPT
+    least = {key: min(count, shortest) for key, count in counts.items()}
+    longer = [key for key, count in counts.items() if count > shortest]
+    more = [run(choice, kept={**least, key: shortest + 1}) for key in longer]
+    wanted = [counts[key] - shortest for key in longer]
+    return extrapolate(run(choice, kept=least), more, [1] * len(longer), wanted)
+
+
+def _run_best(
+    plans: list[TrainingPlan],
+    model: ModelFigures,
+    hardware: RunHardware,
+    counts: Mapping[tuple[str, int], int],
+    run: Run,
+    number: int,
+    *,
+    in_half: bool,
+) -> tuple[list[TrainingPlan], list[TrainingPlan]]:
+    """Run the programs of the best plans; return the plans that fit, and those that now do not."""
+    done: list[TrainingPlan] = []
+    refused: list[TrainingPlan] = []
+    rest = list(plans)
+    while rest and len(done) < number:
+        plan = rest.pop(0)
+        choice = plan.choice
+        if choice.by_stages or choice.pipeline > 1 or choice.expert > 1 or choice.offload != "none":
+            done.append(plan)  # an engine's own, or what no program here runs
+            continue
+        try:
+            figures = run_extrapolated(run, counts, choice)
+        except (CostError, ValueError):
+            done.append(plan)
+            continue
+        exact = predict(model, choice, hardware, in_half=in_half, figures=figures, basis="program")
+        fits = exact.memory.peak <= hardware.memory_bytes * (1 - SPARE)
+        (done if fits else refused).append(exact)
+    return ranked(done, hardware) + rest, refused
+
+
+def _divides(model: nn.Module, size: int) -> bool:
+    if size == 1:
+        return True
+    try:
+        return bool(plan_model(model, size).layers)
+    except ParallelPlanError:
+        return False
+
+
+def _size_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.itemsize for p in module.parameters())

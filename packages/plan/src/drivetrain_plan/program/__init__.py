@@ -1,0 +1,1 @@
+"""The program of one rank, run on tensors without data: what it allocates, computes and sends."""

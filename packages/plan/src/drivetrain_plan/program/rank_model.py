@@ -1,0 +1,114 @@
+"""The model of one rank, divided and sharded by the transforms of a run, over ranks that do not exist."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from drivetrain_backends.fsdp.plan import Sharding, TensorStorage, plan_dtypes
+from drivetrain_backends.fsdp.shard import block_groups, shard_block
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
+from drivetrain_backends.modules.autocast_forward import prepare_forward
+from drivetrain_backends.modules.wrap_policy import plan_blocks
+from drivetrain_backends.settings import FSDPSettings
+from drivetrain_parallel import (
+    divide_between_layers,
+    divide_model,
+    divide_sequences,
+    plan_between_layers,
+    plan_model,
+    plan_sequences,
+)
+from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.errors import PlanError
+from drivetrain_plan.model.layers import find_stacks
+from drivetrain_plan.model.source import BuiltSource
+from drivetrain_plan.model.training_modes import TrainingMode
+from drivetrain_plan.program.fake_ranks import FakeRanks
+from drivetrain_precision import choose_policy
+from drivetrain_precision.dtypes.dtype_policy import DtypePolicy
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """A rank's model on meta, and the ranks that it sends to."""
+
+    module: nn.Module
+    blocks: tuple[nn.Module, ...]  # of the lists that repeat them
+    ranks: tuple[FakeRanks, ...]
+
+
+def build_rank(
+    source: BuiltSource,
+    choice: PlanChoice,
+    mode: TrainingMode,
+    kept: Mapping[tuple[str, int], int] | None = None,
+    *,
+    is_sharded: bool,
+) -> RankModel:
+    """Build what the first rank of a choice holds of a model, in `fake_ranks` if it shards.
+
+    Args:
+        source: The source of the model.
+        choice: The division of it; pipeline and expert are no part of a rank's program here.
+        mode: The dtypes of weights and computing.
+        kept: The blocks to keep of each make; None for all.
+        is_sharded: Whether FSDP holds the model.
+
+    Raises:
+        PlanError: The model cannot be divided so.
+    """
+    model = source.build(kept)
+    listed = (model.get_submodule(stack.name) for stack in find_stacks(model))
+    repeated = tuple(block for stack in listed for block in stack.children())
+    ranks = _divide(model, choice)
+    plan = plan_blocks(model, asked="fsdp.wrap")
+    blocks = [model.get_submodule(name) for name in plan.blocks]
+    checkpoint_activations(blocks or [model], choice.checkpointing)
+    policy = choose_policy("no" if mode.autocast is None else "bf16", _CPU)
+    if is_sharded:
+        dtypes = plan_dtypes(FSDPSettings(), policy)
+        is_hybrid = choice.data > 1 or choice.strategy == "none"
+        sizes = (choice.data, choice.num_dividing) if is_hybrid else (choice.num_dividing,)
+        storage = TensorStorage(model, dtypes, frozenset())
+        sharding = Sharding(
+            mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("data", "shard")[-len(sizes) :]),
+            experts=None,
+            reshards=choice.strategy != "none" if is_hybrid else choice.strategy == "full_shard",
+            dtypes=dtypes,
+            offload=False,
+            pin_memory=False,
+        )
+        for name, group in block_groups(model, plan).items():
+            for parameter in dict.fromkeys(p for module in group for p in module.parameters(recurse=False)):
+                parameter.data = parameter.data.to(storage.dtype_of(parameter))
+            inner = model.get_submodule(name)
+            shard_block(inner, group, sharding, storage, is_root=not name, is_alone=not plan.blocks)
+        policy = replace(policy, autocast_dtype=None, dtypes=DtypePolicy(output=policy.dtypes.output))
+    prepare_forward(model, policy, _CPU)
+    return RankModel(module=model, blocks=repeated, ranks=ranks)
+
+
+def _divide(model: nn.Module, choice: PlanChoice) -> tuple[FakeRanks, ...]:
+    """Divide layers and sequences, in the order of a run."""
+    ranks: list[FakeRanks] = []
+    if choice.tensor > 1:
+        plan = plan_model(model, choice.tensor)
+        if not plan.layers:
+            raise PlanError(f"no layer of {type(model).__name__} can be divided among {choice.tensor} ranks")
+        ranks.append(FakeRanks(choice.tensor, "tensor"))
+        between = plan_between_layers(model, plan) if choice.sequence else None
+        divide_model(model, plan, ranks[-1], device=_CPU)
+        if between is not None:
+            divide_between_layers(model, replace(between, compared=frozenset()), ranks[-1], device=_CPU)
+    if choice.context > 1:
+        sequences = plan_sequences(model, choice.context)
+        if not sequences.blocks:
+            raise PlanError(f"{type(model).__name__} has no list of blocks whose sequences could be divided")
+        ranks.append(FakeRanks(choice.context, "context"))
+        divide_sequences(model, replace(sequences, compared=frozenset()), ranks[-1], device=_CPU)
+    return tuple(ranks)

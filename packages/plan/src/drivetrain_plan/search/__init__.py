@@ -1,0 +1,1 @@
+"""The search among plans, by arithmetic on figures. Pure."""

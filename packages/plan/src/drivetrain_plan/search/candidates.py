@@ -1,0 +1,191 @@
+"""The choices that are possible: divisors of the devices, the blocks, the heads and the batch. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.errors import PlanError
+from drivetrain_plan.hardware import RunHardware
+from drivetrain_plan.search.model_figures import ModelFigures
+
+_AXES = ("pipeline", "data", "shard", "context", "tensor")
+_PINS = frozenset(
+    {*_AXES, "expert", "strategy", "offload", "checkpointing", "sequence", "micro_batch", "backend"}
+)
+LEAST_TOKENS = 1024  # of a rank, where sequences are divided
+_MOST_MICRO_BATCHES, _MOST_SHARDS = 8, 5  # sizes of micro-batches and of shards that are tried for a mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """The batch of an optimizer step, and what of the choice is given.
+
+    Attributes:
+        batch: The number of samples of an optimizer step, over all ranks.
+        engines: Whether plans of DeepSpeed are candidates.
+        pins: Values of fields of `PlanChoice`, or of its `backend`, that a choice must have.
+    """
+
+    batch: int
+    engines: bool = False
+    pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise PlanError(f"batch={self.batch}: a step has 1 sample or more")
+        if unknown := sorted(set(self.pins) - _PINS):
+            raise PlanError(f"{unknown[0]}: no part of a plan; may be given: {', '.join(sorted(_PINS))}")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in rising order."""
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
+
+def candidates(
+    model: ModelFigures, hardware: RunHardware, job: TrainingJob
+) -> Iterator[Sequence[PlanChoice]]:
+    """Yield the choices of all devices that keep the batch and the pins; those that differ in micro-batches together.
+
+    The smallest micro-batch of each comes first.
+
+    Raises:
+        PlanError: The pins contradict each other, the devices or the batch.
+    """
+    world, pins = hardware.num_devices, dict(job.pins)
+    backend = pins.pop("backend", None)
+    check_pins(hardware, job)
+    found = False
+    for mesh in _meshes(model, hardware, job, pins):
+        for choices in _ways(model, job, mesh, pins):
+            if choices and (backend is None or choices[0].backend == backend):
+                found = True
+                yield choices
+    if not found:
+        said = ", ".join(f"{name}={value}" for name, value in job.pins.items()) or "nothing pinned"
+        readers = [n for n in divisors(world) if job.batch % n == 0]
+        raise PlanError(
+            f"no plan of {world} devices for a batch of {job.batch} with {said}: samples are divided among data x "
+            f"shard ranks, of which {', '.join(map(str, readers))} divide this batch, and layers among "
+            f"{', '.join(map(str, model.tensor_sizes))}; leave something free, or change the batch"
+        )
+
+
+def check_pins(hardware: RunHardware, job: TrainingJob) -> None:
+    """Refuse pins that contradict each other or the devices, whatever the model.
+
+    Raises:
+        PlanError: They do; the message says what would do.
+    """
+    world, pins = hardware.num_devices, job.pins
+    sizes = {axis: pins[axis] for axis in _AXES if axis in pins}
+    for axis, size in sizes.items():
+        if world % size:
+            raise PlanError(
+                f"{axis}={size} with {world} devices: a size divides them; may be "
+                f"{', '.join(map(str, divisors(world)))}"
+            )
+    if world % prod(sizes.values()):
+        said = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise PlanError(f"{said} do not divide {world} devices: leave one of them free")
+    if (strategy := pins.get("strategy", "none")) != "none" and pins.get("shard") == 1:
+        raise PlanError(
+            f"strategy={strategy} with shard=1: it divides among several ranks; leave one of them free"
+        )
+
+
+def _meshes(
+    model: ModelFigures, hardware: RunHardware, job: TrainingJob, pins: Mapping[str, Any]
+) -> Iterator[PlanChoice]:
+    """Yield the sizes of the axes."""
+
+    def sizes(axis: str, free: list[int]) -> list[int]:
+        return [pins[axis]] if axis in pins else free
+
+    world = hardware.num_devices
+    near = [n for n in model.tensor_sizes if hardware.devices_per_host % n == 0]
+    for tensor in sizes("tensor", near):
+        if tensor not in model.tensor_sizes or world % tensor:
+            continue
+        contexts = [n for n in divisors(world // tensor) if n == 1 or model.num_tokens // n >= LEAST_TOKENS]
+        for context in sizes("context", contexts if "context" in model.halves else [1]):
+            rest = world // (tensor * context)
+            if world % (tensor * context) or (context > 1 and "context" not in model.halves):
+                continue
+            stages = [n for n in divisors(rest) if n == 1 or model.num_blocks % n == 0]
+            for pipeline in sizes("pipeline", stages):
+                if rest % pipeline:
+                    continue
+                readers = rest // pipeline
+                if job.batch % readers:
+                    continue
+                for shard in sizes("shard", _spread(divisors(readers), _MOST_SHARDS)):
+                    if readers % shard or pins.get("data", readers // shard) != readers // shard:
+                        continue
+                    mesh = PlanChoice(
+                        pipeline=pipeline, data=readers // shard, shard=shard, context=context, tensor=tensor
+                    )
+                    yield from _with_experts(model, mesh, pins)
+
+
+def _with_experts(model: ModelFigures, mesh: PlanChoice, pins: Mapping[str, Any]) -> Iterator[PlanChoice]:
+    among = mesh.shard * mesh.context * mesh.tensor
+    free = [1]
+    if model.num_experts and mesh.shard > 1:
+        free += [n for n in divisors(among) if n > 1 and model.num_experts % n == 0 and n % mesh.tensor == 0]
+    for expert in [pins["expert"]] if "expert" in pins else free:
+        if expert == 1 or (model.num_experts and among % expert == 0 and model.num_experts % expert == 0):
+            yield replace(mesh, expert=expert)
+
+
+def _ways(
+    model: ModelFigures, job: TrainingJob, mesh: PlanChoice, pins: Mapping[str, Any]
+) -> Iterator[list[PlanChoice]]:
+    """Yield what can be done on a mesh: strategies and checkpointing, each with its micro-batches."""
+    per_reader = job.batch // mesh.num_readers
+    is_plain = mesh.pipeline == mesh.context == mesh.tensor == mesh.expert == mesh.data == 1
+    strategies: list[tuple[str, str]] = [("none", "none")] if mesh.shard == 1 else []
+    if mesh.shard > 1:
+        strategies = [("full_shard", "none"), ("full_shard", "host")]
+        if mesh.data == 1:
+            strategies.insert(0, ("shard_grad_op", "none"))
+        if job.engines and is_plain:
+            strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
+            strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
+    for strategy, offload in strategies:
+        for checkpointing in model.sharded if not strategy.startswith("zero") else ("none",):
+            for sequence in (True, False) if mesh.tensor > 1 else (False,):
+                if sequence and (
+                    mesh.context > 1 or mesh.expert > 1 or "tensor and sequence" not in model.halves
+                ):
+                    continue
+                if mesh.tensor > 1 and not sequence and "tensor" not in model.halves:
+                    continue
+                way = replace(
+                    mesh,
+                    strategy=strategy,
+                    offload=offload,
+                    checkpointing=checkpointing,
+                    sequence=sequence,
+                )
+                choices = (
+                    replace(way, micro_batch=size, accumulation=per_reader // size)
+                    for size in _spread(divisors(per_reader), _MOST_MICRO_BATCHES)
+                )
+                yield [
+                    choice
+                    for choice in choices
+                    if (choice.pipeline == 1 or choice.accumulation >= choice.pipeline)
+                    and all(getattr(choice, name) == value for name, value in pins.items())
+                ]
+
+
+def _spread(numbers: list[int], most: int) -> list[int]:
+    """Return at most some of the numbers, the least and the largest among them."""
+    if len(numbers) <= most:
+        return numbers
+    last = len(numbers) - 1
+    return [numbers[last * place // (most - 1)] for place in range(most)]

@@ -1,0 +1,59 @@
+"""The figures of a model whose program cannot run without data, from its sizes alone. Pure."""
+
+from typing import Any
+
+from torch import nn
+
+from drivetrain_plan.program.figures import StepFigures
+from drivetrain_plan.search.model_figures import BatchFigures
+
+# Bytes that a block keeps of each token, in half precision, as multiples of its width: with fused attention, of the
+# usual blocks (Korthikanti et al., 2022); and with its input alone.
+_KEPT, _INPUT = 34, 2
+
+
+def formula_figures(model: nn.Module, num_tokens: int, num_parameters: int) -> dict[str, Any]:
+    """Return fields of `ModelFigures` by the usual estimates: Adam's states, and activations by width and depth."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    num_blocks = max(map(len, lists), default=1)
+    width = max((p.shape[-1] for p in model.parameters() if p.dim() == 2), default=1)
+    weights = float(sum(p.numel() * p.itemsize for p in model.parameters()))
+    trained = float(sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad))
+
+    def of(kept: int) -> BatchFigures:
+        activations = float(kept * num_tokens * width * num_blocks)
+        sample = StepFigures(
+            activations=activations,
+            forward=activations,
+            early=activations,
+            computing=activations,
+            flops=6.0 * num_parameters * num_tokens,
+            moved=4 * activations,
+        )
+        lasting = StepFigures(
+            weights=weights,
+            gradients=trained,
+            states=2 * trained,
+            late=trained,
+            stepping=trained,
+            stepped=5 * trained,
+        )
+        return BatchFigures(first=lasting.plus(sample), further=sample)
+
+    def halved(batches: BatchFigures) -> BatchFigures:
+        first = batches.first
+        gathered = 0.0 if num_blocks < 2 else weights / num_blocks * 2
+        first = first.with_parameters(0.5).changed(
+            forward=first.forward + gathered,
+            early=first.early + gathered,
+            late=trained / 2 + gathered,
+            computing=first.computing + gathered,
+        )
+        return BatchFigures(first=first, further=batches.further)
+
+    plain = of(_KEPT)
+    return {
+        "plain": plain,
+        "sharded": {"none": halved(plain), "full": halved(of(_INPUT))},
+        "basis": "formula",
+    }

@@ -1,0 +1,29 @@
+"""A small model to plan for, and the factory that names it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Perceptron(nn.Module):
+    """Two blocks of two layers each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, of the shape of the inputs."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def perceptron() -> tuple[nn.Module, Callable[[int, int], Mapping[str, Any]]]:
+    """Return the model, of 33 thousand parameters, and its inputs."""
+    return Perceptron(64), lambda batch, _: {"x": torch.zeros(batch, 64)}

@@ -1,0 +1,127 @@
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.model.layers import num_blocks
+from drivetrain_plan.model.source import BuiltSource, ModuleSource
+from drivetrain_plan.model.training_modes import MODES
+from drivetrain_plan.planner import run_extrapolated
+from drivetrain_plan.program.figures import StepFigures
+from drivetrain_plan.program.rank_step import run_rank
+from drivetrain_plan.program.tally import StepTally
+from plan.llama_source import llama_source
+
+TOKENS, BATCH = 32, 2
+WHOLE = PlanChoice(micro_batch=BATCH)
+
+
+def figures(source: BuiltSource, choice: PlanChoice, mode: str = "fp32") -> StepFigures:
+    return run_rank(source, choice, MODES[mode], num_tokens=TOKENS, optimizer="adamw-loop")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> BuiltSource:
+    pytest.importorskip("transformers")
+    return BuiltSource(llama_source(tmp_path_factory.mktemp("llama")), MODES["fp32"])
+
+
+def test_the_peak_of_a_step_is_what_a_real_one_allocates(source: BuiltSource, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    found = figures(source, WHOLE)
+    llama_source(tmp_path)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path)).train()
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tally = StepTally()
+    states = [one for kept in optimizer.state.values() for one in kept.values()]
+    with tally:
+        tally.add((*model.parameters(), *model.buffers(), *states, ids))
+        tally.restart()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+    assert found.peak == pytest.approx(tally.peak_bytes, rel=0.01)
+    assert found.flops == tally.flops
+
+
+def test_sharded_parameters_are_gathered_twice_and_reduced_once(source: BuiltSource) -> None:
+    whole = figures(source, WHOLE)
+    half = figures(source, PlanChoice(micro_batch=BATCH, shard=2, strategy="full_shard"))
+    eighth = figures(source, PlanChoice(micro_batch=BATCH, shard=8, strategy="full_shard"))
+    assert half.weights == pytest.approx(whole.weights / 2, rel=0.01)
+    assert eighth.gradients == pytest.approx(whole.gradients / 8, rel=0.01)
+    assert eighth.computing == pytest.approx(half.computing, rel=0.05)  # gathered blocks are whole
+    assert half.payloads["fsdp", "reduce_scatter"] == whole.gradients
+    # All of it forward, and what is not the root's backward.
+    assert whole.weights < half.payloads["fsdp", "all_gather"] < 2 * whole.weights
+    kept = figures(source, PlanChoice(micro_batch=BATCH, shard=2, strategy="shard_grad_op"))
+    assert kept.payloads["fsdp", "all_gather"] == pytest.approx(whole.weights, rel=0.01)
+    assert kept.forward > half.forward
+
+
+def test_divided_layers_add_up_four_times_a_block(source: BuiltSource) -> None:
+    """Two sums forward and two backward, each of the hidden states; and those of the embedding and the loss."""
+    found = figures(source, PlanChoice(micro_batch=BATCH, tensor=2))
+    hidden = BATCH * TOKENS * 64 * 4
+    assert found.payloads["tensor", "all_reduce"] == pytest.approx((4 * 3 + 2) * hidden, rel=0.01)
+    assert found.weights < 0.55 * figures(source, WHOLE).weights
+
+
+def test_divided_sequences_halve_activations_and_not_weights(source: BuiltSource) -> None:
+    whole, found = figures(source, WHOLE), figures(source, PlanChoice(micro_batch=BATCH, context=2))
+    assert found.weights == whole.weights
+    assert found.activations == pytest.approx(whole.activations / 2, rel=0.1)
+
+
+@pytest.mark.slow
+def test_recomputation_keeps_the_inputs_of_blocks(source: BuiltSource) -> None:
+    ways = {
+        kind: figures(
+            source, PlanChoice(micro_batch=BATCH, shard=2, strategy="full_shard", checkpointing=kind)
+        )
+        for kind in ("none", "full")
+    }
+    assert ways["full"].activations < ways["none"].activations / 3
+    assert ways["full"].flops > 1.2 * ways["none"].flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(WHOLE, id="whole"),
+        pytest.param(PlanChoice(micro_batch=BATCH, shard=4, strategy="full_shard"), id="fsdp"),
+        pytest.param(PlanChoice(micro_batch=BATCH, tensor=2, sequence=True), id="tensor"),
+        pytest.param(
+            PlanChoice(micro_batch=BATCH, shard=4, strategy="full_shard", checkpointing="full"),
+            id="recomputed",
+        ),
+    ],
+)
+def test_a_few_blocks_tell_of_all(tmp_path: Path, choice: PlanChoice) -> None:
+    pytest.importorskip("transformers")
+    source = BuiltSource(llama_source(tmp_path, num_hidden_layers=7), MODES["fp32"])
+    run = partial(run_rank, source, mode=MODES["fp32"], num_tokens=TOKENS, optimizer="adamw-loop")
+    found = run_extrapolated(run, num_blocks(source.build()), choice)
+    whole = figures(source, choice)
+    assert found.peak == pytest.approx(whole.peak, rel=0.02)
+    assert found.weights == whole.weights
+    assert found.payloads == pytest.approx(whole.payloads)
+
+
+def test_a_model_in_hand_keeps_its_values_and_gets_no_hooks() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    before = [parameter.clone() for parameter in model.parameters()]
+    given = BuiltSource(ModuleSource(model, lambda batch, _: {"input": torch.zeros(batch, 4)}), MODES["fp32"])
+    found = figures(given, PlanChoice(micro_batch=3))
+    assert found.weights == 4 * 2 * (16 + 4)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not any(one._forward_hooks or one._backward_hooks for one in model.modules())

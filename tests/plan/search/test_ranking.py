@@ -1,0 +1,132 @@
+from dataclasses import replace
+
+import pytest
+
+from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.errors import PlanError
+from drivetrain_plan.hardware import parse_hardware
+from drivetrain_plan.program.figures import StepFigures
+from drivetrain_plan.search.candidates import TrainingJob, divisors
+from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
+from drivetrain_plan.search.ranking import search
+
+GB = 1e9
+
+
+def model_of(weights: float, activations: float = GB, *, tensor: tuple[int, ...] = (1,)) -> ModelFigures:
+    """A model of 32 blocks, trained by Adam in fp32."""
+    sample = StepFigures(
+        activations=activations,
+        forward=activations,
+        early=activations,
+        computing=activations,
+        flops=1e13,
+        moved=1e9,
+    )
+    lasting = StepFigures(
+        weights=weights,
+        gradients=weights,
+        states=2 * weights,
+        late=weights,
+        stepping=weights,
+        stepped=4 * weights,
+    )
+    gathered = weights / 16
+    sharded = lasting.with_parameters(0.5).changed(late=weights / 2 + gathered)
+    held = StepFigures(forward=gathered, early=gathered, computing=gathered)
+    less = StepFigures(activations=activations / 10, forward=activations / 10, early=activations / 8,
+                       computing=activations / 8, flops=1.3e13, moved=1e9)  # fmt: skip
+    half = replace(sample, weights=weights / 2, gradients=weights / 2, states=weights, flops=5e12,
+                   activations=activations / 2, forward=activations / 2, computing=activations / 2,
+                   payloads={("tensor", "all_reduce"): 1e8}, calls={("tensor", "all_reduce"): 128.0})  # fmt: skip
+    return ModelFigures(
+        name="model",
+        num_parameters=int(weights / 4),
+        num_tokens=1024,
+        num_blocks=32,
+        block_weights=weights / 33,
+        outside_weights=weights / 33,
+        plain=BatchFigures(first=lasting.plus(sample), further=sample),
+        sharded={
+            "none": BatchFigures(first=sharded.plus(sample).plus(held), further=sample),
+            "full": BatchFigures(first=sharded.plus(less).plus(held), further=less),
+        },
+        halves={"tensor": half, "tensor and sequence": half},
+        tensor_sizes=tensor,
+    )
+
+
+def best(model: ModelFigures, hardware: str, batch: int = 64, **pins: object) -> PlanChoice:
+    plans, _ = search(model, parse_hardware(hardware), TrainingJob(batch=batch, pins=pins), in_half=True)
+    return plans[0].choice
+
+
+def test_what_fits_every_device_is_replicated() -> None:
+    assert best(model_of(2 * GB), "8x80GB h100").name == "DDP 8"
+    assert best(model_of(2 * GB), "1x80GB h100").name == "one device"
+
+
+def test_what_does_not_fit_is_sharded_and_recomputed_only_if_need_be() -> None:
+    found = best(model_of(25 * GB), "8x80GB h100")
+    assert (found.backend, found.checkpointing, found.offload) == ("fsdp", "none", "none")
+    found = best(model_of(25 * GB, activations=60 * GB), "8x80GB h100", batch=8)
+    assert (found.backend, found.checkpointing, found.offload) == ("fsdp", "full", "none")
+
+
+def test_offload_comes_last() -> None:
+    hardware = parse_hardware("2x40GB a100")
+    plans, _ = search(model_of(25 * GB), hardware, TrainingJob(batch=2), in_half=True)
+    assert plans
+    assert all(plan.choice.offload == "host" for plan in plans)
+
+
+@pytest.mark.parametrize("batch", [8, 48, 1024])
+def test_every_plan_keeps_the_batch_and_the_devices(batch: int) -> None:
+    hardware = parse_hardware("8x80GB h100 x 2 hosts")
+    plans, rejected = search(
+        model_of(8 * GB, tensor=(1, 2, 4)), hardware, TrainingJob(batch=batch), in_half=True
+    )
+    assert plans
+    for plan in (*plans, *rejected):
+        choice = plan.choice
+        assert choice.num_devices == 16
+        assert choice.num_readers * choice.micro_batch * choice.accumulation == batch
+        assert plan.memory.peak == pytest.approx(
+            plan.memory.weights + plan.memory.gradients + plan.memory.states + plan.memory.activations
+            + plan.memory.temporary
+        )  # fmt: skip
+        assert min(plan.memory.temporary, plan.memory.gradients, plan.time.seconds) >= 0
+
+
+def test_pins_hold_and_the_rest_is_chosen() -> None:
+    found = best(model_of(8 * GB, tensor=(1, 2, 4)), "8x80GB h100", tensor=4, pipeline=1)
+    assert (found.tensor, found.num_devices) == (4, 8)
+    assert best(model_of(2 * GB), "8x80GB h100", strategy="full_shard", shard=8).name == "FSDP 8"
+    assert best(model_of(2 * GB), "8x80GB h100", backend="fsdp").backend == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("pins", "batch", "told"),
+    [
+        ({"tensor": 3}, 64, "may be 1, 2, 4, 8"),
+        ({"tensor": 8}, 64, "layers among 1"),
+        ({"data": 8, "shard": 8}, 64, "do not divide 8 devices"),
+        ({"shard": 8, "strategy": "full_shard"}, 7, "1 divide this batch"),
+        ({"wheels": 4}, 64, "no part of a plan"),
+    ],
+)
+def test_what_contradicts_itself_says_what_would_do(pins: dict[str, object], batch: int, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        best(model_of(2 * GB), "8x80GB h100", batch, **pins)
+
+
+def test_tensor_stays_within_a_host() -> None:
+    model = model_of(200 * GB, tensor=(1, 2, 4, 8))
+    plans, rejected = search(
+        model, parse_hardware("4x80GB h100 x 4 hosts"), TrainingJob(batch=64), in_half=True
+    )
+    assert max(plan.choice.tensor for plan in (*plans, *rejected)) == 4
+
+
+def test_divisors_rise() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
