@@ -16,6 +16,7 @@ CHOICES = [
     (PlanChoice(shard=2, tensor=2, strategy="shard_grad_op", sequence=True), "fsdp",
      "FSDP grad-op 2 x tensor 2, sequence"),
     (PlanChoice(shard=4, strategy="zero2", offload="host"), "deepspeed", "ZeRO 2 of 4, offloaded to host"),
+    (PlanChoice(shard=4, strategy="zero3", offload="nvme"), "deepspeed", "ZeRO 3 of 4, offloaded to nvme"),
     (PlanChoice(data=2, checkpointing="full"), "fsdp", "DDP 2, recomputed"),
 ]  # fmt: skip
 

@@ -42,6 +42,14 @@ def test_a_table_ends_in_a_launch_line_and_a_settings_file(capsys: Output) -> No
     assert 'fsdp:\n  strategy: "full_shard"' in told
 
 
+def test_a_model_that_asks_for_values_is_planned_by_its_sizes_and_says_so(capsys: Output) -> None:
+    told = plan(capsys, "plan.perceptron:by_values")
+    assert "depends on the values of tensors" in told
+    told = json.loads(plan(capsys, "plan.perceptron:by_values", json=True))
+    assert {one["basis"] for one in told["plans"]} == {"formula"}
+    assert told["plans"][0]["memory_bytes"]["weights"] == 4 * told["parameters"]
+
+
 @pytest.mark.slow
 def test_a_configuration_alone_is_planned(tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("transformers")

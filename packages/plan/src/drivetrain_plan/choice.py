@@ -140,7 +140,11 @@ class PlanChoice:
         if self.by_stages:
             section: dict[str, Any] = {"stage": _STAGES[self.strategy]}
             if self.offload != "none":
-                section["offload_optimizer"] = {"host": "cpu"}.get(self.offload, self.offload)
+                place = "cpu" if self.offload == "host" else "nvme"
+                divided = ("optimizer", "param") if self.strategy == "zero3" else ("optimizer",)
+                section |= {f"offload_{part}": place for part in divided}
+            if self.offload == "nvme":
+                section["nvme_path"] = "FOLDER_ON_NVME"  # to be filled in, as the names of hosts
             found["deepspeed"] = section
         return found
 

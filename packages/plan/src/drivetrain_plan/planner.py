@@ -11,6 +11,7 @@ from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_dispatch.errors import CostError
 from drivetrain_parallel import ParallelPlanError, named_cuts, plan_experts, plan_model
 from drivetrain_plan.choice import Checkpointing, PlanChoice
+from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.model.layers import num_blocks
 from drivetrain_plan.model.source import BuiltSource, ModelSource
@@ -38,6 +39,12 @@ _KEPT, _KEPT_SHARDED = 2, 3
 _WHOLE = 4  # blocks of a make, up to which the program runs whole
 _MOST_TENSOR = 16  # ranks that divide a layer
 _EXACT = 4  # plans whose own program is run
+
+_UNDIVIDED = (
+    CostError,
+    ParallelPlanError,
+    PlanError,
+)  # what a program raises that cannot be divided or run so
 
 Run = Callable[..., StepFigures]
 
@@ -90,6 +97,7 @@ def plan_training(
         job=job,
         plans=tuple(plans),
         rejected=tuple(replace(one, why=why_rejected(one, hardware)) for one in nearest(rejected)),
+        why_formula=model.why,
     )
 
 
@@ -168,7 +176,7 @@ def _divisions(
     for name, choice in wanted.items():
         try:
             halves[name] = figures(choice, shortest=1)
-        except (CostError, ValueError):
+        except _UNDIVIDED:
             continue
     return halves, tuple(sizes) if "tensor" in halves else (1,)
 
@@ -210,7 +218,7 @@ def _run_best(
             continue
         try:
             figures = run_extrapolated(run, counts, choice)
-        except (CostError, ValueError):
+        except _UNDIVIDED:
             done.append(plan)
             continue
         exact = predict(model, choice, hardware, in_half=in_half, figures=figures, basis="program")

@@ -143,6 +143,7 @@ def as_json(table: PlanTable, arguments: PlanTrainingArguments) -> dict[str, Any
         "parameters": table.num_parameters,
         "hardware": asdict(table.hardware),
         "plans": [_plan_as_json(plan, arguments) for plan in table.plans[: arguments.show]],
+        "why_formula": table.why_formula,
         "rejected": [
             {"plan": plan.choice.name, "peak_bytes": int(plan.memory.peak), "why": plan.why}
             for plan in table.rejected
@@ -199,6 +200,8 @@ def _as_text(table: PlanTable, arguments: PlanTrainingArguments) -> str:
     if len(table.plans) > arguments.show:
         lines.append(f"{len(table.plans) - arguments.show} more fit; --show tells them")
     lines += [f"does not fit: {plan.choice.name}: {plan.why}" for plan in table.rejected[:3]]
+    if table.why_formula:
+        lines.append(f"all figures follow from the model's sizes alone: {table.why_formula}")
     best = table.plans[0]
     lines += ["", f"{best.choice.name}: {best.why}"]
     held = ", ".join(f"{name} {format_size(int(getattr(best.memory, name)))}" for name in _COMPONENTS)

@@ -51,6 +51,7 @@ class PlanTable:
     job: TrainingJob
     plans: tuple[TrainingPlan, ...]
     rejected: tuple[TrainingPlan, ...] = ()
+    why_formula: str = ""  # the reason for which no program of this model could be run; empty if it was
 
     @property
     def usable_bytes(self) -> float:
