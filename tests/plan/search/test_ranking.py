@@ -103,6 +103,8 @@ def test_pins_hold_and_the_rest_is_chosen() -> None:
     assert (found.tensor, found.num_devices) == (4, 8)
     assert best(model_of(2 * GB), "8x80GB h100", strategy="full_shard", shard=8).name == "FSDP 8"
     assert best(model_of(2 * GB), "8x80GB h100", backend="fsdp").backend == "fsdp"
+    found = best(model_of(2 * GB), "1x80GB h100", batch=360, micro_batch=5)  # 360 has 24 divisors
+    assert (found.micro_batch, found.accumulation) == (5, 72)
 
 
 @pytest.mark.parametrize(

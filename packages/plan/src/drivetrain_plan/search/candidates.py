@@ -146,6 +146,9 @@ def _ways(
 ) -> Iterator[list[PlanChoice]]:
     """Yield what can be done on a mesh: strategies and checkpointing, each with its micro-batches."""
     per_reader = job.batch // mesh.num_readers
+    micro_batches = _spread(divisors(per_reader), _MOST_MICRO_BATCHES)
+    if (pinned := pins.get("micro_batch")) is not None:
+        micro_batches = [pinned] if per_reader % pinned == 0 else []
     is_plain = mesh.pipeline == mesh.context == mesh.tensor == mesh.expert == mesh.data == 1
     strategies: list[tuple[str, str]] = [("none", "none")] if mesh.shard == 1 else []
     if mesh.shard > 1:
@@ -172,8 +175,7 @@ def _ways(
                     sequence=sequence,
                 )
                 choices = (
-                    replace(way, micro_batch=size, accumulation=per_reader // size)
-                    for size in _spread(divisors(per_reader), _MOST_MICRO_BATCHES)
+                    replace(way, micro_batch=size, accumulation=per_reader // size) for size in micro_batches
                 )
                 yield [
                     choice
