@@ -8,12 +8,12 @@ import pytest
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.cli.plan import PlanTrainingArguments, launch_line, parse_pins, run
 from drivetrain_plan.errors import PlanError
-from plan.llama_source import llama_source
+from planned_models import llama_source
 
 Output = pytest.CaptureFixture[str]
 
 
-MODEL = "plan.perceptron:perceptron"
+MODEL = "planned_models:perceptron"
 
 
 def plan(capsys: Output, model: str = MODEL, *, status: int = 0, **arguments: Any) -> str:
@@ -43,9 +43,9 @@ def test_a_table_ends_in_a_launch_line_and_a_settings_file(capsys: Output) -> No
 
 
 def test_a_model_that_asks_for_values_is_planned_by_its_sizes_and_says_so(capsys: Output) -> None:
-    told = plan(capsys, "plan.perceptron:by_values")
+    told = plan(capsys, "planned_models:by_values")
     assert "depends on the values of tensors" in told
-    told = json.loads(plan(capsys, "plan.perceptron:by_values", json=True))
+    told = json.loads(plan(capsys, "planned_models:by_values", json=True))
     assert {one["basis"] for one in told["plans"]} == {"formula"}
     assert told["plans"][0]["memory_bytes"]["weights"] == 4 * told["parameters"]
 
@@ -67,7 +67,7 @@ def test_a_configuration_alone_is_planned(tmp_path: Path, capsys: Output) -> Non
         ({"pin": ("tensor",)}, "say name=value"),
         ({"pin": ("strategy=full_shard", "shard=1")}, "divides among several ranks"),
         ({"pin": ("data=2", "shard=2")}, "do not divide 2 devices"),
-        ({"model": "plan.perceptron:absent"}, "name a function"),
+        ({"model": "planned_models:absent"}, "name a function"),
     ],
 )
 def test_bad_input_says_what_would_do(capsys: Output, changed: dict[str, Any], told: str) -> None:

@@ -12,7 +12,7 @@ from drivetrain_plan.planner import run_extrapolated
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.program.rank_step import run_rank
 from drivetrain_plan.program.tally import StepTally
-from plan.llama_source import llama_source
+from planned_models import llama_source
 
 TOKENS, BATCH = 32, 2
 WHOLE = PlanChoice(micro_batch=BATCH)

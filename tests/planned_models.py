@@ -1,10 +1,20 @@
-"""A small model to plan for, and the factory that names it."""
+"""Small models to plan for: a Llama by its configuration, and factories that a command can name."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drivetrain_plan.model.source import ConfigSource
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 4096, "use_cache": False,
+}  # fmt: skip
 
 
 class Perceptron(nn.Module):
@@ -41,3 +51,9 @@ def by_values() -> tuple[nn.Module, Callable[[int, int], Mapping[str, Any]]]:
 def perceptron() -> tuple[nn.Module, Callable[[int, int], Mapping[str, Any]]]:
     """Return the model, of 33 thousand parameters, and its inputs."""
     return Perceptron(64), lambda batch, _: {"x": torch.zeros(batch, 64)}
+
+
+def llama_source(folder: Path, **changed: object) -> ConfigSource:
+    """Write the configuration into a folder, and return the source that reads it."""
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changed}))
+    return ConfigSource(folder)
