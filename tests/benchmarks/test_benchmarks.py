@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("dtype_policy", "plain, fp32", marks=pytest.mark.slow),
         pytest.param("collectives", "torch, one flat all_gather", marks=pytest.mark.slow),
         pytest.param("loader", "raw DataLoader", marks=pytest.mark.slow),
-        pytest.param("startup --only=two", "torchrun", marks=pytest.mark.slow),
+        pytest.param("startup --only empty script, two", "torchrun", marks=pytest.mark.slow),
         pytest.param("binding", "drivetrain launch --bind auto", marks=pytest.mark.slow),
         pytest.param("watchdog", "without the watchdog", marks=pytest.mark.slow),
         pytest.param("resume", "drivetrain, fresh", marks=pytest.mark.slow),
