@@ -112,7 +112,7 @@ DIMENSIONS: list[tuple[str, int, dict[str, Any]]] = [
         for backend, number, sizes in DIMENSIONS
     ],
 )
-@pytest.mark.default_cases("single tensor", "ddp context")
+@pytest.mark.default_cases("single tensor, sequence", "ddp context")
 def test_ranks_that_divide_a_model_count_it_once(backend: str, sizes: dict[str, Any]) -> None:
     """What each rank computes whole, as a head beside divided layers, or of its own rows, counts once."""
     found = flops_of_a_step(backend, {}, parallelism=ParallelDims(**sizes))

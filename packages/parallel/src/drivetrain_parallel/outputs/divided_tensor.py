@@ -104,7 +104,9 @@ class DividedTensor(Tensor):
     @property
     def divided_among(self) -> int:
         """The number of ranks among which a module that is given this tensor is divided."""
-        return 1 if self.is_joined else self.held.row_ranks.size * self.held.column_ranks.size
+        if self.is_joined or not self.held.averages:  # which any function of a module joins
+            return 1
+        return self.held.row_ranks.size * self.held.column_ranks.size
 
     @property
     def is_followed(self) -> bool:
