@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from threading import Barrier, BrokenBarrierError, Thread
+from threading import Barrier, Thread
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -58,7 +58,7 @@ class ThreadRanks:
 
 
 def on_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """Return what `work` returns on each of `size` threads; raise what one of them raises."""
+    """Return what `work` returns on each of `size` threads; raise what one of them raises first."""
     barrier = Barrier(size, timeout=60)
     given, found = [torch.empty(0)] * size, dict[int, T]()
     errors: list[BaseException] = []
@@ -66,10 +66,8 @@ def on_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     def run(rank: int) -> None:
         try:
             found[rank] = work(ThreadRanks(rank, barrier, given))
-        except BrokenBarrierError as error:
-            errors.append(error)
         except BaseException as error:  # noqa: BLE001 raised again below
-            errors.insert(0, error)
+            errors.append(error)  # before the barrier makes the others fail
             barrier.abort()
 
     threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
