@@ -70,18 +70,24 @@ def train(
     rank: int,
     log: Path,
     *,
-    backend: str = "auto",
+    backend: str = "usual",
     steps: int = STEPS,
     on_step: Callable[[int], None] = lambda _: None,
     before_load: Callable[[], None] = lambda: None,
 ) -> None:
     """Train from the newest checkpoint to the last step, saving after each."""
-    staging = "overlap" if backend == "auto" else "copy"
+    staging = "overlap" if backend == "usual" else "copy"
     quiet = {
         "checkpoint": {"keep_last": 2, "stall_seconds": 3, "staging": staging},
         "state": {"watchdog": False},
     }
-    accelerator = Accelerator(cpu=True, backend=backend, project_dir=directory, seed=3, sections=quiet)
+    accelerator = Accelerator(
+        cpu=True,
+        backend=None if backend == "usual" else backend,
+        project_dir=directory,
+        seed=3,
+        sections=quiet,
+    )
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(Samples(), batch_size=3, shuffle=True)
@@ -175,7 +181,7 @@ class Drill:
         backend: What the run trains by.
     """
 
-    def __init__(self, world_size: int, directory: Path, seed: int, backend: str = "auto") -> None:
+    def __init__(self, world_size: int, directory: Path, seed: int, backend: str = "usual") -> None:
         self.world_size = world_size
         self.backend = backend
         self.root = directory
@@ -444,4 +450,4 @@ def main(fault: str, rounds: int, world_size: int, directory: Path, seed: int, b
 
 if __name__ == "__main__":
     fault, rounds, world_size, directory, seed, *backend = sys.argv[1:]
-    main(fault, int(rounds), int(world_size), Path(directory), int(seed), *backend or ["auto"])
+    main(fault, int(rounds), int(world_size), Path(directory), int(seed), *backend or ["usual"])

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and PEFT warn 
 
 TOKENS = torch.randint(5, 65, (4, 9), generator=torch.Generator().manual_seed(0))
 MESHES = {
-    "tensor 2": ("auto", ParallelDims(tensor=2), 2),
-    "context 2": ("auto", ParallelDims(context=2), 2),
+    "tensor 2": ("usual", ParallelDims(tensor=2), 2),
+    "context 2": ("usual", ParallelDims(context=2), 2),
     "fsdp context 2": ("fsdp", ParallelDims(context=2), 2),
     "shard 2 x tensor 2": ("fsdp", ParallelDims(shard=2, tensor=2), 4),
 }

@@ -11,7 +11,7 @@ from processes import environment_alone, run_processes
 
 # How many rounds must have met the fault at least: a disk is not always filled by what a round has left to save.
 CASES = [
-    *((fault, num_ranks, "auto", least) for num_ranks in (1, 2) for fault, least in (
+    *((fault, num_ranks, "usual", least) for num_ranks in (1, 2) for fault, least in (
         ("kill", 0.5), ("flip", 0.9), ("cut", 0.9), ("raise", 0.5), ("full", 0.2), ("twice", 0.5),
     )),
     ("kill", 2, "fsdp", 0.5),

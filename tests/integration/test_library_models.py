@@ -17,14 +17,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of its o
 
 STEPS = 20
 MESHES = {
-    "tensor 2": ("auto", ParallelDims(tensor=2), 2),
-    "tensor 2, sequence": ("auto", ParallelDims(tensor=2, sequence=True), 2),
+    "tensor 2": ("usual", ParallelDims(tensor=2), 2),
+    "tensor 2, sequence": ("usual", ParallelDims(tensor=2, sequence=True), 2),
     "context 2, heads": ("ddp", ParallelDims(context=2, context_method="heads"), 2),
     "context 2, gathered": ("fsdp", ParallelDims(context=2, context_method="gathered"), 2),
     "shard 2 x expert 2": ("fsdp", ParallelDims(shard=2, expert=2), 2),
-    "tensor 2 x expert 2": ("auto", ParallelDims(tensor=2, expert=2), 2),
+    "tensor 2 x expert 2": ("usual", ParallelDims(tensor=2, expert=2), 2),
     "shard 2 x tensor 2": ("fsdp", ParallelDims(shard=2, tensor=2), 4),
-    "context 2 x tensor 2": ("auto", ParallelDims(context=2, tensor=2), 4),
+    "context 2 x tensor 2": ("usual", ParallelDims(context=2, tensor=2), 4),
 }
 DENSE, EXPERTS = ("qwen3", "llama", "llama tied", "gpt2", "bert", "vit"), ("mixtral", "qwen3 moe")
 RUNS = [

@@ -23,7 +23,7 @@ def model() -> nn.Module:
 
 
 def run(
-    folder: Path, kind: type[Optimizer], steps: int, *, resume: bool = False, backend: str = "auto"
+    folder: Path, kind: type[Optimizer], steps: int, *, resume: bool = False, backend: str = "usual"
 ) -> dict[str, Tensor]:
     """Train some steps, or go on from the newest checkpoint, and save; return the weights after it."""
     with accelerator_of(backend, project_dir=folder) as accelerator:
@@ -39,7 +39,7 @@ def run(
         return weights_of(accelerator, net)
 
 
-def check_goes_on(folder: Path, kind: type[Optimizer], backend: str = "auto") -> None:
+def check_goes_on(folder: Path, kind: type[Optimizer], backend: str = "usual") -> None:
     whole = run(folder / "whole", kind, 4, backend=backend)
     run(folder / "parts", kind, 3, backend=backend)
     assert_equal_weights(run(folder / "parts", kind, 1, resume=True, backend=backend), whole)

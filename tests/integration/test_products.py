@@ -15,12 +15,12 @@ from parallel.models import Routed
 PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "single": ({}, "single", 1),
     "ddp 3": ({}, "ddp", 3),
-    "tensor 2": ({"tensor": 2}, "auto", 2),
-    "tensor 3": ({"tensor": 3}, "auto", 3),
+    "tensor 2": ({"tensor": 2}, "usual", 2),
+    "tensor 3": ({"tensor": 3}, "usual", 3),
     "tensor 2 x data 2": ({"tensor": 2, "data": 2}, "ddp", 4),
     "tensor 2 x replicas": ({"tensor": 2, "data": 2}, "fsdp", 4),
     "tensor 2 x shard 2": ({"tensor": 2, "shard": 2}, "fsdp", 4),
-    "context 2": ({"context": 2}, "auto", 2),
+    "context 2": ({"context": 2}, "usual", 2),
     "context 3 gathered": ({"context": 3, "context_method": "gathered"}, "fsdp", 3),
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "fsdp", 4),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "ddp", 4),
@@ -69,7 +69,7 @@ def train(
     tokens = torch.randint(0, 65, (600, 9), generator=torch.Generator().manual_seed(1))
     with Accelerator(
         cpu=True,
-        backend=backend,
+        backend=None if backend == "usual" else backend,
         parallelism=parallelism,
         project_dir=folder,
         seed=0,

@@ -51,9 +51,9 @@ CASES = [
     ("ddp", {"ddp": {"reduce": "at_close", "bucket_size_mb": 50.0}}, "reduce!=at_close"),
     ("ddp", {"ddp": {"reduce": "at_close", "find_unused_parameters": True}}, "reduce!=at_close"),
     ("fsdp", {"fsdp": {"compile_backend": "eager"}}, "fsdp.compile_regions"),
-    ("auto", {"precision": {"initial_scale": 4.0}}, "run.mixed_precision=fp16"),
+    (None, {"precision": {"initial_scale": 4.0}}, "run.mixed_precision=fp16"),
     (
-        "auto",
+        None,
         {"precision": {"max_skipped_steps": 3}},
         "run.mixed_precision=fp16 or run.nonfinite_gradients=skip",
     ),
@@ -61,7 +61,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "said", "needs"), CASES)
-def test_a_setting_whose_condition_does_not_hold_is_told(backend: str, said: Any, needs: str, caplog) -> None:
+def test_a_setting_whose_condition_does_not_hold_is_told(
+    backend: str | None, said: Any, needs: str, caplog
+) -> None:
     accelerator = Accelerator(cpu=True, backend=backend, sections=said)
     (section, names), *_ = said.items()
     told = accelerator.plan.facts["without effect"].split(", ")

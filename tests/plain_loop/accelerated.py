@@ -18,11 +18,12 @@ SINGLE, DDP, FSDP = (
 )
 
 
-def accelerator_of(backend: str = "auto", *, sections: Any = None, **options: Any) -> Accelerator:
-    """Return an Accelerator that prints nothing; `deepspeed-3` is DeepSpeed in stage 3."""
+def accelerator_of(backend: str = "usual", *, sections: Any = None, **options: Any) -> Accelerator:
+    """Return an Accelerator that prints nothing; `deepspeed-3` is DeepSpeed in stage 3, `usual` names no backend."""
     name, _, stage = backend.partition("-")
     own = {"deepspeed": {"stage": int(stage)}} if stage else {}
-    return Accelerator(cpu=True, backend=name, sections={**QUIET, **own, **(sections or {})}, **options)
+    named = None if name == "usual" else name
+    return Accelerator(cpu=True, backend=named, sections={**QUIET, **own, **(sections or {})}, **options)
 
 
 def take_steps(

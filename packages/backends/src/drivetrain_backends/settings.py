@@ -96,11 +96,12 @@ class DDPSettings:
 class FSDPSettings:
     """The settings by which FSDP2 (`fully_shard`) shards a model over ranks; the backend chooses unset values."""
 
-    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] | None = _setting(
+    strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "auto"] | None = _setting(
         None,
         "full_shard gathers parameters for forward and again for backward, shard_grad_op keeps them in "
         "between, hybrid_shard shards within groups of ranks and replicates across groups, no_shard "
-        "replicates; unset: full_shard.",
+        "replicates; auto: planned, with what else of the section is not said, from the first prepared model; "
+        "unset: full_shard.",
         ask="ask_strategy",
     )
     shard_size: int | None = _setting(

@@ -27,10 +27,11 @@ class DeepSpeedSettings:
         "DeepSpeed configuration, as a JSON file or a mapping; the run fills in values of 'auto'.",
         is_json=True,
     )
-    stage: Literal[0, 1, 2, 3] | None = _setting(
+    stage: Literal[0, 1, 2, 3, "auto"] | None = _setting(
         None,
         "Parts of the training state that ZeRO partitions: 0 none, 1 optimizer states, 2 also gradients, 3 "
-        "also parameters; unset: 2.",
+        "also parameters; auto: planned, with where it is offloaded if that is not said, from the first prepared "
+        "model; unset: 2.",
         ask="ask_stage",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] | None = _setting(
@@ -84,7 +85,7 @@ class DeepSpeedSettings:
             )
         if "nvme" in (self.offload_optimizer, self.offload_param) and self.nvme_path is None:
             raise ValueError("nvme_path=None: offloading to nvme needs a folder on that disk")
-        if self.offload_param in ("cpu", "nvme") and self.stage not in (None, 3):
+        if self.offload_param in ("cpu", "nvme") and self.stage not in (None, "auto", 3):
             raise ValueError(
                 f"offload_param={self.offload_param!r}: parameters are offloaded in stage 3 alone, not {self.stage}"
             )
@@ -92,7 +93,7 @@ class DeepSpeedSettings:
             raise ValueError(
                 f"offload_optimizer={self.offload_optimizer!r}: stage 0 partitions nothing; say stage 1, 2 or 3"
             )
-        if self.offload_optimizer == "nvme" and self.stage not in (None, 3):
+        if self.offload_optimizer == "nvme" and self.stage not in (None, "auto", 3):
             raise ValueError(
                 f"offload_optimizer='nvme': needs stage 3, not {self.stage}; 'cpu' works from stage 1 on"
             )

@@ -31,10 +31,10 @@ def ask_mixed_precision(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Ask for the backend if several processes leave a choice."""
-    from drivetrain.settings import automatic_backend
+    from drivetrain.settings import usual_backend
 
     installed: Mapping[str, str] = known["installed.backends"]
-    automatic = automatic_backend(1), automatic_backend(2)
+    alone = usual_backend(1)
     if known["plan.num_processes"] < 2 or not installed:
         return None
     memory, room = known.get("machine.accelerator_memory_bytes"), ""
@@ -42,11 +42,12 @@ def ask_backend(known: Mapping[str, Any]) -> Mapping[str, Any] | None:
         room = f", up to about {memory / 2 / _BYTES_PER_PARAMETER / 1e9:.1f} billion parameters here"
     return {
         "value": "auto",
-        "why": f"replicas are the fastest while the training state of the model fits each device{room}",
+        "why": "the model and this hardware decide: replicas are the fastest while the training state fits each "
+        f"device{room}",
         "text": "How do the processes share the model?",
         "choices": {
-            "auto": "a replica for each process, gradients averaged",
-            **{name: text.rstrip(".") for name, text in installed.items() if name not in automatic},
+            "auto": "planned when the model is prepared, by its memory and step time",
+            **{name: text.rstrip(".") for name, text in installed.items() if name != alone},
         },
     }
 

@@ -26,14 +26,14 @@ class RunSettings:
             "by precision.fp8_recipe, the rest in bf16), or auto for the best of the first three.",
         },
     )
-    backend: str = field(
-        default="auto",
+    backend: str | None = field(
+        default=None,
         metadata={
             "ask": "drivetrain.run_advice:ask_backend",
             "plugins": "drivetrain.backends",
             "other_words": ("auto",),
-            "help": "Backend that trains the models: single, ddp or an installed one; auto: ddp with several "
-            "processes, or single.",
+            "help": "Backend that trains the models: single, ddp or an installed one; auto: planned from the first "
+            "prepared model and the hardware; unset: ddp with several processes, or single.",
         },
     )
     gradient_accumulation_steps: int = field(
@@ -120,6 +120,6 @@ class RunSettings:
             )
 
 
-def automatic_backend(num_ranks: int, num_shards: int = 1) -> str:
-    """Return the backend of "auto", where gradients of ranks add up and some of these divide the parameters."""
+def usual_backend(num_ranks: int, num_shards: int = 1) -> str:
+    """Return the backend of a run that names none, where gradients of ranks add up and some divide the parameters."""
     return "fsdp" if num_shards > 1 else "single" if num_ranks == 1 else "ddp"

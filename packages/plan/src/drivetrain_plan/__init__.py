@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain_plan.choice import PlanChoice as PlanChoice
+    from drivetrain_plan.choice import pins_of as pins_of
+    from drivetrain_plan.detected import measure_hardware as measure_hardware
     from drivetrain_plan.errors import PlanError as PlanError
     from drivetrain_plan.hardware import RunHardware as RunHardware
     from drivetrain_plan.hardware import parse_hardware as parse_hardware
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 # Module -> its public names.
 _NAMES = {
-    "choice": "PlanChoice",
+    "choice": "PlanChoice pins_of",
+    "detected": "measure_hardware",
     "errors": "PlanError",
     "hardware": "RunHardware parse_hardware",
     "model.source": "BuiltSource ConfigSource FactorySource ModelSource ModuleSource find_source",

@@ -1,9 +1,11 @@
 """A choice of how to train: what divides the model and the batch, as frozen values. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from drivetrain_plan.errors import PlanError
 from drivetrain_state.mesh import MeshPlan, ParallelDims
 
 Strategy = Literal["none", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"]
@@ -103,7 +105,7 @@ class PlanChoice:
         return replace(self, micro_batch=1, accumulation=1)
 
     def dims(self) -> ParallelDims | None:
-        """Return the section `parallel` of this choice; None for a run that is data parallel alone."""
+        """Return the section `parallel` of this choice; None for a run that is data parallel alone, or sharded."""
         said: dict[str, Any] = {
             axis: size
             for axis in ("pipeline", "context", "tensor", "expert")
@@ -111,7 +113,7 @@ class PlanChoice:
         }
         if self.sequence:
             said["sequence"] = True
-        if said or (self.data > 1 and self.shard > 1):
+        if said:
             said |= {axis: size for axis in ("data", "shard") if (size := getattr(self, axis)) > 1}
         return ParallelDims(**said) if said else None
 
@@ -134,6 +136,7 @@ class PlanChoice:
             hybrid = self.data > 1 and self.shard * self.context > 1
             strategy = "no_shard" if self.strategy == "none" else "hybrid_shard" if hybrid else self.strategy
             fsdp["strategy"] = strategy
+            fsdp |= {"shard_size": self.shard} if hybrid and "parallel" not in found else {}
             fsdp |= {"activation_checkpointing": "full"} if self.checkpointing == "full" else {}
             fsdp |= {"offload": True} if self.offload == "host" else {}
             found["fsdp"] = fsdp
@@ -147,6 +150,26 @@ class PlanChoice:
                 section["nvme_path"] = "FOLDER_ON_NVME"  # to be filled in, as the names of hosts
             found["deepspeed"] = section
         return found
+
+
+def pins_of(section: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is fixed of a choice by a backend's section: by the fields that are said; the others stay free.
+
+    Raises:
+        PlanError: A field is said with a value that is planned by nobody.
+    """
+    pins: dict[str, Any] = {"backend": section}
+    if (kind := said.get("activation_checkpointing")) is not None:
+        if kind not in get_args(Checkpointing):
+            raise PlanError(
+                f"{section}.activation_checkpointing={kind!r} is not planned: say one of "
+                f"{', '.join(get_args(Checkpointing))}, or the rest of the section too"
+            )
+        pins["checkpointing"] = kind
+    places = {said[name] for name in ("offload", "offload_optimizer", "offload_param") if name in said}
+    if places := places - {None}:
+        pins["offload"] = "nvme" if "nvme" in places else "host" if places & {True, "cpu"} else "none"
+    return pins
 
 
 _NAMES = {"zero1": "ZeRO 1 of", "zero2": "ZeRO 2 of", "zero3": "ZeRO 3 of"}

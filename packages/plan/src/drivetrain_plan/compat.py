@@ -1,9 +1,13 @@
 """The private names of torch that this package uses, in one place; the same in torch 2.9 to 2.15."""
 
-from collections.abc import Collection, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from itertools import count
+from math import prod
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -13,9 +17,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
+_C10D: Any = dist.distributed_c10d
+_NUMBERS = count()  # of meshes of ranks that do not exist
 # The parameters of `__torch_dispatch__`, which torch leaves untyped.
 Types: TypeAlias = Collection[type]
 Args: TypeAlias = tuple[Any, ...]
@@ -38,12 +45,33 @@ def without_fake_mode() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Generator[None]:
-    """Let this process be rank 0 of `world_size` ranks that do not exist: collectives return without data."""
+def fake_mesh(names: Sequence[str], sizes: Sequence[int]) -> Generator[DeviceMesh]:
+    """Let this process be the first rank of a mesh whose others do not exist: collectives return without data.
+
+    The groups of the process, if it has any, are left alone.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with ExitStack() as undo:
+        if not dist.is_initialized():
+            dist.init_process_group("fake", rank=0, world_size=prod(sizes), store=FakeStore())
+            undo.callback(dist.destroy_process_group)
+        first = dist.get_rank()
+        mesh = torch.arange(first, first + prod(sizes)).reshape(*sizes)
+        # Meshes are equal by name and layout, and torch keeps what it has found for one for its equals.
+        number = next(_NUMBERS)
+        groups: list[Any] = []
+        for axis, size in enumerate(sizes):
+            ranks = mesh.movedim(axis, 0).reshape(size, -1)[:, 0].tolist()
+            name = f"drivetrain_plan.{number}.{axis}"
+            group, _ = _C10D._new_process_group_helper(
+                size, 0, ranks, "fake", FakeStore(), name, timeout=timedelta(minutes=1)
+            )
+            # What `new_group` notes of a group; it would also wait for the ranks.
+            _C10D._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+            undo.callback(dist.destroy_process_group, group)
+            groups.append(group)
+        alone = groups[0] if len(groups) == 1 else groups
+        yield DeviceMesh.from_group(
+            alone, "cpu", mesh, mesh_dim_names=tuple(f"{name}_{number}" for name in names)
+        )

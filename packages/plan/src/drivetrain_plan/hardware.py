@@ -1,9 +1,10 @@
 """The hardware to plan for: a description in words becomes rates. Pure."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain_dispatch.planning.hardware import described, hardware_of
+from drivetrain_dispatch.planning.hardware import Hardware, described, hardware_of
 from drivetrain_plan.errors import PlanError
 
 # "8x80GB h100 x 4 hosts 400Gb": the devices of a host, as `drivetrain dispatch plan` reads them; then the hosts.
@@ -96,12 +97,20 @@ def parse_hardware(text: str) -> RunHardware:
         raise PlanError(f"{error}; or {_EXAMPLE}") from error
     if int(match["hosts"] or 1) < 1:
         raise PlanError(f"{text!r}: a run needs a host; {_EXAMPLE}")
+    found = published_rates(kind or "cuda", rates, int(match["hosts"] or 1), sizes)
+    if match["network"]:
+        found = replace(found, network_rate=float(match["network"]) * 1e9 / 8)
+    return found
+
+
+def published_rates(kind: str, rates: Hardware, num_hosts: int, sizes: Sequence[int]) -> RunHardware:
+    """Return hosts whose devices have these bytes of memory, with what is published of their kind."""
     word = next((name for name in _PEER_LINKS if name in kind.lower()), None)
-    found = RunHardware(
-        kind=kind or "cuda",
-        num_hosts=int(match["hosts"] or 1),
+    return RunHardware(
+        kind=kind,
+        num_hosts=num_hosts,
         devices_per_host=len(sizes),
-        memory_bytes=sizes[0],
+        memory_bytes=min(sizes),
         flops=rates.tflops * 1e12,
         fp32_flops=rates.tflops * 1e12 * (1 if kind == "cpu" else _FP32_SHARE),
         memory_rate=rates.memory_bytes_per_second,
@@ -109,6 +118,3 @@ def parse_hardware(text: str) -> RunHardware:
         peer_rate=rates.link_bytes_per_second if word is None else _PEER_LINKS[word],
         overlaps=kind != "cpu",
     )
-    if match["network"]:
-        found = replace(found, network_rate=float(match["network"]) * 1e9 / 8)
-    return found

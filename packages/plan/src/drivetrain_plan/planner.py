@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from drivetrain_backends.modules.wrap_policy import plan_blocks
@@ -15,7 +16,7 @@ from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.model.layers import num_blocks
 from drivetrain_plan.model.source import BuiltSource, ModelSource
-from drivetrain_plan.model.training_modes import TrainingMode
+from drivetrain_plan.model.training_modes import Parameters, TrainingMode
 from drivetrain_plan.program.figures import StepFigures, extrapolate
 from drivetrain_plan.program.rank_step import run_rank
 from drivetrain_plan.search.candidates import LEAST_TOKENS, TrainingJob, check_pins, divisors
@@ -38,6 +39,7 @@ from drivetrain_plan.search.ranking import (
 _KEPT, _KEPT_SHARDED = 2, 3
 _WHOLE = 4  # blocks of a make, up to which the program runs whole
 _MOST_TENSOR = 16  # ranks that divide a layer
+_KINDS: tuple[Checkpointing, ...] = ("none", "full")
 _EXACT = 4  # plans whose own program is run
 
 _UNDIVIDED = (
@@ -56,7 +58,7 @@ def plan_training(
     mode: TrainingMode,
     *,
     num_tokens: int = 1024,
-    optimizer: str = "adamw",
+    optimizer: str | Callable[[Parameters], torch.optim.Optimizer] = "adamw",
     exact: int = _EXACT,
 ) -> PlanTable:
     """Plan the training of a model. Nothing is computed or sent: programs run on tensors without data.
@@ -67,7 +69,7 @@ def plan_training(
         job: The batch, and what of the plan is given.
         mode: The dtypes of weights and computing.
         num_tokens: The number of tokens of a sample, if samples have tokens.
-        optimizer: The name of the optimizer, of `training_modes.OPTIMIZERS`.
+        optimizer: The name of the optimizer, of `training_modes.OPTIMIZERS`, or a function that makes it.
         exact: The number of plans, from the best, whose own program is run; one that then does not fit is rejected.
 
     Returns:
@@ -78,8 +80,10 @@ def plan_training(
     """
     check_pins(hardware, job)
     built = BuiltSource(source, mode)
-    run = partial(run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer)
-    model = measure_model(built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host)
+    run = _once(partial(run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer))
+    model = measure_model(
+        built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host, pins=job.pins
+    )
     computing = mode.autocast or mode.dtype
     in_half = computing is not None and computing.itemsize < 4
     plans, rejected = search(model, hardware, job, in_half=in_half)
@@ -101,10 +105,30 @@ def plan_training(
     )
 
 
+def _once(run: Run) -> Run:
+    """Return a function that runs each program once: what it does not depend on is left out of the choice."""
+    known: dict[object, StepFigures] = {}
+
+    def once(choice: PlanChoice, *, kept: Mapping[tuple[str, int], int] | None = None) -> StepFigures:
+        choice = replace(choice, accumulation=1, data=choice.data if choice.by_blocks else 1)
+        key = choice, None if kept is None else tuple(sorted(kept.items()))
+        if key not in known:
+            known[key] = run(choice, kept=kept)
+        return known[key]
+
+    return once
+
+
 def measure_model(
-    source: BuiltSource, mode: TrainingMode, run: Run, *, num_tokens: int, most_tensor: int
+    source: BuiltSource,
+    mode: TrainingMode,
+    run: Run,
+    *,
+    num_tokens: int,
+    most_tensor: int,
+    pins: Mapping[str, Any] | None = None,
 ) -> ModelFigures:
-    """Return the figures of a model, from programs with a few of its blocks.
+    """Return the figures of a model, from programs with a few of its blocks; what is pinned needs fewer of them.
 
     A model whose forward depends on the values of tensors has no such program: its figures follow from its sizes, and
     say so.
@@ -134,28 +158,28 @@ def measure_model(
         num_experts=num_experts,
         expert_weights=experts,
     )
-    figures = partial(run_extrapolated, run, counts)
+    figures, pins = partial(run_extrapolated, run, counts), pins or {}
+    is_undivided = pins.get("tensor") == pins.get("context") == 1
+    size = pins.get("micro_batch") if is_undivided else None
 
     def of_batches(**choice: Any) -> BatchFigures:
-        one, two = (figures(PlanChoice(micro_batch=size, **choice)) for size in (1, 2))
+        if size is not None:  # no others are asked for
+            return BatchFigures(first=figures(PlanChoice(micro_batch=size, **choice)), further=StepFigures())
+        one, two = (figures(PlanChoice(micro_batch=number, **choice)) for number in (1, 2))
         return BatchFigures(first=one, further=two.plus(one, times=-1))
 
     try:
         plain = of_batches()
-        kinds: tuple[Checkpointing, ...] = ("none", "full")
+        kinds: tuple[Checkpointing, ...] = (pins["checkpointing"],) if "checkpointing" in pins else _KINDS
         sharded = {kind: of_batches(shard=2, strategy="full_shard", checkpointing=kind) for kind in kinds}
     except CostError as error:
         return replace(known, **formula_figures(model, num_tokens, num_parameters), why=str(error))
-    halves, tensor_sizes = _divisions(
-        source.build(dict.fromkeys(counts, 1)), figures, num_tokens, most_tensor
-    )
-    return replace(
-        known,
-        plain=plain,
-        sharded=sharded,
-        halves=halves,
-        tensor_sizes=tensor_sizes,
-    )
+    known = replace(known, plain=plain, sharded=sharded)
+    if is_undivided:
+        return known
+    few = source.build(dict.fromkeys(counts, 1))
+    halves, tensor_sizes = _divisions(few, figures, num_tokens, most_tensor)
+    return replace(known, halves=halves, tensor_sizes=tensor_sizes)
 
 
 def _divisions(

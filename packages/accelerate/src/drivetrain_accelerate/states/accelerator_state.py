@@ -198,9 +198,10 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
         return False
     # A backend that drivetrain's settings say comes before Accelerate's variables, which also fill the plugin.
     found = resolve(RunSettings, section="run")
-    is_said = found.sources["backend"].kind != "default" and found.value.backend != "auto"
+    named = found.value.backend or "auto"
+    is_said = found.sources["backend"].kind != "default" and named != "auto"
     asked = [name for name, variable in _VARIABLES.items() if value_from(variable, False)]
-    chosen = [found.value.backend] if is_said else asked
+    chosen = [named] if is_said else asked
     others = {*chosen} & {*_VARIABLES} - {_SHARDING}
     if dimensions is not None and dimensions.dp_shard_size > 1 and not others:
         plugins |= _make_plugin(_SHARDING, fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -212,7 +213,7 @@ def add_unsaid_plugins(plugins: dict[str, Any], *, num_processes: int, is_main: 
         )
     for backend in chosen:
         plugins |= _make_plugin(backend) if backend in _VARIABLES else {}
-    return is_said and found.value.backend in _VARIABLES
+    return is_said and named in _VARIABLES
 
 
 def _make_plugin(backend: str, **fields: Any) -> dict[str, Any]:

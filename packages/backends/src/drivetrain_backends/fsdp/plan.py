@@ -56,6 +56,10 @@ def plan_mesh(settings: FSDPSettings, topology: Topology, parallelism: MeshPlan 
         if "shard" in parallelism.names:  # otherwise any strategy fits
             given = parallelism.size("data"), len(parallelism.members(0, "fsdp"))
     strategy, reason = settings.strategy, ""
+    if strategy == "auto":
+        raise ValueError(
+            "fsdp.strategy='auto': an Accelerator chooses it; name a strategy to a backend alone"
+        )
     if strategy is None:
         is_hybrid = settings.shard_size is not None or (given is not None and given[0] > 1 < given[1])
         strategy = "hybrid_shard" if is_hybrid else "full_shard"

@@ -108,10 +108,9 @@ def default_cache() -> Path:
 
 def remembered(cache: Path, what: Sequence[str], measure: Callable[[], float]) -> float:
     """Return a cached number, or measure and cache it; each call measures if the file cannot be written."""
-    key = json.dumps(list(what))
-    if (known := _read(cache).get(key)) is not None:
+    if (known := recalled(cache, what)) is not None:
         return known
-    found = measure()
+    key, found = json.dumps(list(what)), measure()
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -127,6 +126,11 @@ def remembered(cache: Path, what: Sequence[str], measure: Callable[[], float]) -
     except OSError as error:
         _LOG.info("measured rates are not kept: %s", error)
     return found
+
+
+def recalled(cache: Path, what: Sequence[str]) -> float | None:
+    """Return a cached number; None if there is none."""
+    return _read(cache).get(json.dumps(list(what)))
 
 
 def _read(cache: Path) -> dict[str, float]:

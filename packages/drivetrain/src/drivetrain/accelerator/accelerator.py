@@ -21,9 +21,9 @@ from drivetrain.accelerator.foreign_names import refuse_arguments, refuse_attrib
 from drivetrain.accelerator.half_check import HalfCheck
 from drivetrain.accelerator.ranks import Ranks
 from drivetrain.accelerator.results import Results
-from drivetrain.accelerator.sections import read_layers, sections_in_code
 from drivetrain.accelerator.training import Training
 from drivetrain.parts.parts import Parts, needs_run
+from drivetrain.parts.sections import read_layers, sections_in_code
 from drivetrain.prepare.prepare import prepare_objects
 from drivetrain.saving.saving import Saving
 from drivetrain.settings import RunSettings
@@ -48,7 +48,8 @@ class Accelerator(Ranks, Training, Saving, Results):
         mixed_precision: "no", "fp16", "bf16", "fp8", or "auto" for the best of the first three.
         fp8_recipe: The recipe of "fp8", such as `TorchaoRecipe(scaling="rowwise")`, or its name; by default, the
             one that `precision.fp8_recipe` names.
-        backend: A backend's name, a backend class, or "auto".
+        backend: A backend's name or class, or "auto" for the one that is planned when the first model is prepared.
+            By default, DDP with several ranks.
         parallelism: The parallel dimensions that the ranks are split into; all data parallel by default.
         gradient_accumulation_steps: The number of micro-batches in one optimizer step.
         data: The settings of how loaders are sharded.
@@ -220,8 +221,12 @@ class Accelerator(Ranks, Training, Saving, Results):
 
     @needs_run
     def building(self) -> AbstractContextManager[None]:
-        """Run the block so that models are constructed as the backend requires, directly on its device."""
-        return self._parts.backend.building()
+        """Run the block so that models are constructed as the backend requires, directly on its device.
+
+        They are constructed on the host while the backend is left to the planner.
+        """
+        parts = self._parts
+        return parts.backend.building() if parts.open_backend is None else parts.open_backend.building()
 
     def accumulate(self, *models: nn.Module, last: bool | None = None) -> MicroBatch:
         """Enter a micro-batch: gradients are reduced and optimizers step when its window closes.

@@ -4,14 +4,17 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from drivetrain.accelerator.sections import Sections
 from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.open_backend import AUTO, OpenBackend, leaves_open, without_auto
 from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
+from drivetrain.parts.sections import Sections
 from drivetrain.plan.effective import plan_of, store_plan
 from drivetrain.plan.global_batch import scale_accumulation, warn_if_changed
-from drivetrain.settings import RunSettings, automatic_backend
+from drivetrain.settings import RunSettings, usual_backend
 from drivetrain_backends import AccumulationWindow, Backend, BackendRegistry, SupportsWaitWatch
 from drivetrain_config import ConfigError, Layers
 from drivetrain_config.settings.unread import find_unread
@@ -48,8 +51,11 @@ def compose(
         ConfigError: A setting is unknown or out of range; the message names its source.
     """
     given = Sections(run, sections, layers)
-    named = backend_class or (None if given.run.backend == "auto" else registry.get(given.run.backend))
-    needs_group = named is not None and named.needs_group
+    is_auto = given.run.backend == AUTO
+    named = backend_class or (
+        None if is_auto or given.run.backend is None else registry.get(given.run.backend)
+    )
+    needs_group = is_auto or (named is not None and named.needs_group)
     # Reports of hangs go into the project's folder by default.
     state = replace(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
@@ -62,29 +68,34 @@ def compose(
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind
         num_ranks, num_shards = context.ranks("counts").size, context.ranks("shard").size
-        backend_class = named or registry.get(automatic_backend(num_ranks, num_shards))
+        backend_class = named or registry.get(usual_backend(num_ranks, num_shards))
         parts = _build(context, backend_class, registry, given, trackers, fp8_recipe)
-        others = given.others(registry.names())
+        given.others(registry.names())  # which must be known, whoever reads them
+        if parts.open_backend is None:
+            _tell_settings(parts, given, registry)
         undo.pop_all()
-    is_main = context.topology.is_main
+    return parts
+
+
+def _tell_settings(parts: Parts, given: Sections, registry: BackendRegistry) -> None:
+    """Warn of settings that disagree, and of those without effect under the backend of the run."""
     disagreements = [each for section in parts.resolved.values() for each in section.disagreements]
     asked = given.run.mixed_precision
     unread = find_unread(
         parts.resolved,
-        others,
+        given.others(registry.names()),
         backends=registry.names(),
         backend=type(parts.backend).__name__,
         run={
             "run.mixed_precision": parts.policy.mode if asked == "auto" else asked,
             "run.nonfinite_gradients": given.run.nonfinite_gradients,
-            "run.log_with": bool(given.run.log_with or trackers),
+            "run.log_with": bool(parts.trackers.names),
         },
     )
     if unread:
         parts.facts["without effect"] = ", ".join(name for one in unread for name in one.names)
-    for one in (*disagreements, *unread) if is_main else ():
+    for one in (*disagreements, *unread) if parts.context.topology.is_main else ():
         logger.warning("%s", one)
-    return parts
 
 
 def _build(
@@ -95,7 +106,7 @@ def _build(
     trackers: Sequence[Tracker],
     fp8_recipe: Fp8Recipe | str | None,
 ) -> Parts:
-    """Build the parts, once the ranks are connected."""
+    """Build the parts, once the ranks are connected. A backend that is left open is the usual one for now."""
     run, is_main = given.run, context.topology.is_main
     policy = choose_policy(run.mixed_precision, context.device, given.precision, recipe=fp8_recipe)
     reads = context.ranks("reads")  # ranks outside it read the same batches as these
@@ -106,9 +117,16 @@ def _build(
     if is_main:
         warn_if_changed(scaled)
     window = AccumulationWindow(scaled.steps, nonfinite_gradients=run.nonfinite_gradients)
-    backend = backend_class(context, policy, window=window, settings=given.of_backend(backend_class))
-    _check_applied(backend, run, policy)
-    _check_recipe(policy.recipe, backend_class, registry, is_main=is_main)
+
+    def make(kind: type[Backend], window: AccumulationWindow, settings: Any) -> Backend:
+        made = kind(context, policy, window=window, settings=settings)
+        _check_applied(made, run, policy)
+        _check_recipe(policy.recipe, kind, registry, is_main=is_main)
+        return made
+
+    settings = None if run.backend == AUTO else given.of_backend(backend_class)
+    is_open = run.backend == AUTO or leaves_open(settings)
+    backend = make(backend_class, window, without_auto(settings))
     reading = LoaderTracker()
     # Sections refuses names of trackers without a project_dir.
     named = make_trackers(run.log_with, run.project_dir or "", settings=given.tracking)
@@ -124,12 +142,22 @@ def _build(
         trackers=TrackerGroup([*named, *trackers], is_main=is_main, settings=given.tracking),
     )
     if given.tracking.measures_throughput:
-        parts = _add_watch(parts, given.tracking)
-    return parts if policy.recipe is None else _add_fp8(parts, policy.recipe)
+        _add_watch(parts, given.tracking)
+    if policy.recipe is not None:
+        _add_fp8(parts, policy.recipe)
+    if is_open:
+        parts.open_backend = OpenBackend(
+            sections=given,
+            registry=registry,
+            named=None if run.backend == AUTO else backend_class,
+            make=make,
+            on_chosen=partial(_tell_settings, parts, given, registry),
+        )
+    return parts
 
 
-def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
-    """Return the parts of a run whose throughput is measured."""
+def _add_watch(parts: Parts, settings: TrackingSettings) -> None:
+    """Add what measures the throughput."""
     from drivetrain_parallel import expert_counts
     from drivetrain_throughput.step_watch import StepWatch
 
@@ -145,11 +173,11 @@ def _add_watch(parts: Parts, settings: TrackingSettings) -> Parts:
     parts.prepared.on_step.append(watch.end_step)
     if isinstance(parts.backend, SupportsWaitWatch):
         parts.backend.watch_waits(watch.begin_wait)
-    return replace(parts, watch=watch)
+    parts.watch = watch
 
 
-def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
-    """Return the parts of a run that trains in fp8."""
+def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> None:
+    """Add what trains in fp8."""
     from drivetrain.fp8.fp8_training import Fp8Training
 
     facts, context = parts.facts, parts.context
@@ -168,7 +196,7 @@ def _add_fp8(parts: Parts, recipe: Fp8Recipe) -> Parts:
         on_count=store,
     )
     parts.prepared.on_step.append(fp8.end_step)
-    return replace(parts, fp8=fp8)
+    parts.fp8 = fp8
 
 
 def _check_applied(backend: Backend, run: RunSettings, policy: Policy) -> None:

@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from drivetrain.parts.checkpointers import Checkpointers
+from drivetrain.parts.open_backend import OpenBackend
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.settings import RunSettings
 from drivetrain_backends import Backend
@@ -22,9 +23,11 @@ if TYPE_CHECKING:  # imported where a run needs them: most neither train in fp8 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Parts:
     """The parts of an Accelerator; `compose.py` builds them.
+
+    None is exchanged later, but for a backend that is chosen when the first model is prepared.
 
     Attributes:
         resolved: The resolved sections with their sources, by name.
@@ -39,6 +42,8 @@ class Parts:
         watch: The stopwatch of steps; None if no setting has the throughput measured.
         fp8: The conversion of models to fp8; None in other precisions.
         facts: Further facts for the plan, added as they become known.
+        chosen: The reasons for settings that the planner has chosen, as "section.field".
+        open_backend: The backend that the settings leave to the planner; None once it is chosen, or if they name it.
     """
 
     resolved: Mapping[str, Resolved[Any]]
@@ -53,6 +58,8 @@ class Parts:
     watch: "StepWatch | None" = None
     fp8: "Fp8Training | None" = None
     facts: dict[str, str] = field(default_factory=dict[str, str])
+    chosen: dict[str, str] = field(default_factory=dict[str, str])
+    open_backend: OpenBackend | None = None
 
     @property
     def settings(self) -> RunSettings:

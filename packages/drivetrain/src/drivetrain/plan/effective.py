@@ -12,7 +12,7 @@ from drivetrain.parts.parts import Parts
 from drivetrain.plan.effective_plan import EffectivePlan, make_plan
 from drivetrain.plan.global_batch import scale_accumulation
 from drivetrain.plan.plan_summary import summarize
-from drivetrain.settings import RunSettings, automatic_backend
+from drivetrain.settings import RunSettings, usual_backend
 from drivetrain_data import ShardedLoader
 from drivetrain_precision import is_low_bit, optimizer_states
 
@@ -69,9 +69,10 @@ def _reasons(parts: Parts) -> dict[str, str]:
         reasons["run.gradient_accumulation_steps"] = str(in_force)
     if loaders := parts.prepared.loaders:
         reasons["data.seed"] = f"of the first loader: {loaders[0].seed_source}"
-    if run.backend == "auto":
+    if run.backend is None:
         alone = "one process" if parts.context.topology.world_size == 1 else "all processes train one replica"
         reasons["run.backend"] = alone if num_ranks == 1 else f"{num_ranks} processes"
+    reasons |= parts.chosen
     if run.mixed_precision in ("auto", "fp8"):  # fp8 falls back where the settings say so
         reasons["run.mixed_precision"] = parts.policy.reason
     if parts.resolved["state"].value.device == "auto":
@@ -83,9 +84,11 @@ def _read_back(parts: Parts) -> dict[str, Mapping[str, object]]:
     """Return the values in force by section and field, as far as live objects expose them."""
     by_backend = parts.backend.applied()
     run: dict[str, object] = {}
-    if parts.settings.backend == "auto":
+    if parts.settings.backend is None:
         ranks = parts.context.ranks
-        run["backend"] = automatic_backend(ranks("counts").size, ranks("shard").size)
+        run["backend"] = usual_backend(ranks("counts").size, ranks("shard").size)
+    elif "run.backend" in parts.chosen:
+        run["backend"] = parts.backend.settings_section or usual_backend(1)
     if "all" in parts.settings.log_with:
         run["log_with"] = parts.trackers.names
     sections: dict[str, Mapping[str, object]] = {

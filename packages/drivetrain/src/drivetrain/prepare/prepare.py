@@ -66,6 +66,12 @@ def prepare_objects(
     sizes = {loader.batch_size for loader in loaders}
     if len(sizes) == 1:
         parts.backend.window.micro_batch_size = sizes.pop()
+    if parts.open_backend is not None and found.models:
+        from drivetrain.prepare.choose_backend import (
+            choose_backend,  # a run that names its backend plans nothing
+        )
+
+        choose_backend(parts, found.models, found.optimizers, list(zip(found.loaders, loaders, strict=True)))
     models = _prepare_models(found, parts)
     replaced: dict[int, object] = {id(old): new for old, new in zip(found.loaders, loaders, strict=True)}
     for one in models:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain_backends.fsdp.plan import Sharding, TensorStorage, plan_dtypes
 from drivetrain_backends.fsdp.shard import block_groups, shard_block
@@ -48,16 +48,16 @@ def build_rank(
     mode: TrainingMode,
     kept: Mapping[tuple[str, int], int] | None = None,
     *,
-    is_sharded: bool,
+    mesh: DeviceMesh | None,
 ) -> RankModel:
-    """Build what the first rank of a choice holds of a model, in `fake_ranks` if it shards.
+    """Build what the first rank of a choice holds of a model.
 
     Args:
         source: The source of the model.
         choice: The division of it; pipeline and expert are no part of a rank's program here.
         mode: The dtypes of weights and computing.
         kept: The blocks to keep of each make; None for all.
-        is_sharded: Whether FSDP holds the model.
+        mesh: The mesh that FSDP shards the model over, of `sharding_sizes`; None without FSDP.
 
     Raises:
         PlanError: The model cannot be divided so.
@@ -70,15 +70,13 @@ def build_rank(
     blocks = [model.get_submodule(name) for name in plan.blocks]
     checkpoint_activations(blocks or [model], choice.checkpointing)
     policy = choose_policy("no" if mode.autocast is None else "bf16", _CPU)
-    if is_sharded:
+    if mesh is not None:
         dtypes = plan_dtypes(FSDPSettings(), policy)
-        is_hybrid = choice.data > 1 or choice.strategy == "none"
-        sizes = (choice.data, choice.num_dividing) if is_hybrid else (choice.num_dividing,)
         storage = TensorStorage(model, dtypes, frozenset())
         sharding = Sharding(
-            mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("data", "shard")[-len(sizes) :]),
+            mesh=mesh,
             experts=None,
-            reshards=choice.strategy != "none" if is_hybrid else choice.strategy == "full_shard",
+            reshards=choice.strategy == "full_shard",
             dtypes=dtypes,
             offload=False,
             pin_memory=False,
@@ -91,6 +89,14 @@ def build_rank(
         policy = replace(policy, autocast_dtype=None, dtypes=DtypePolicy(output=policy.dtypes.output))
     prepare_forward(model, policy, _CPU)
     return RankModel(module=model, blocks=repeated, ranks=ranks)
+
+
+def sharding_sizes(choice: PlanChoice) -> dict[str, int]:
+    """Return the sizes of the mesh that FSDP shards over, by axis."""
+    sizes = {"data": choice.data, "shard": choice.num_dividing}
+    if choice.data == 1 and choice.strategy != "none":
+        del sizes["data"]
+    return sizes
 
 
 def _divide(model: nn.Module, choice: PlanChoice) -> tuple[FakeRanks, ...]:

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp.compat import gathered_parameter, sharded_parameters
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.compat import FakeTensorMode, fake_ranks, tree_leaves
+from drivetrain_plan.compat import FakeTensorMode, fake_mesh, tree_leaves
 from drivetrain_plan.model.source import BuiltSource
-from drivetrain_plan.model.training_modes import OPTIMIZERS, TrainingMode
+from drivetrain_plan.model.training_modes import OPTIMIZERS, Parameters, TrainingMode
 from drivetrain_plan.program.figures import StepFigures
-from drivetrain_plan.program.rank_model import RankModel, build_rank
+from drivetrain_plan.program.rank_model import RankModel, build_rank, sharding_sizes
 from drivetrain_plan.program.step_memory import explain_errors, give_fake_tensors
 from drivetrain_plan.program.tally import StepTally
 
@@ -30,7 +30,7 @@ def run_rank(
     mode: TrainingMode,
     *,
     num_tokens: int,
-    optimizer: str = "adamw",
+    optimizer: str | Callable[[Parameters], torch.optim.Optimizer] = "adamw",
     kept: Mapping[tuple[str, int], int] | None = None,
     is_sharded: bool | None = None,
 ) -> StepFigures:
@@ -41,7 +41,7 @@ def run_rank(
         choice: The division of it; its accumulation is not run.
         mode: The dtypes of weights and computing.
         num_tokens: The number of tokens of a sample, if samples have tokens.
-        optimizer: The name of the optimizer.
+        optimizer: The name of the optimizer, of `OPTIMIZERS`, or a function that makes it.
         kept: The number of blocks of each make that the model keeps; None for all.
         is_sharded: Whether FSDP holds the model; None for what the choice's backend does.
 
@@ -50,8 +50,10 @@ def run_rank(
         PlanError: The model cannot be divided so.
     """
     shards = choice.by_blocks if is_sharded is None else is_sharded
-    with fake_ranks(choice.data * choice.num_dividing) if shards else nullcontext():
-        rank = build_rank(source, choice, mode, kept, is_sharded=shards)
+    make_optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    sizes = sharding_sizes(choice)
+    with fake_mesh(tuple(sizes), tuple(sizes.values())) if shards else nullcontext() as mesh:
+        rank = build_rank(source, choice, mode, kept, mesh=mesh)
         model = rank.module
         tally = StepTally()
         for one in rank.ranks:
@@ -60,7 +62,7 @@ def run_rank(
             if shards:
                 model.to_empty(device="cpu")
             give_fake_tensors(model)
-            return _count_step(rank, source, tally, choice.micro_batch, num_tokens, OPTIMIZERS[optimizer])
+            return _count_step(rank, source, tally, choice.micro_batch, num_tokens, make_optimizer)
 
 
 def _count_step(
@@ -69,7 +71,7 @@ def _count_step(
     tally: StepTally,
     batch_size: int,
     num_tokens: int,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    make_optimizer: Callable[[Parameters], torch.optim.Optimizer],
 ) -> StepFigures:
     """Run a step whose optimizer has states, and return its figures; FSDP gets a step before it, to begin with."""
     model = rank.module

@@ -15,6 +15,7 @@ _PINS = frozenset(
     {*_AXES, "expert", "strategy", "offload", "checkpointing", "sequence", "micro_batch", "backend"}
 )
 LEAST_TOKENS = 1024  # of a rank, where sequences are divided
+_FSDP = [("full_shard", "none"), ("full_shard", "host")]
 _MOST_MICRO_BATCHES, _MOST_SHARDS = 8, 5  # sizes of micro-batches and of shards that are tried for a mesh
 
 
@@ -61,6 +62,10 @@ def candidates(
     found = False
     for mesh in _meshes(model, hardware, job, pins):
         for choices in _ways(model, job, mesh, pins):
+            if choices and backend is not None and choices[0].by_blocks and choices[0].strategy == "none":
+                continue  # which is asked to shard
+            if choices and choices[0].offload == "host" and hardware.kind == "cpu":
+                continue  # whose memory is the host's
             if choices and (backend is None or choices[0].backend == backend):
                 found = True
                 yield choices
@@ -151,13 +156,14 @@ def _ways(
         micro_batches = [pinned] if per_reader % pinned == 0 else []
     is_plain = mesh.pipeline == mesh.context == mesh.tensor == mesh.expert == mesh.data == 1
     strategies: list[tuple[str, str]] = [("none", "none")] if mesh.shard == 1 else []
+    if mesh.num_devices == 1:  # which keeps a whole model, or has its host keep it
+        strategies += [("full_shard", "host")] if job.pins.get("backend") is None else _FSDP
     if mesh.shard > 1:
-        strategies = [("full_shard", "none"), ("full_shard", "host")]
-        if mesh.data == 1:
-            strategies.insert(0, ("shard_grad_op", "none"))
-        if job.engines and is_plain:
-            strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
-            strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
+        strategies += [("shard_grad_op", "none")] if mesh.data == 1 else []
+        strategies += _FSDP
+    if job.engines and is_plain:
+        strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
+        strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
     for strategy, offload in strategies:
         for checkpointing in model.sharded if not strategy.startswith("zero") else ("none",):
             for sequence in (True, False) if mesh.tensor > 1 else (False,):
