@@ -1,0 +1,42 @@
+"""ZeRO's stage is chosen by the planner where the settings leave it open."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from planned_models import Perceptron
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [(2**30, {}), (2_500_000, {"offload_optimizer": "none"})],
+    ids=["room for all", "no offload"],
+)
+@pytest.mark.default_cases("no offload")
+def test_the_stage_is_chosen_and_what_is_said_is_kept(
+    room: int, said: dict[str, str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Perceptron(128)
+    data = TensorDataset(torch.ones(32, 128))
+    free = patch("drivetrain_plan.detected._free", lambda *_: room)
+    cache = patch("drivetrain_plan.detected.default_cache", lambda: tmp_path / "rates.json")
+    sections = {"run": {"show_plan": False}, "deepspeed": {"stage": "auto", **said}}
+    with free, cache, Accelerator(backend="deepspeed", cpu=True, sections=sections) as accelerator:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        for (batch,) in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = accelerator.plan
+        stage = plan.as_dict()["settings"]["deepspeed.stage"]
+        assert stage["asked"] == "auto"
+        assert plan.facts["plan"].startswith(f"ZeRO {stage['applied']} of 2; ")
+        assert stage["reason"].startswith("of the plan ZeRO")
