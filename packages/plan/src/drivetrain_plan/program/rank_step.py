@@ -73,7 +73,7 @@ def _count_step(
     num_tokens: int,
     make_optimizer: Callable[[Parameters], torch.optim.Optimizer],
 ) -> StepFigures:
-    """Run a step whose optimizer has states, and return its figures; FSDP gets a step before it, to begin with."""
+    """Run a step whose optimizer has states, and return its figures; FSDP gathers once before it."""
     model = rank.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with tally:
@@ -84,21 +84,23 @@ def _count_step(
         batch = tally.live_bytes - weights
         optimizer = make_optimizer(trained)
         counted = _Counted(rank.blocks, trained, tally)
-        is_sharded = isinstance(model, FSDPModule)
-        if not is_sharded:
-            _create_states(optimizer, trained)
-        for is_first in (True, False) if is_sharded else (False,):
-            counted.begin()
-            loss = source.loss_of(model(**inputs))
-            counted.end_forward()
-            loss.backward()
-            del loss
-            counted.end_backward()
-            optimizer.step()
-            counted.end_step()
-            optimizer.zero_grad()
-            if is_first:
-                tally.follow(gathered_parameters(model))
+        _create_states(optimizer, trained)
+        if isinstance(model, FSDPModule):
+            with torch.no_grad():  # which gathers for the first time, into memory that is kept
+                model(**inputs)
+            for block in model.modules():
+                if isinstance(block, FSDPModule):
+                    block.reshard()
+            tally.follow(gathered_parameters(model))
+        counted.begin()
+        loss = source.loss_of(model(**inputs))
+        counted.end_forward()
+        loss.backward()
+        del loss
+        counted.end_backward()
+        optimizer.step()
+        counted.end_step()
+        optimizer.zero_grad()
     states = sum(
         _size_bytes(_local(leaf))
         for leaf in tree_leaves(list(optimizer.state.values()))

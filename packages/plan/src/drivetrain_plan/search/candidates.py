@@ -48,10 +48,8 @@ def divisors(number: int) -> list[int]:
 
 def candidates(
     model: ModelFigures, hardware: RunHardware, job: TrainingJob
-) -> Iterator[Sequence[PlanChoice]]:
-    """Yield the choices of all devices that keep the batch and the pins; those that differ in micro-batches together.
-
-    The smallest micro-batch of each comes first.
+) -> Iterator[tuple[PlanChoice, Sequence[int]]]:
+    """Yield the choices of all devices that keep the batch and the pins, each with its micro-batches in rising order.
 
     Raises:
         PlanError: The pins contradict each other, the devices or the batch.
@@ -61,14 +59,14 @@ def candidates(
     check_pins(hardware, job)
     found = False
     for mesh in _meshes(model, hardware, job, pins):
-        for choices in _ways(model, job, mesh, pins):
-            if choices and backend is not None and choices[0].by_blocks and choices[0].strategy == "none":
+        for way, sizes in _ways(model, job, mesh, pins):
+            if backend is not None and way.by_blocks and way.strategy == "none":
                 continue  # which is asked to shard
-            if choices and choices[0].offload == "host" and hardware.kind == "cpu":
+            if way.offload == "host" and hardware.kind == "cpu":
                 continue  # whose memory is the host's
-            if choices and (backend is None or choices[0].backend == backend):
+            if sizes and (backend is None or way.backend == backend):
                 found = True
-                yield choices
+                yield way, sizes
     if not found:
         said = ", ".join(f"{name}={value}" for name, value in job.pins.items()) or "nothing pinned"
         readers = [n for n in divisors(world) if job.batch % n == 0]
@@ -148,12 +146,14 @@ def _with_experts(model: ModelFigures, mesh: PlanChoice, pins: Mapping[str, Any]
 
 def _ways(
     model: ModelFigures, job: TrainingJob, mesh: PlanChoice, pins: Mapping[str, Any]
-) -> Iterator[list[PlanChoice]]:
+) -> Iterator[tuple[PlanChoice, Sequence[int]]]:
     """Yield what can be done on a mesh: strategies and checkpointing, each with its micro-batches."""
-    per_reader = job.batch // mesh.num_readers
+    per_reader, fixed = job.batch // mesh.num_readers, {k: v for k, v in pins.items() if k != "micro_batch"}
     micro_batches = _spread(divisors(per_reader), _MOST_MICRO_BATCHES)
     if (pinned := pins.get("micro_batch")) is not None:
         micro_batches = [pinned] if per_reader % pinned == 0 else []
+    if mesh.pipeline > 1:  # which has as many micro-batches as stages, or more
+        micro_batches = [size for size in micro_batches if per_reader // size >= mesh.pipeline]
     is_plain = mesh.pipeline == mesh.context == mesh.tensor == mesh.expert == mesh.data == 1
     strategies: list[tuple[str, str]] = [("none", "none")] if mesh.shard == 1 else []
     if mesh.num_devices == 1:  # which keeps a whole model, or has its host keep it
@@ -180,15 +180,8 @@ def _ways(
                     checkpointing=checkpointing,
                     sequence=sequence,
                 )
-                choices = (
-                    replace(way, micro_batch=size, accumulation=per_reader // size) for size in micro_batches
-                )
-                yield [
-                    choice
-                    for choice in choices
-                    if (choice.pipeline == 1 or choice.accumulation >= choice.pipeline)
-                    and all(getattr(choice, name) == value for name, value in pins.items())
-                ]
+                if all(getattr(way, name) == value for name, value in fixed.items()):
+                    yield way, micro_batches
 
 
 def _spread(numbers: list[int], most: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The table of plans: each with its memory, traffic and time, the best first; and those that do not fit. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log
 
 from drivetrain_messages import format_size
@@ -99,10 +99,11 @@ def search(
     fitting: list[TrainingPlan] = []
     others: list[TrainingPlan] = []
     divided: dict[object, StepFigures] = {}  # what choices share that differ in what shards parameters alone
-    for least, *more in candidates(model, hardware, job):
+    for way, (least, *more) in candidates(model, hardware, job):
         best: TrainingPlan | None = None
         # The largest is tried before those between: without accumulation, a step holds fewer gradients.
-        for choice in (least, *more[-1:], *more[:-1]):
+        for size in (least, *more[-1:], *more[:-1]):
+            choice = replace(way, micro_batch=size, accumulation=job.batch // way.num_readers // size)
             parts = (
                 choice.by_blocks, choice.tensor, choice.sequence, choice.context, choice.checkpointing,
                 choice.micro_batch,
@@ -113,9 +114,9 @@ def search(
                 model, choice, hardware, in_half=in_half, figures=figures_of_rank(model, choice, known)
             )
             if plan.memory.peak > usable:
-                if choice is least:
+                if size == least:
                     others.append(plan)
-                elif choice is not more[-1]:
+                elif size != more[-1]:
                     break  # larger ones hold more
             elif best is None or _order(plan, usable) < _order(best, usable):
                 best = plan
