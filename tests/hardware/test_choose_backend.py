@@ -16,7 +16,7 @@ NUM_STEPS = 7
 
 
 def measured(room: int, folder: Path) -> tuple[str, int]:
-    """Train by the best plan in so much room beside the model; return the plan, and by how many percent it was off."""
+    """Train by the best plan in so much room beside the model; return it, and by how many percent it was off."""
     width = 256 * here().scale
     torch.manual_seed(0)
     model: nn.Module = Perceptron(width)

@@ -213,3 +213,33 @@ def test_a_run_that_names_no_backend_plans_nothing() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+class Pair(Perceptron):
+    def forward(self, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        return scale * super().forward(x)
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer that another one makes."""
+
+    def __init__(self, parameters: Any, around: torch.optim.Optimizer) -> None:
+        super().__init__(parameters, lr=around.defaults["lr"])
+
+
+@pytest.mark.parametrize("guess", ["call", "optimizer"])
+def test_what_cannot_be_guessed_of_a_loop_is_told_and_trains(guess: str) -> None:
+    model, optimizer, loader = parts()
+    if guess == "call":
+        model = Pair(WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = Wrapped(model.parameters(), optimizer)
+    with room_of(), accelerator_of("auto") as accelerator:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for (batch,) in loader:
+            output = model(batch, 2.0) if guess == "call" else model(batch)
+            accelerator.backward(output.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ("by formula" in accelerator.plan.facts["plan"]) == (guess == "call")

@@ -1,7 +1,27 @@
+from dataclasses import replace
+
 import pytest
 
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.search.step_time import seconds_of, spread
+from drivetrain_plan.hardware import parse_hardware
+from drivetrain_plan.program.figures import StepFigures
+from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
+from drivetrain_plan.search.step_time import StepTime, Traffic, seconds_of, spread, step_time
+
+NONE = BatchFigures(first=StepFigures(), further=StepFigures())
+MODEL = ModelFigures(
+    name="none",
+    num_parameters=0,
+    num_tokens=1,
+    num_blocks=1,
+    block_weights=0,
+    outside_weights=0,
+    plain=NONE,
+    sharded={},
+)
+CPU = replace(
+    parse_hardware("4x8GB cpu"), efficiency=1, link_efficiency=1, operation_seconds=1e-3, latency_seconds=0
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +47,29 @@ def test_a_sum_passes_twice_and_a_gather_once() -> None:
     assert seconds_of("all_reduce", 1e9, 0, 4, 1e9, 0) == 2 * gather
     assert seconds_of("all_reduce", 1e9, 1, 1, 1e9, 1) == 0  # one rank sends nothing
     assert seconds_of("all_gather", 0, 3, 8, 1e9, 1e-5) == pytest.approx(9e-5)
+
+
+def time_of(figures: StepFigures, traffic: Traffic, **hardware: object) -> StepTime:
+    choice = PlanChoice(shard=4, strategy="full_shard")
+    return step_time(MODEL, choice, figures, traffic, replace(CPU, **hardware), in_half=False)
+
+
+def test_a_device_waits_for_its_host_only_where_that_takes_longer() -> None:
+    quiet = Traffic(payloads={}, calls={})
+    work = StepFigures(
+        flops=CPU.fp32_flops, operations=500
+    )  # a second of products, half a second to issue them
+    assert time_of(work, quiet).seconds == pytest.approx(1.5)
+    assert time_of(work, quiet, overlaps=True).seconds == pytest.approx(1)
+    many = replace(work, operations=3000)
+    assert time_of(many, quiet, overlaps=True).host == pytest.approx(2)
+    assert time_of(many, quiet, overlaps=True).bound_by == "host"
+
+
+def test_a_kind_of_collective_has_a_rate_of_its_own() -> None:
+    sent = Traffic(
+        payloads={("fsdp", "reduce_scatter"): CPU.peer_rate}, calls={("fsdp", "reduce_scatter"): 1}
+    )
+    assert time_of(StepFigures(), sent).seconds == pytest.approx(0.75)
+    assert time_of(StepFigures(), sent, shares={"reduce_scatter": 0.25}).seconds == pytest.approx(3)
+    assert time_of(StepFigures(), sent, shares={"all_gather": 0.25}).seconds == pytest.approx(0.75)

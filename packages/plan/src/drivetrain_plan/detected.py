@@ -2,19 +2,22 @@
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from drivetrain_dispatch.planning.bandwidth import default_cache, recalled, remembered
 from drivetrain_dispatch.planning.hardware import hardware_of
 from drivetrain_dispatch.planning.memory_budget import free_bytes
-from drivetrain_plan.hardware import RunHardware, published_rates
+from drivetrain_plan.hardware import Collective, RunHardware, published_rates
+from drivetrain_plan.program.tally import StepTally
 from drivetrain_state import Context
 from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
+from drivetrain_state.rank_group import RankGroup
 
 _SECONDS = 0.3  # for each rate
 _WIDTH, _MOST_WIDTH = (
@@ -22,9 +25,13 @@ _WIDTH, _MOST_WIDTH = (
     4096,
 )  # of the matrices that are multiplied: the larger ones where the others are soon done
 _SOON = 1e-3
-_COPIED_BYTES, _SENT_BYTES = 64 * 2**20, 16 * 2**20
-# The fields of `RunHardware` that are measured; those of links need several ranks.
-_OF_DEVICE, _OF_LINKS = ("flops", "fp32_flops", "memory_rate"), ("peer_rate", "latency_seconds")
+_COPIED_BYTES, _SENT_BYTES, _NUM_LAYERS = 64 * 2**20, 8 * 2**20, 20
+# The fields of `RunHardware` that are measured, and kinds of collectives; those of links need several ranks.
+_OF_DEVICE = ("flops", "fp32_flops", "memory_rate", "operation_seconds")
+_OF_LINKS = ("peer_rate", "latency_seconds", "all_gather", "reduce_scatter")
+_SLOWEST_IS_MOST = ("operation_seconds", "latency_seconds")
+# Of the rate of a large product: layers are smaller, of other shapes, and find what they read less often in a cache.
+_EFFICIENCY = 0.8
 
 
 def measure_hardware(context: Context, *, held_bytes: int = 0, cache: Path | None = None) -> RunHardware:
@@ -55,9 +62,13 @@ def measure_hardware(context: Context, *, held_bytes: int = 0, cache: Path | Non
     sizes = [min(free) + held_bytes] * topology.local_world_size
     found = published_rates(name, rates, topology.num_nodes, sizes)
     measured = _rates(context, name, cache or default_cache())
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    shares = {kind: measured.pop(kind) / measured["peer_rate"] for kind in kinds if kind in measured}
     if topology.num_nodes > 1 and "peer_rate" in measured:  # what all ranks reach together is the network's
         measured["network_rate"] = measured.pop("peer_rate")
-    return replace(found, **measured, efficiency=1, link_efficiency=1, basis="measured")
+    return replace(
+        found, **measured, shares=shares, efficiency=_EFFICIENCY, link_efficiency=1, basis="measured"
+    )
 
 
 def _free(device: torch.device, num_sharing: int) -> int:
@@ -87,9 +98,9 @@ def _rates(context: Context, name: str, cache: Path) -> dict[str, float]:
     if len(found) == len(wanted):
         return found
     each = on_all_ranks(context, lambda: _measure(context), doing="measuring rates")
-    slowest = {field: min(one[field] for one in each) for field in wanted}
-    if "latency_seconds" in slowest:
-        slowest["latency_seconds"] = max(one["latency_seconds"] for one in each)
+    slowest = {
+        field: (max if field in _SLOWEST_IS_MOST else min)(one[field] for one in each) for field in wanted
+    }
 
     def keep() -> None:
         for field, key in keys.items():
@@ -111,14 +122,30 @@ def _measure(context: Context) -> dict[str, float]:
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found["memory_rate"] = 2 * _COPIED_BYTES / _seconds(device, lambda: target.copy_(source))
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(_NUM_LAYERS))).to(device)
+    one = torch.ones(1, 1, device=device)
+    with StepTally() as tally:
+        layers(one).backward()
+    found["operation_seconds"] = _seconds(device, lambda: layers(one).backward()) / tally.num_operations
     if group.size > 1:
-        # Each rank sends and receives n - 1 of n parts, twice.
-        found["latency_seconds"] = (
-            _seconds(device, _all_reduce(context, 1), repeats=5) / (group.size - 1).bit_length()
-        )
-        sent = 2 * (group.size - 1) / group.size * _SENT_BYTES
-        found["peer_rate"] = sent / _seconds(device, _all_reduce(context, _SENT_BYTES // 4), repeats=5)
+        found |= _measure_links(device, group)
     return found
+
+
+def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:
+    """Measure collectives: each rank sends n - 1 of n parts, an all-reduce twice."""
+    whole, pg = torch.zeros(_SENT_BYTES // 4 // group.size * group.size, device=device), group.process_group
+    part = whole.new_zeros(len(whole) // group.size)
+    sent = (group.size - 1) / group.size * whole.nbytes
+    works: Mapping[str, tuple[Callable[[], object], float]] = {
+        "peer_rate": (lambda: dist.all_reduce(whole, group=pg), 2 * sent),
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, part, group=pg), sent),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=pg), sent),
+    }
+    found = {name: sent / _seconds(device, work, repeats=6) for name, (work, sent) in works.items()}
+    least = torch.zeros(1, device=device)
+    found["latency_seconds"] = _seconds(device, lambda: dist.all_reduce(least, group=pg), repeats=6)
+    return found | {"latency_seconds": found["latency_seconds"] / (group.size - 1).bit_length()}
 
 
 def _product(device: torch.device, dtype: torch.dtype, width: int) -> float:
@@ -126,19 +153,16 @@ def _product(device: torch.device, dtype: torch.dtype, width: int) -> float:
     return _seconds(device, lambda: one @ other)
 
 
-def _all_reduce(context: Context, length: int) -> Callable[[], object]:
-    values = torch.zeros(length, device=context.device)
-    return lambda: dist.all_reduce(values, group=context.ranks("counts").process_group)
-
-
 def _seconds(device: torch.device, work: Callable[[], object], *, repeats: int | None = None) -> float:
-    """Return the least time of some work, which is done at least twice; collectives `repeats` times on all ranks."""
-    taken: list[float] = []
-    begun = time.perf_counter()
-    while len(taken) < (repeats or 2) or (repeats is None and time.perf_counter() - begun < _SECONDS):
-        start = time.perf_counter()
+    """Return the mean time of some work after the first; collectives are done `repeats` times on all ranks.
+
+    The mean, since ranks that share cores or links wait for each other in a step too.
+    """
+    number, begun = 0, 0.0
+    while number < (repeats or 3) or (repeats is None and time.perf_counter() - begun < _SECONDS):
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return max(min(taken[1:]), 1e-9)  # the first warms up
+        begun = begun or time.perf_counter()  # the first warms up
+        number += 1
+    return max((time.perf_counter() - begun) / (number - 1), 1e-9)

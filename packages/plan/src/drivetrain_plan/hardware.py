@@ -1,11 +1,14 @@
 """The hardware to plan for: a description in words becomes rates. Pure."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from drivetrain_dispatch.planning.hardware import Hardware, described, hardware_of
 from drivetrain_plan.errors import PlanError
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 # "8x80GB h100 x 4 hosts 400Gb": the devices of a host, as `drivetrain dispatch plan` reads them; then the hosts.
 _HOSTS = re.compile(
@@ -41,6 +44,8 @@ class RunHardware:
         peer_rate: The bytes per second that a device sends to the others of its host.
         network_rate: The bytes per second that a device sends to other hosts.
         latency_seconds: The time of an exchange of nothing.
+        operation_seconds: The host's time for an operation, whatever its size.
+        shares: The share of a link's rate that a kind of collective reaches, where it differs from an all-reduce's.
         efficiency: The share of the peaks above that a step reaches; 1 where they are measured.
         link_efficiency: The share of the links' rates that collectives reach; 1 where they are measured.
         overlaps: Whether collectives run beside computation: not on the CPU, whose cores do both.
@@ -58,6 +63,8 @@ class RunHardware:
     peer_rate: float
     network_rate: float = _NETWORK
     latency_seconds: float = 15e-6
+    operation_seconds: float = 5e-6
+    shares: Mapping[Collective, float] = field(default_factory=dict[Collective, float])
     efficiency: float = 0.6
     link_efficiency: float = 0.8
     overlaps: bool = True

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from drivetrain.prepare.step_check import StepCheck
 from drivetrain_backends import SupportsWaitWatch
 from drivetrain_data import ShardedLoader
 from drivetrain_data.sources.sample_batch import sample_batch
+from drivetrain_dispatch import CostError
 from drivetrain_messages import format_size
 from drivetrain_plan import (
     ModuleSource,
@@ -29,7 +31,7 @@ from drivetrain_state.collectives.collective_errors import on_main
 logger = logging.getLogger(__name__)
 _AXES = ("pipeline", "context", "tensor", "expert")  # a loop's ranks along them are connected already
 
-
+Inputs = Callable[[int, int], Mapping[str, Any]]  # the arguments of a forward, for samples and tokens
 Loaders = Sequence[tuple[Any, ShardedLoader[Any]]]  # of the loop: as the user built each, and its shard
 
 
@@ -67,14 +69,19 @@ def choose_backend(
             pins={**_pins_of_mesh(parts), **open_backend.pins(), "micro_batch": size},
         )
         mode = TrainingMode(name="run", about="", dtype=None, autocast=parts.policy.autocast_dtype)
-        table = plan_training(
-            ModuleSource(model, None if batch is None else lambda size, _: _inputs_of(model, batch, size)),
-            hardware,
-            job,
-            mode,
-            num_tokens=_num_tokens(batch),
-            optimizer=_maker_of(optimizers, context.device),
-        )
+
+        def plan_by(inputs: Inputs | None) -> PlanTable:
+            source, optimizer = ModuleSource(model, inputs), _maker_of(optimizers, context.device)
+            return plan_training(
+                source, hardware, job, mode, num_tokens=_num_tokens(batch), optimizer=optimizer
+            )
+
+        try:
+            table = plan_by(None if batch is None else lambda size, _: _inputs_of(model, batch, size))
+        except PlanError:
+            raise
+        except Exception as error:  # noqa: BLE001 the loop's call of its model was guessed; the plan tells this
+            table = plan_by(partial(_fail, f"{type(error).__name__}: {error}"))
         if not table.plans:
             raise PlanError(f"{table.missing()}; or name a backend, which is tried whatever is predicted")
         return table
@@ -146,6 +153,10 @@ def _like(value: Any, size: int) -> Any:
     return torch.zeros(shape, dtype=value.dtype)
 
 
+def _fail(why: str, *_: int) -> Mapping[str, Any]:
+    raise CostError(f"no step of it runs on the first batch: {why}")
+
+
 def _num_tokens(batch: Any) -> int:
     """Return the tokens of a sample, where a batch has them by the usual name; 1 otherwise."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -155,15 +166,21 @@ def _num_tokens(batch: Any) -> int:
 def _maker_of(
     optimizers: Sequence[Optimizer], device: torch.device
 ) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return a function that makes an optimizer like the first of the loop."""
+    """Return a function that makes an optimizer like the first of the loop; AdamW if that needs more than options."""
+    adamw = partial(AdamW, foreach=device.type != "cpu")
     if not optimizers:
-        return lambda parameters: AdamW(parameters, foreach=device.type != "cpu")
+        return adamw
     first, defaults = optimizers[0], dict(optimizers[0].defaults)
     if device.type != "cpu" and "foreach" in defaults and not (defaults["foreach"] or defaults.get("fused")):
         defaults["foreach"] = True  # which torch takes on an accelerator
     accepted = inspect.signature(type(first)).parameters
     options = {name: value for name, value in defaults.items() if name in accepted}
-    return lambda parameters: type(first)(parameters, **options)
+    maker: Callable[[list[nn.Parameter]], Optimizer] = partial(type(first), **options)
+    try:
+        maker([nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError):
+        return adamw
+    return maker
 
 
 def _not_modelled(table: PlanTable, loaders: Loaders) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from drivetrain_plan.program.figures import Collective
+from drivetrain_plan.hardware import Collective
 from drivetrain_plan.program.tally import StepTally
 from drivetrain_state.mesh import View
 

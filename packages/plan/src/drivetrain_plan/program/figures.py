@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from drivetrain_plan.hardware import Collective
 from drivetrain_state.mesh import View
-
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from drivetrain_plan.compat import Args, FakeTensor, Kwargs, Types, tree_leaves, without_fake_mode
-from drivetrain_plan.program.figures import Collective
+from drivetrain_plan.hardware import Collective
 from drivetrain_plan.program.step_memory import StorageTally
 from drivetrain_state.mesh import View
 

@@ -6,8 +6,8 @@ from math import ceil, log2
 from typing import Literal
 
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.hardware import RunHardware
-from drivetrain_plan.program.figures import Collective, StepFigures
+from drivetrain_plan.hardware import Collective, RunHardware
+from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.search.model_figures import ModelFigures
 from drivetrain_state.mesh import AXES, VIEWS, View
 
@@ -36,6 +36,7 @@ class StepTime:
     Attributes:
         compute: Matrix products, convolutions and attention.
         memory: Other operations, which wait for the device's memory.
+        host: The host's work to issue operations, where a device waits for it.
         exposed: The waits for collectives that nothing overlaps, by view.
         bubble: The waits of a pipeline's stages for each other.
         optimizer: The optimizer's step.
@@ -44,6 +45,7 @@ class StepTime:
 
     compute: float
     memory: float
+    host: float = 0
     exposed: Mapping[View, float]
     bubble: float = 0
     optimizer: float = 0
@@ -55,6 +57,7 @@ class StepTime:
         return (
             self.compute
             + self.memory
+            + self.host
             + sum(self.exposed.values())
             + self.bubble
             + self.optimizer
@@ -67,6 +70,7 @@ class StepTime:
         parts = {
             "compute": self.compute,
             "memory": self.memory,
+            "host": self.host,
             "bubble": self.bubble,
             "optimizer": self.optimizer,
             "offload": self.offload,
@@ -181,11 +185,15 @@ def step_time(
     for (view, kind), payload in traffic.payloads.items():
         number, is_near = views[view]
         rate = hardware.peer_rate if is_near else min(hardware.peer_rate, hardware.network_rate)
-        rate, calls = rate * hardware.link_efficiency, traffic.calls[view, kind]
+        rate *= hardware.link_efficiency * hardware.shares.get(kind, 1)
+        calls = traffic.calls[view, kind]
         taken = seconds_of(kind, payload, calls, number, rate, hardware.latency_seconds)
         by_view[view] = by_view.get(view, 0) + taken
+    # A device computes while its host issues the next operations; the CPU does one thing at a time.
+    issuing = times * figures.operations * hardware.operation_seconds
+    host = max(0.0, issuing - compute - memory) if hardware.overlaps else issuing
     exposed: dict[View, float] = {}
-    work = compute + memory
+    work = compute + memory + host
     for view, taken in by_view.items():
         beside = _BESIDE.get(view) if hardware.overlaps else None
         if beside is None:
@@ -203,5 +211,11 @@ def step_time(
         optimizer = held / (_HOST_MEMORY if choice.offload == "host" else _NVME)
         offload = max(0.0, times * (2 * figures.weights + figures.gradients) / hardware.host_rate - work)
     return StepTime(
-        compute=compute, memory=memory, exposed=exposed, bubble=bubble, optimizer=optimizer, offload=offload
+        compute=compute,
+        memory=memory,
+        host=host,
+        exposed=exposed,
+        bubble=bubble,
+        optimizer=optimizer,
+        offload=offload,
     )

@@ -1,0 +1,54 @@
+"""Published runs, as a check from outside: the way in which they trained is among the planner's first.
+
+torchtitan's docs/performance.md tells of Llama 3 on 64 A100 with 80 GB: 8 B at 1 sample a rank, 70 B recomputed; of
+Llama 3.1 8 B on 8 H100 with 96 GB, at 2 samples a rank; and of 405 B, recomputed, on 128 H100 with 94 GB by shards of
+16 x tensor 8, where shards alone did not fit.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain_plan import MODES, PlanTable, TrainingJob, find_source, parse_hardware, plan_training
+
+WIDTHS: Mapping[str, tuple[int, int, int, int]] = {  # width, width of the perceptron, blocks, heads
+    "8B": (4096, 14336, 32, 32),
+    "70B": (8192, 28672, 80, 64),
+    "405B": (16384, 53248, 126, 128),
+}
+PLANNED = {"pipeline": 1}  # as these runs, and the backends
+
+
+def plan(folder: Path, model: str, hardware: str, batch: int, num_tokens: int) -> PlanTable:
+    width, inner, blocks, heads = WIDTHS[model]
+    config: dict[str, Any] = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width,
+        "intermediate_size": inner, "num_hidden_layers": blocks, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "use_cache": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    job = TrainingJob(batch=batch, pins=PLANNED)
+    source, rates = find_source(str(folder)), parse_hardware(hardware)
+    return plan_training(source, rates, job, MODES["mixed"], num_tokens=num_tokens, exact=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "batch", "plan_of_run"),
+    [
+        ("8B", "8x96GB h100", 16, "FSDP 8"),
+        ("8B", "8x80GB a100 x 8 hosts 200Gb", 64, "FSDP 64"),
+        ("70B", "8x80GB a100 x 8 hosts 200Gb", 64, "FSDP 64, recomputed"),
+        ("405B", "8x94GB h100 x 16 hosts 400Gb", 32, "FSDP 16 x tensor 8, sequence, recomputed"),
+    ],
+)
+@pytest.mark.default_cases
+def test_the_plan_of_a_published_run_is_among_the_first(
+    model: str, hardware: str, batch: int, plan_of_run: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    table = plan(tmp_path, model, hardware, batch, 8192)
+    found = [one.choice.name.replace("FSDP grad-op", "FSDP") for one in table.plans]
+    assert plan_of_run in found[:5], found[:12]
