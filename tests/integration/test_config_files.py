@@ -142,8 +142,9 @@ def test_yes_takes_every_recommendation_and_a_launch_finds_the_file(
         main(["config", "--yes", "--num-processes", "2", "--state-device", "cpu", "--project-dir", "out"])
         == 0
     )
-    assert "drivetrain launch --num-processes 2 --project-dir out" in capsys.readouterr().out.replace(
-        " \\\n     ", ""
+    assert (
+        "drivetrain launch --num-processes 2 --backend auto --project-dir out"
+        in capsys.readouterr().out.replace(" \\\n     ", "")
     )
     (folder / "train.py").write_text("")
     (folder / "deeper").mkdir()
