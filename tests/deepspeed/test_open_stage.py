@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain_plan import PlanChoice, PlanError
 from planned_models import Perceptron
 
 
@@ -40,3 +41,24 @@ def test_the_stage_is_chosen_and_what_is_said_is_kept(
         assert stage["asked"] == "auto"
         assert plan.facts["plan"].startswith(f"ZeRO {stage['applied']} of 2; ")
         assert stage["reason"].startswith("of the plan ZeRO")
+
+
+def test_a_folder_on_nvme_is_the_users_to_name(tmp_path: Path) -> None:
+    model = Perceptron(128)
+    free = patch(
+        "drivetrain_plan.detected._free", lambda *_: 600_000
+    )  # for which states must leave the device
+    cache = patch("drivetrain_plan.detected.default_cache", lambda: tmp_path / "rates.json")
+    found: dict[bool, bool] = {}
+    for is_named in (False, True):
+        folder = {"nvme_path": tmp_path} if is_named else {}
+        sections = {"run": {"show_plan": False}, "deepspeed": {"stage": "auto", **folder}}
+        with free, cache, Accelerator(backend="deepspeed", cpu=True, sections=sections) as accelerator:
+            open_backend = accelerator._parts.open_backend  # pyright: ignore[reportPrivateUsage]
+            assert open_backend is not None
+            found[is_named] = open_backend.allows(PlanChoice(strategy="zero3", offload="nvme"))
+            if not is_named:
+                loader = DataLoader(TensorDataset(torch.ones(32, 128)), batch_size=4)
+                with pytest.raises(PlanError, match="Perceptron fits nowhere"):
+                    accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    assert found == {False: False, True: True}

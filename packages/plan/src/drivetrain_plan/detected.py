@@ -31,6 +31,7 @@ _OF_DEVICE = ("flops", "fp32_flops", "memory_rate", "operation_seconds")
 _OF_LINKS = ("peer_rate", "latency_seconds", "all_gather", "reduce_scatter")
 _SLOWEST_IS_MOST = ("operation_seconds", "latency_seconds")
 # Of the rate of a large product: layers are smaller, of other shapes, and find what they read less often in a cache.
+# So chosen that the steps of benchmarks/plan_times.py, on a CPU, are about as long as predicted; no GPU was measured.
 _EFFICIENCY = 0.8
 
 

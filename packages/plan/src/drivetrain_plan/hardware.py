@@ -46,7 +46,7 @@ class RunHardware:
         latency_seconds: The time of an exchange of nothing.
         operation_seconds: The host's time for an operation, whatever its size.
         shares: The share of a link's rate that a kind of collective reaches, where it differs from an all-reduce's.
-        efficiency: The share of the peaks above that a step reaches; 1 where they are measured.
+        efficiency: The share of the rates above that a step reaches.
         link_efficiency: The share of the links' rates that collectives reach; 1 where they are measured.
         overlaps: Whether collectives run beside computation: not on the CPU, whose cores do both.
         basis: The source of the rates: "published" or "measured".

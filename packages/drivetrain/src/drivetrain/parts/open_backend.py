@@ -65,6 +65,13 @@ class OpenBackend:
             section, {name: value for name in said if (value := getattr(known.value, name)) != AUTO}
         )
 
+    def allows(self, choice: "PlanChoice") -> bool:
+        """Return whether a choice needs nothing that only the user can say: a folder on NVMe."""
+        if choice.offload != "nvme":
+            return True
+        known = self.sections.resolved[choice.backend]
+        return getattr(known.value, "nvme_path", None) is not None
+
     def backend_of(self, choice: "PlanChoice", window: AccumulationWindow) -> tuple[Backend, tuple[str, ...]]:
         """Return the backend of a choice, and the names of the settings that the choice has set.
 
@@ -79,6 +86,7 @@ class OpenBackend:
             self.sections.of_backend(kind)
         known = self.sections.resolved[section]
         values = choice.sections().get(section, {})
+        values.pop("nvme_path", None)  # `allows` has asked for the user's own
         for name, value in values.items():
             said = getattr(known.value, name)
             if known.sources[name].kind != "default" and said not in (AUTO, value):

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,35 @@ def choose_backend(
     Raises:
         PlanError: No plan fits; the message says what is missing. On other ranks an OtherRankFailedError.
     """
+    table, memory_bytes = _plan(parts, models, optimizers, loaders)
+    best, open_backend = table.plans[0], parts.open_backend
+    assert open_backend is not None
+    backend, set_by_plan = open_backend.backend_of(best.choice, parts.backend.window)
+    parts.backend.close()
+    parts.backend, parts.open_backend = backend, None
+    if parts.watch is not None and isinstance(backend, SupportsWaitWatch):
+        backend.watch_waits(parts.watch.begin_wait)
+    parts.chosen |= dict.fromkeys(set_by_plan, f"of the plan {best.choice.name}")
+    if open_backend.named is None:
+        parts.chosen["run.backend"] = f"of the plan {best.choice.name}"
+    peak, usable = (format_size(int(size)) for size in (best.memory.peak, memory_bytes))
+    by = "the program of a rank" if best.basis == "program" else "formula"
+    parts.facts["plan"] = (
+        f"{best.choice.name}; {best.why}; {peak} of {usable} and {best.time.seconds:.3g} s a step, by {by}"
+    )
+    check = StepCheck(parts, best, not_modelled=_not_modelled(table, loaders))
+    parts.prepared.on_step.append(check.end_step)
+    open_backend.on_chosen()
+
+
+def _plan(
+    parts: Parts, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], loaders: Loaders
+) -> tuple[PlanTable, int]:
+    """Return rank 0's plans, the best first, and the bytes of a device. Called on all ranks.
+
+    Raises:
+        PlanError: No plan fits. On other ranks an OtherRankFailedError.
+    """
     open_backend, context = parts.open_backend, parts.context
     assert open_backend is not None
     held = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
@@ -82,28 +112,12 @@ def choose_backend(
             raise
         except Exception as error:  # noqa: BLE001 the loop's call of its model was guessed; the plan tells this
             table = plan_by(partial(_fail, f"{type(error).__name__}: {error}"))
+        table = replace(table, plans=tuple(one for one in table.plans if open_backend.allows(one.choice)))
         if not table.plans:
             raise PlanError(f"{table.missing()}; or name a backend, which is tried whatever is predicted")
         return table
 
-    table = on_main(context, plan, doing="planning how to train")
-    best = table.plans[0]
-    backend, set_by_plan = open_backend.backend_of(best.choice, parts.backend.window)
-    parts.backend.close()
-    parts.backend, parts.open_backend = backend, None
-    if parts.watch is not None and isinstance(backend, SupportsWaitWatch):
-        backend.watch_waits(parts.watch.begin_wait)
-    parts.chosen |= dict.fromkeys(set_by_plan, f"of the plan {best.choice.name}")
-    if open_backend.named is None:
-        parts.chosen["run.backend"] = f"of the plan {best.choice.name}"
-    peak, usable = (format_size(int(size)) for size in (best.memory.peak, hardware.memory_bytes))
-    by = "the program of a rank" if best.basis == "program" else "formula"
-    parts.facts["plan"] = (
-        f"{best.choice.name}; {best.why}; {peak} of {usable} and {best.time.seconds:.3g} s a step, by {by}"
-    )
-    check = StepCheck(parts, best, not_modelled=_not_modelled(table, loaders))
-    parts.prepared.on_step.append(check.end_step)
-    open_backend.on_chosen()
+    return on_main(context, plan, doing="planning how to train"), hardware.memory_bytes
 
 
 def _first_batch(loaders: Loaders) -> tuple[Any, int]:

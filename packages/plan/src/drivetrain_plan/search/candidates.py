@@ -62,7 +62,7 @@ def candidates(
         for way, sizes in _ways(model, job, mesh, pins):
             if backend is not None and way.by_blocks and way.strategy == "none":
                 continue  # which is asked to shard
-            if way.offload == "host" and hardware.kind == "cpu":
+            if way.offload == "host" and hardware.kind == "cpu" and "offload" not in pins:
                 continue  # whose memory is the host's
             if sizes and (backend is None or way.backend == backend):
                 found = True

@@ -157,6 +157,20 @@ def seconds_of(
     return _PASSES[kind] * (number - 1) / number * payload / rate + calls * latency * ceil(log2(number))
 
 
+def _seconds_by_view(choice: PlanChoice, traffic: Traffic, hardware: RunHardware) -> dict[View, float]:
+    """Return the time of a step's collectives, whether or not they run beside computation."""
+    by_view: dict[View, float] = {}
+    views = {view: spread(choice, view, hardware.devices_per_host) for view, _ in traffic.payloads}
+    for (view, kind), payload in traffic.payloads.items():
+        number, is_near = views[view]
+        rate = hardware.peer_rate if is_near else min(hardware.peer_rate, hardware.network_rate)
+        rate *= hardware.link_efficiency * hardware.shares.get(kind, 1)
+        calls = traffic.calls[view, kind]
+        taken = seconds_of(kind, payload, calls, number, rate, hardware.latency_seconds)
+        by_view[view] = by_view.get(view, 0) + taken
+    return by_view
+
+
 def step_time(
     model: ModelFigures,
     choice: PlanChoice,
@@ -180,21 +194,12 @@ def step_time(
     flops = hardware.flops if in_half else hardware.fp32_flops
     compute = times * figures.flops / (flops * hardware.efficiency)
     memory = times * figures.moved / (hardware.memory_rate * hardware.efficiency)
-    by_view: dict[View, float] = {}
-    views = {view: spread(choice, view, hardware.devices_per_host) for view, _ in traffic.payloads}
-    for (view, kind), payload in traffic.payloads.items():
-        number, is_near = views[view]
-        rate = hardware.peer_rate if is_near else min(hardware.peer_rate, hardware.network_rate)
-        rate *= hardware.link_efficiency * hardware.shares.get(kind, 1)
-        calls = traffic.calls[view, kind]
-        taken = seconds_of(kind, payload, calls, number, rate, hardware.latency_seconds)
-        by_view[view] = by_view.get(view, 0) + taken
     # A device computes while its host issues the next operations; the CPU does one thing at a time.
     issuing = times * figures.operations * hardware.operation_seconds
     host = max(0.0, issuing - compute - memory) if hardware.overlaps else issuing
     exposed: dict[View, float] = {}
     work = compute + memory + host
-    for view, taken in by_view.items():
+    for view, taken in _seconds_by_view(choice, traffic, hardware).items():
         beside = _BESIDE.get(view) if hardware.overlaps else None
         if beside is None:
             exposed[view] = taken
