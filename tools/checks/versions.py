@@ -86,6 +86,7 @@ SELECTION = (
     "tests/launcher/test_compat.py",
     "tests/memory/test_compat.py",
     "tests/parallel/test_compat.py",
+    "tests/plan/test_compat.py",
     "tests/precision/test_compat.py",
     "tests/state/test_compat.py",
     # shards as a program sees them: the part of torch that changed most
