@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain_plan.compat import Args, FakeTensor, Kwargs, Types, tree_leaves, without_fake_mode
+from drivetrain_plan.compat import Args, FakeTensor, Kwargs, Types, tree_leaves, tree_map, without_fake_mode
 from drivetrain_plan.hardware import Collective
 from drivetrain_plan.program.step_memory import StorageTally
 from drivetrain_state.mesh import View
@@ -65,8 +65,11 @@ class StepTally(StorageTally):
             return func(*args, **said)
         given = [leaf for leaf in tree_leaves((args, said)) if isinstance(leaf, Tensor)]
         name = func.__name__.partition(".")[0]
-        with without_fake_mode() if _is_of_indices(name, given, args, said) else nullcontext():
-            result = func(*args, **said)
+        if func.namespace == "c10d" and any(isinstance(one, FakeTensor) for one in given):
+            result = _exchanged(func, args, said)
+        else:
+            with without_fake_mode() if _is_of_indices(name, given, args, said) else nullcontext():
+                result = func(*args, **said)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.add(made)
         if func.namespace in _NAMESPACES:
@@ -82,6 +85,19 @@ class StepTally(StorageTally):
         elif not _is_view(given, made) and "empty" not in name:
             self.moved_bytes += sum(map(_size_bytes, given)) + sum(map(_size_bytes, made))
         return result
+
+
+def _exchanged(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of a collective in place, which is called with no bytes: torch 2.9 refuses fake tensors."""
+
+    def emptied(value: Any) -> Any:
+        return torch.empty(0) if isinstance(value, Tensor) else value
+
+    with without_fake_mode():
+        result = func(*tree_map(emptied, args), **tree_map(emptied, dict(kwargs)))
+    outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+    remaining = iter(outputs)
+    return tree_map(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _computes_itself(kind: type) -> bool:
