@@ -95,9 +95,12 @@ def _exchanged(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
 
     with without_fake_mode():
         result = func(*tree_map(emptied, args), **tree_map(emptied, dict(kwargs)))
-    outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
-    remaining = iter(outputs)
-    return tree_map(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, result)
+    outputs = (leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor))
+
+    def given(value: Any) -> Any:
+        return next(outputs) if isinstance(value, Tensor) else value
+
+    return tree_map(given, result)
 
 
 def _computes_itself(kind: type) -> bool:
