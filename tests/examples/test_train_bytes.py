@@ -17,7 +17,7 @@ TINY = (
     "--block-size",
     "32",
     "--width",
-    "32",
+    "64",  # two heads, which two ranks divide: whole ones read positions that a rank lacks
     "--layers",
     "1",
     "--validation-windows",
