@@ -5,6 +5,7 @@ the system drops them and reads them again whenever it likes: they say nothing a
 takes some 50 us, and 4 MiB take longer than that to fill.
 """
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -25,6 +26,9 @@ print(most)
 """
 
 
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**20  # the number of the option, and of it the blocks that go back
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What the process held of its own when sampling began, in MiB, and the process that samples."""
@@ -34,7 +38,14 @@ class Held:
 
 
 def reset_peak() -> Held:
-    """Begin to sample; what is held now."""
+    """Begin to sample; what is held now.
+
+    From here on the C library gives large blocks back when they are freed. It would soon keep those of many MiB for
+    later, some in each thread, and which of them are kept differs from run to run.
+    """
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):  # glibc, whose peak this is
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.malloc_trim(0)
     sampler = subprocess.Popen(
         [sys.executable, "-IS", "-c", _SAMPLER, str(os.getpid())],
         stdin=subprocess.PIPE,
