@@ -25,7 +25,7 @@ def loader_of(num_batches: int, size: int = 4) -> DataLoader[Any]:
 class Run:
     """A model in training, and the steps that it took."""
 
-    def __init__(self, accumulation: int, *loaders: DataLoader[Any], backend: str = "auto") -> None:
+    def __init__(self, accumulation: int, *loaders: DataLoader[Any], backend: str = "usual") -> None:
         self.accelerator = accelerator_of(backend, gradient_accumulation_steps=accumulation)
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
