@@ -97,6 +97,8 @@ PLANS: Mapping[str, list[tuple[PlanChoice, str]]] = {
         (replace(ONE, checkpointing="full"), "fp32"),
         (replace(FSDP, checkpointing="full"), "fp32"),
         (replace(FSDP, checkpointing="full"), "mixed"),
+        (replace(FSDP, checkpointing="selective"), "fp32"),
+        (replace(FSDP, checkpointing="selective"), "mixed"),
         (ONE, "lora"),
         (DDP, "lora"),
         (FSDP, "lora"),

@@ -138,14 +138,16 @@ def work(arguments: argparse.Namespace) -> None:
     """What each rank does: measure the hardware, then run the cases; rank 0 writes down what it found."""
     num_ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     context = connect(StateSettings(device="cpu"))  # whose group outlives those of the cases
-    hardware = measure_hardware(context, cache=arguments.folder / f"rates-{os.environ['RANK']}.json")
+    hardware: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, float]] = {}
     for name, case in chosen(arguments.only):
+        rates = arguments.folder / f"rates-{name}-{num_ranks}-{os.environ['RANK']}.json"
+        hardware[name] = asdict(measure_hardware(context, cache=rates))  # each time: cores get faster and slower
         found[name] = time_plans(arguments.folder / name, case, num_ranks)
         if is_first:
             print(f"{num_ranks} ranks, {name}: {found[name]}", file=sys.stderr, flush=True)
     if is_first:
-        arguments.out.write_text(json.dumps({"hardware": asdict(hardware), "found": found}))
+        arguments.out.write_text(json.dumps({"hardware": hardware, "found": found}))
     torch.distributed.barrier()
     os._exit(0)  # threads of several groups do not survive the interpreter's end
 
@@ -187,8 +189,8 @@ def run_ranks(folder: Path, num_ranks: int, only: str) -> dict[str, Any]:
 
 
 NOTE = f"""A step of AdamW in fp32 over gloo, all processes on the cores of one CPU; seconds on rank 0, the median of
-{STEPS} steps after {WARM}. Predicted from the rank's program and the rates that the same processes measured once,
-before the first case. The last table holds, for each case, the first plan by predicted time against the fastest."""
+{STEPS} steps after {WARM}. Predicted from the rank's program and the rates that the same processes measured before
+the case. The last table holds, for each case, the first plan by predicted time against the fastest."""
 
 
 def parse() -> argparse.Namespace:
@@ -221,9 +223,9 @@ def main() -> None:
             (Path(scratch) / name / "config.json").write_text(json.dumps(case.config))
         for num_ranks in NUM_RANKS:
             ran = run_ranks(Path(scratch), num_ranks, arguments.only)
-            hardware = RunHardware(**ran["hardware"])
-            print(hardware, file=sys.stderr)
             for name, case in chosen(arguments.only):
+                hardware = RunHardware(**ran["hardware"][name])
+                print(hardware, file=sys.stderr)
                 measured: dict[str, float] = ran["found"][name]
                 predicted = predict_times(Path(scratch) / name, case, hardware, choices(case, num_ranks))
                 for plan, seconds in measured.items():

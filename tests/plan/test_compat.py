@@ -7,19 +7,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from drivetrain_plan import MODES, FactorySource, PlanChoice
-from drivetrain_plan.compat import fake_mesh
+from drivetrain_plan.compat import fake_meshes
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_plan.program.rank_step import run_rank
 from planned_models import perceptron
 
 
 def gathered_without_data() -> None:
-    with fake_mesh(("data", "shard"), (2, 4)) as mesh:
+    with fake_meshes() as meshes:
+        mesh = meshes(data=2, shard=4)
         assert mesh.shape == (2, 4)
+        assert meshes(data=2, shard=4) is mesh
         group = mesh.get_group(1)
         assert dist.get_world_size(group) == 4
         found = torch.empty(8)
         dist.all_gather_into_tensor(found, torch.ones(2), group=group)
+        assert meshes(shard=64).size() == 64  # more than the first had ranks
 
 
 def test_ranks_that_do_not_exist_need_no_group_and_leave_none() -> None:

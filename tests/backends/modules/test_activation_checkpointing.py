@@ -1,12 +1,19 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drivetrain_backends.modules.activation_checkpointing import (
     checkpoint_activations,
     checkpointing_of,
     restore_activations,
 )
+
+SMALL: Any = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 16,
+}  # fmt: skip
 
 
 class Counting(nn.Module):
@@ -61,6 +68,23 @@ def saved(kind: str) -> int:
 def test_selective_checkpointing_repeats_no_matrix_product() -> None:
     # Of the two products full checkpointing repeats one: backward needs no output of the last.
     assert (saved("none"), saved("full"), saved("selective")) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_block_that_would_keep_keys_and_values_for_generation_keeps_none(kind: str, attention: str) -> None:
+    found: list[tuple[float, list[Tensor | None]]] = []
+    for each in ("none", kind):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention))
+        checkpoint_activations(model.model.layers, each)
+        words = torch.arange(16).reshape(2, 8)
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        found.append((loss.item(), [p.grad for p in model.parameters()]))
+    (loss, plain), (repeated_loss, repeated) = found
+    assert loss == repeated_loss
+    torch.testing.assert_close(repeated, plain)
 
 
 def test_nothing_is_repeated_without_gradients() -> None:

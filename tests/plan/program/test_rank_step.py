@@ -87,9 +87,11 @@ def test_recomputation_keeps_the_inputs_of_blocks(source: BuiltSource) -> None:
         kind: figures(
             source, PlanChoice(micro_batch=BATCH, shard=2, strategy="full_shard", checkpointing=kind)
         )
-        for kind in ("none", "full")
+        for kind in ("none", "selective", "full")
     }
     assert ways["full"].activations < ways["none"].activations / 3
+    assert ways["full"].activations < ways["selective"].activations < ways["none"].activations
+    assert ways["selective"].flops == ways["none"].flops
     assert ways["full"].flops > 1.2 * ways["none"].flops
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from drivetrain_plan.errors import PlanError
 from drivetrain_state.mesh import MeshPlan, ParallelDims
 
 Strategy = Literal["none", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "host", "nvme"]
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -24,7 +23,8 @@ class PlanChoice:
         shard: The number of ranks that divide one replica's parameters and read different samples.
         strategy: The name of what the ranks of `shard` divide, by FSDP or by DeepSpeed's stages; "none" without them.
         offload: The memory that keeps parameters and optimizer states between uses; "none" for the devices' own.
-        checkpointing: Whether each block's activations are computed again in backward.
+        checkpointing: What each block computes again in backward: "full", or "selective" for all but matrix products
+            and attention.
         sequence: Whether ranks of `tensor` also divide what stands between divided layers.
         micro_batch: The samples of one forward of a rank.
         accumulation: The micro-batches of one optimizer step.
@@ -97,7 +97,7 @@ class PlanChoice:
             said += [f"{axis} {getattr(self, axis)}"] if getattr(self, axis) > 1 else []
         name = " x ".join(said) or "one device"
         name += ", sequence" if self.sequence else ""
-        name += ", recomputed" if self.checkpointing == "full" else ""
+        name += {"none": "", "selective": ", recomputed in part", "full": ", recomputed"}[self.checkpointing]
         return name if self.offload == "none" else f"{name}, offloaded to {self.offload}"
 
     def without_batch(self) -> "PlanChoice":
@@ -137,7 +137,7 @@ class PlanChoice:
             strategy = "no_shard" if self.strategy == "none" else "hybrid_shard" if hybrid else self.strategy
             fsdp["strategy"] = strategy
             fsdp |= {"shard_size": self.shard} if hybrid and "parallel" not in found else {}
-            fsdp |= {"activation_checkpointing": "full"} if self.checkpointing == "full" else {}
+            fsdp |= {} if self.checkpointing == "none" else {"activation_checkpointing": self.checkpointing}
             fsdp |= {"offload": True} if self.offload == "host" else {}
             found["fsdp"] = fsdp
         if self.by_stages:
@@ -153,18 +153,9 @@ class PlanChoice:
 
 
 def pins_of(section: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is fixed of a choice by a backend's section: by the fields that are said; the others stay free.
-
-    Raises:
-        PlanError: A field is said with a value that is planned by nobody.
-    """
+    """Return what is fixed of a choice by a backend's section: by the fields that are said; the others stay free."""
     pins: dict[str, Any] = {"backend": section}
     if (kind := said.get("activation_checkpointing")) is not None:
-        if kind not in get_args(Checkpointing):
-            raise PlanError(
-                f"{section}.activation_checkpointing={kind!r} is not planned: say one of "
-                f"{', '.join(get_args(Checkpointing))}, or the rest of the section too"
-            )
         pins["checkpointing"] = kind
     places = {said[name] for name in ("offload", "offload_optimizer", "offload_param") if name in said}
     if places := places - {None}:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ _WIDTH, _MOST_WIDTH = (
     4096,
 )  # of the matrices that are multiplied: the larger ones where the others are soon done
 _SOON = 1e-3
+_WAITS = 21  # of ranks for each other
 _COPIED_BYTES, _SENT_BYTES, _NUM_LAYERS = 64 * 2**20, 8 * 2**20, 20
 # The fields of `RunHardware` that are measured, and kinds of collectives; those of links need several ranks.
 _OF_DEVICE = ("flops", "fp32_flops", "memory_rate", "operation_seconds")
@@ -144,14 +146,31 @@ def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:
         "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=pg), sent),
     }
     found = {name: sent / _seconds(device, work, repeats=6) for name, (work, sent) in works.items()}
-    least = torch.zeros(1, device=device)
-    found["latency_seconds"] = _seconds(device, lambda: dist.all_reduce(least, group=pg), repeats=6)
-    return found | {"latency_seconds": found["latency_seconds"] / (group.size - 1).bit_length()}
+    return found | {"latency_seconds": _wait(device, pg) / (group.size - 1).bit_length()}
+
+
+def _wait(device: torch.device, group: dist.ProcessGroup) -> float:
+    """Return the mean time of an exchange of nothing after a product, with the wait for ranks that end theirs later."""
+    one, least = torch.ones(_WIDTH, _WIDTH, device=device), torch.zeros(1, device=device)
+    taken: list[float] = []
+    for _ in range(_WAITS):
+        torch.mm(one, one)
+        _synchronize(device)
+        begun = time.perf_counter()
+        dist.all_reduce(least, group=group)
+        _synchronize(device)
+        taken.append(time.perf_counter() - begun)
+    return fmean(taken[1:])
 
 
 def _product(device: torch.device, dtype: torch.dtype, width: int) -> float:
     one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     return _seconds(device, lambda: one @ other)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _seconds(device: torch.device, work: Callable[[], object], *, repeats: int | None = None) -> float:
@@ -162,8 +181,7 @@ def _seconds(device: torch.device, work: Callable[[], object], *, repeats: int |
     number, begun = 0, 0.0
     while number < (repeats or 3) or (repeats is None and time.perf_counter() - begun < _SECONDS):
         work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        _synchronize(device)
         begun = begun or time.perf_counter()  # the first warms up
         number += 1
     return max((time.perf_counter() - begun) / (number - 1), 1e-9)

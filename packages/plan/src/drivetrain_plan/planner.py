@@ -12,6 +12,7 @@ from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_dispatch.errors import CostError
 from drivetrain_parallel import ParallelPlanError, named_cuts, plan_experts, plan_model
 from drivetrain_plan.choice import Checkpointing, PlanChoice
+from drivetrain_plan.compat import fake_meshes
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.model.layers import num_blocks
@@ -39,7 +40,7 @@ from drivetrain_plan.search.ranking import (
 _KEPT, _KEPT_SHARDED = 2, 3
 _WHOLE = 4  # blocks of a make, up to which the program runs whole
 _MOST_TENSOR = 16  # ranks that divide a layer
-_KINDS: tuple[Checkpointing, ...] = ("none", "full")
+_KINDS: tuple[Checkpointing, ...] = ("none", "full")  # that are tried; each takes programs of its own
 _EXACT = 4  # plans whose own program is run
 
 _UNDIVIDED = (
@@ -80,17 +81,21 @@ def plan_training(
     """
     check_pins(hardware, job)
     built = BuiltSource(source, mode)
-    run = _once(partial(run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer))
-    model = measure_model(
-        built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host, pins=job.pins
-    )
     computing = mode.autocast or mode.dtype
     in_half = computing is not None and computing.itemsize < 4
-    plans, rejected = search(model, hardware, job, in_half=in_half)
-    if model.basis == "program":
-        counts = num_blocks(built.build())
-        plans, refused = _run_best(plans, model, hardware, counts, run, exact, in_half=in_half)
-        rejected = refused + rejected
+    with fake_meshes() as meshes:
+        program = partial(
+            run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer, meshes=meshes
+        )
+        run = _once(program)
+        model = measure_model(
+            built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host, pins=job.pins
+        )
+        plans, rejected = search(model, hardware, job, in_half=in_half)
+        if model.basis == "program":
+            counts = num_blocks(built.build())
+            plans, refused = _run_best(plans, model, hardware, counts, run, exact, in_half=in_half)
+            rejected = refused + rejected
     if plans:
         plans[0] = replace(plans[0], why=reasons(plans, rejected))
     return PlanTable(
@@ -168,12 +173,12 @@ def measure_model(
         one, two = (figures(PlanChoice(micro_batch=number, **choice)) for number in (1, 2))
         return BatchFigures(first=one, further=two.plus(one, times=-1))
 
+    kinds: tuple[Checkpointing, ...] = (pins["checkpointing"],) if "checkpointing" in pins else _KINDS
     try:
         plain = of_batches()
-        kinds: tuple[Checkpointing, ...] = (pins["checkpointing"],) if "checkpointing" in pins else _KINDS
         sharded = {kind: of_batches(shard=2, strategy="full_shard", checkpointing=kind) for kind in kinds}
     except CostError as error:
-        return replace(known, **formula_figures(model, num_tokens, num_parameters), why=str(error))
+        return replace(known, **formula_figures(model, num_tokens, num_parameters, kinds), why=str(error))
     known = replace(known, plain=plain, sharded=sharded)
     if is_undivided:
         return known

@@ -21,6 +21,9 @@ _SAVED = frozenset(
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", *ATTENTION_AND_FP8)
     if (operation := getattr(torch.ops.aten, name, None)) is not None
 )
+# Arguments of transformers' blocks that forwards write keys and values to, for a later generation: the second forward
+# would add them again. Without them nothing is kept.
+_WRITTEN = frozenset({"past_key_values", "layer_past"})
 
 
 class CheckpointedForward:
@@ -65,6 +68,7 @@ def _make_checkpointed_class(original: type[nn.Module], kind: Checkpointing) -> 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original.forward(self, *args, **kwargs)
+        kwargs |= dict.fromkeys(_WRITTEN.intersection(kwargs))
         return run(partial(original.forward, self), *args, use_reentrant=False, **kwargs)
 
     members = {

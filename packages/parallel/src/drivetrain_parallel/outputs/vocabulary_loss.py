@@ -5,6 +5,7 @@ add to the one, and one of them holds the other. The gradient, softmax minus tar
 """
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.autograd import Function
 from drivetrain_parallel.outputs.layout import PartLayout
 from drivetrain_parallel.ranks import TensorRanks
 
-_ELEMENTS = 2**22  # of the logits that are widened or exponentiated at a time, 16 MiB in fp32
+# The logits that are widened or exponentiated at a time: 16 MiB in fp32, and more of many, so that few operations are
+# issued.
+_ELEMENTS, _MOST_CHUNKS = 2**22, 16
 _ELSEWHERE = torch.iinfo(torch.int32).min  # a target without a word here: of another rank, or to be ignored
 
 
@@ -130,7 +133,7 @@ def _write_gradient(chunk: tuple[Tensor, ...], spread: Tensor | None) -> None:
 
 def _chunks(part: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield some rows at a time of the logits and of tensors with as many rows."""
-    num_rows = max(1, _ELEMENTS // part.shape[1])
+    num_rows = max(1, _ELEMENTS // part.shape[1], ceil(len(part) / _MOST_CHUNKS))
     return zip(*(one.split(num_rows) for one in (part, *others)), strict=True)
 
 

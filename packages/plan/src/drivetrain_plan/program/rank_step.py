@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp.compat import gathered_parameter, sharded_parameters
 from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.compat import FakeTensorMode, fake_mesh, tree_leaves
+from drivetrain_plan.compat import FakeMeshes, FakeTensorMode, fake_meshes, tree_leaves
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_plan.model.training_modes import OPTIMIZERS, Parameters, TrainingMode
 from drivetrain_plan.program.figures import StepFigures
@@ -33,6 +33,7 @@ def run_rank(
     optimizer: str | Callable[[Parameters], torch.optim.Optimizer] = "adamw",
     kept: Mapping[tuple[str, int], int] | None = None,
     is_sharded: bool | None = None,
+    meshes: FakeMeshes | None = None,
 ) -> StepFigures:
     """Return the figures of the first rank's step: the model divided and sharded, two steps, the second counted.
 
@@ -44,6 +45,7 @@ def run_rank(
         optimizer: The name of the optimizer, of `OPTIMIZERS`, or a function that makes it.
         kept: The number of blocks of each make that the model keeps; None for all.
         is_sharded: Whether FSDP holds the model; None for what the choice's backend does.
+        meshes: What makes the mesh of FSDP, from `fake_meshes`, for several programs; None for this one alone.
 
     Raises:
         CostError: A forward depends on the values of tensors.
@@ -51,8 +53,8 @@ def run_rank(
     """
     shards = choice.by_blocks if is_sharded is None else is_sharded
     make_optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    sizes = sharding_sizes(choice)
-    with fake_mesh(tuple(sizes), tuple(sizes.values())) if shards else nullcontext() as mesh:
+    with fake_meshes() if meshes is None else nullcontext(meshes) as mesh_of:
+        mesh = mesh_of(**sharding_sizes(choice)) if shards else None
         rank = build_rank(source, choice, mode, kept, mesh=mesh)
         model = rank.module
         tally = StepTally()
@@ -86,10 +88,9 @@ def _count_step(
         counted = _Counted(rank.blocks, trained, tally)
         _create_states(optimizer, trained)
         if isinstance(model, FSDPModule):
-            with torch.no_grad():  # which gathers for the first time, into memory that is kept
-                model(**inputs)
             for block in model.modules():
                 if isinstance(block, FSDPModule):
+                    block.unshard()  # for the first time, into memory that is kept
                     block.reshard()
             tally.follow(gathered_parameters(model))
         counted.begin()

@@ -1,18 +1,23 @@
 """The figures of a model whose program cannot run without data, from its sizes alone. Pure."""
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from drivetrain_plan.choice import Checkpointing
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.search.model_figures import BatchFigures
 
 # Bytes that a block keeps of each token, in half precision, as multiples of its width: with fused attention, of the
-# usual blocks (Korthikanti et al., 2022); and with its input alone.
-_KEPT, _INPUT = 34, 2
+# usual blocks (Korthikanti et al., 2022); with its input and products alone; and with its input alone.
+_KEPT: Mapping[Checkpointing, int] = MappingProxyType({"none": 34, "selective": 22, "full": 2})
 
 
-def formula_figures(model: nn.Module, num_tokens: int, num_parameters: int) -> dict[str, Any]:
+def formula_figures(
+    model: nn.Module, num_tokens: int, num_parameters: int, kinds: Iterable[Checkpointing]
+) -> dict[str, Any]:
     """Return fields of `ModelFigures` by the usual estimates: Adam's states, and activations by width and depth."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     num_blocks = max(map(len, lists), default=1)
@@ -51,9 +56,8 @@ def formula_figures(model: nn.Module, num_tokens: int, num_parameters: int) -> d
         )
         return BatchFigures(first=first, further=batches.further)
 
-    plain = of(_KEPT)
     return {
-        "plain": plain,
-        "sharded": {"none": halved(plain), "full": halved(of(_INPUT))},
+        "plain": of(_KEPT["none"]),
+        "sharded": {kind: halved(of(_KEPT[kind])) for kind in kinds},
         "basis": "formula",
     }
