@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -113,10 +113,13 @@ def _estimate(
 ) -> Mapping[str, int]:
     """Return what a process holds of its own program: FSDP's of its shards, others' of the whole model."""
     source = BuiltSource(ConfigSource(path, lora_rank=arguments.lora_rank), mode)
+    model: Any = source.build()
     choice = _choice_of(mode, arguments)
     is_sharded = choice.strategy == "full_shard"
-    checkpointing = "full" if arguments.recompute and mode.trains else "none"
     program = choice if is_sharded else PlanChoice(micro_batch=choice.micro_batch)
+    if arguments.recompute and mode.trains:
+        program = replace(program, checkpointing="full")
+        model.config.use_cache = False  # of all copies; a block would put its keys there twice
     run = partial(
         run_rank,
         source,
@@ -125,8 +128,7 @@ def _estimate(
         optimizer=arguments.optimizer,
         is_sharded=is_sharded,
     )
-    counts = num_blocks(source.build())
-    figures = run_extrapolated(run, counts, replace(program, checkpointing=checkpointing))
+    figures = run_extrapolated(run, num_blocks(model), program)
     if choice.by_stages:
         block = sizes.largest_block_parameters * (mode.dtype or torch.float32).itemsize
         figures = divided_by_stage(choice, figures, block)

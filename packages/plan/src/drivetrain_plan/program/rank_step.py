@@ -14,9 +14,9 @@ from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.compat import FakeTensorMode, fake_mesh, tree_leaves
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_plan.model.training_modes import OPTIMIZERS, Parameters, TrainingMode
+from drivetrain_plan.program.fake_tensors import explain_errors, give_fake_tensors
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.program.rank_model import RankModel, build_rank, sharding_sizes
-from drivetrain_plan.program.fake_tensors import explain_errors, give_fake_tensors
 from drivetrain_plan.program.tally import StepTally
 
 # Windows that begin a backward: what is outside of blocks, and the first block. They have as many gradients however

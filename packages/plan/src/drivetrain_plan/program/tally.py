@@ -44,7 +44,7 @@ _MOST_INDICES = 2**24  # elements of what is computed for real
 
 
 class StepTally(TorchDispatchMode):
-    """A mode that counts operations, the bytes that they move, collectives, and the bytes of storages while they exist.
+    """A mode that counts the bytes of storages while they exist, operations and their bytes, and collectives.
 
     It computes indices for real, such as positions and masks, in which a model's forward may look for values; all
     else has no data.
