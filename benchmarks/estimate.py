@@ -28,7 +28,7 @@ from drivetrain_backends.modules.activation_checkpointing import checkpoint_acti
 from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_memory import record_peak
 from drivetrain_plan.cli.estimate import EstimateArguments, run
-from drivetrain_plan.model.huggingface import loss_of, training_inputs
+from drivetrain_plan.model.huggingface import keep_no_cache, loss_of, training_inputs
 from drivetrain_plan.model.source import ConfigSource
 from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
 
@@ -63,11 +63,11 @@ NOTE = (
 def build(folder: Path, way: str) -> nn.Module:
     """Build the model of a way to train, without data."""
     mode, recompute = WAYS[way]
-    model: Any = ConfigSource(folder, lora_rank=LORA_RANK).build(mode).train(mode.trains)
+    model = ConfigSource(folder, lora_rank=LORA_RANK).build(mode).train(mode.trains)
     if recompute:
         blocks = plan_blocks(model, asked="fsdp.wrap").blocks
         checkpoint_activations([model.get_submodule(name) for name in blocks], "full")
-        model.config.use_cache = False  # a block would put its keys there twice
+        keep_no_cache(model)
     return model
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 
 from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.errors import CostError
 from drivetrain_messages import argument, format_size, format_table
-from drivetrain_plan.choice import PlanChoice
-from drivetrain_plan.model.huggingface import build_to_train
+from drivetrain_plan.choice import PlanChoice, Strategy
+from drivetrain_plan.model.huggingface import build_to_train, keep_no_cache
 from drivetrain_plan.model.layers import num_blocks
 from drivetrain_plan.model.source import BuiltSource, ConfigSource
 from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
@@ -24,8 +24,13 @@ from drivetrain_plan.program.rank_step import run_rank
 from drivetrain_plan.search.memory import divided_by_stage, memory_of
 from drivetrain_weights import WeightFilesError
 
-Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-_SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+_STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": "none",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp": "full_shard",
+}
 # The bytes of a mode by what they are, or why they are not told.
 _Estimate: TypeAlias = Mapping[str, int] | str
 _USAGE = 2  # exit code of a command that cannot be carried out
@@ -54,7 +59,9 @@ class EstimateArguments:
     num_processes: int = argument(
         1, "Number of processes, each of which computes whole layers and sequences."
     )
-    sharding: Sharding = argument("fsdp", f"What processes divide among them: {', '.join(_SHARDINGS)}.")
+    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = argument(
+        "fsdp", f"What processes divide among them: {', '.join(_STRATEGIES)}."
+    )
     json: bool = argument(False, "Print JSON, for programs.")
 
     def __post_init__(self) -> None:
@@ -64,7 +71,7 @@ class EstimateArguments:
         for name, values, allowed in (
             ("mode", self.mode, tuple(MODES)),
             ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
-            ("sharding", (self.sharding,), _SHARDINGS),
+            ("sharding", (self.sharding,), tuple(_STRATEGIES)),
         ):
             if unknown := [value for value in values if value not in allowed]:
                 raise ValueError(f"--{name} {unknown[0]}: say one of {', '.join(allowed)}")
@@ -77,7 +84,9 @@ def run(arguments: EstimateArguments) -> int:
         if path.name == "config.json" or (path / "config.json").is_file() or not path.exists():
             model = build_to_train(path, dtype=None)
             weights = sizes_of_model(model, whole_classes(model))
-            estimates = {name: _try(path, MODES[name], weights, arguments) for name in arguments.mode}
+            estimates: Mapping[str, _Estimate] = {
+                name: _try(path, MODES[name], weights, arguments) for name in arguments.mode
+            }
         else:
             why = "the files of weights alone do not say what a step computes: add config.json"
             weights = sizes_of_files(path)
@@ -113,13 +122,13 @@ def _estimate(
 ) -> Mapping[str, int]:
     """Return what a process holds of its own program: FSDP's of its shards, others' of the whole model."""
     source = BuiltSource(ConfigSource(path, lora_rank=arguments.lora_rank), mode)
-    model: Any = source.build()
+    model = source.build()
     choice = _choice_of(mode, arguments)
     is_sharded = choice.strategy == "full_shard"
     program = choice if is_sharded else PlanChoice(micro_batch=choice.micro_batch)
     if arguments.recompute and mode.trains:
         program = replace(program, checkpointing="full")
-        model.config.use_cache = False  # of all copies; a block would put its keys there twice
+        keep_no_cache(model)
     run = partial(
         run_rank,
         source,
@@ -143,13 +152,12 @@ def _estimate(
 
 
 def _choice_of(mode: TrainingMode, arguments: EstimateArguments) -> PlanChoice:
-    number, batch, sharding = arguments.num_processes, arguments.batch, arguments.sharding
+    number, strategy = arguments.num_processes, _STRATEGIES[arguments.sharding]
     if not mode.trains:  # where there are weights alone to divide
-        sharding = "fsdp" if sharding in ("zero3", "fsdp") else "ddp"
-    if sharding == "ddp" or number == 1:
-        return PlanChoice(data=number, micro_batch=batch)
-    strategy = "full_shard" if sharding == "fsdp" else sharding
-    return PlanChoice(shard=number, strategy=strategy, micro_batch=batch)
+        strategy = "full_shard" if strategy in ("zero3", "full_shard") else "none"
+    if strategy == "none" or number == 1:
+        return PlanChoice(data=number, micro_batch=arguments.batch)
+    return PlanChoice(shard=number, strategy=strategy, micro_batch=arguments.batch)
 
 
 def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Mapping[str, _Estimate]) -> str:

@@ -37,6 +37,13 @@ def build_to_train(folder: Path, *, dtype: torch.dtype | None, lora_rank: int | 
     return peft.get_peft_model(model, adapters, autocast_adapter_dtype=True).train()
 
 
+def keep_no_cache(model: nn.Module) -> None:
+    """Have a model and its copies keep no keys between tokens: blocks that compute again would put theirs twice."""
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            config.use_cache = False
+
+
 def training_inputs(model: nn.Module, batch_size: int, num_tokens: int) -> dict[str, Tensor]:
     """Return the arguments of a forward in training: samples of shape (batch_size, ...), and labels."""
     inner = getattr(model, "base_model", model)
