@@ -11,7 +11,9 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,19 +24,13 @@ from rounds import Table, parse_arguments, report, take_turns
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from drivetrain_dispatch.cli.huggingface import whole_classes
+from drivetrain_backends.modules.activation_checkpointing import checkpoint_activations
+from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_memory import record_peak
-from drivetrain_plan.compat import FakeTensorMode
-from drivetrain_plan.model.huggingface import build_to_train, loss_of, training_inputs
+from drivetrain_plan.cli.estimate import EstimateArguments, run
+from drivetrain_plan.model.huggingface import keep_no_cache, loss_of, training_inputs
+from drivetrain_plan.model.source import ConfigSource
 from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
-from drivetrain_plan.model.weight_sizes import sizes_of_model
-from drivetrain_plan.program.step_memory import (
-    StepMemory,
-    give_fake_tensors,
-    measure_forward,
-    measure_step,
-)
-from drivetrain_plan.search.rank_memory import SHARDINGS, memory_of_rank
 
 BATCH, TOKENS, LORA_RANK = 4, 256, 16
 SIZES = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -67,38 +63,31 @@ NOTE = (
 def build(folder: Path, way: str) -> nn.Module:
     """Build the model of a way to train, without data."""
     mode, recompute = WAYS[way]
-    model = build_to_train(
-        folder, dtype=mode.dtype, lora_rank=LORA_RANK if mode.is_lora else None, recompute=recompute
+    model = ConfigSource(folder, lora_rank=LORA_RANK).build(mode).train(mode.trains)
+    if recompute:
+        blocks = plan_blocks(model, asked="fsdp.wrap").blocks
+        checkpoint_activations([model.get_submodule(name) for name in blocks], "full")
+        keep_no_cache(model)
+    return model
+
+
+def estimate(folder: Path, way: str, num_ranks: int = 1) -> int:
+    """Return the peak that the command tells of a process, one of `num_ranks` that FSDP shards over, in bytes."""
+    mode, recompute = WAYS[way]
+    arguments = EstimateArguments(
+        model=str(folder),
+        mode=(mode.name,),
+        batch=BATCH,
+        seq=TOKENS,
+        optimizer="adamw-loop",
+        recompute=recompute,
+        lora_rank=LORA_RANK,
+        num_processes=num_ranks,
+        json=True,
     )
-    return model if mode.trains else model.eval()
-
-
-def estimate(folder: Path, way: str) -> StepMemory:
-    """Estimate the memory of a step."""
-    mode, _ = WAYS[way]
-    model = build(folder, way)
-    with FakeTensorMode():
-        give_fake_tensors(model)
-        inputs = training_inputs(model, BATCH, TOKENS)
-        if not mode.trains:
-            return measure_forward(model, inputs)
-        make_optimizer = OPTIMIZERS["adamw-loop"]
-        return measure_step(
-            model, inputs, loss_of=loss_of, make_optimizer=make_optimizer, autocast=mode.autocast
-        )
-
-
-def estimate_of_rank(folder: Path, way: str) -> int:
-    """Estimate the peak of one of the ranks that share a training step, in bytes."""
-    model = build(folder, way)
-    sizes = sizes_of_model(model, whole_classes(model))
-    itemsize = next(model.parameters()).dtype.itemsize
-    return memory_of_rank(
-        estimate(folder, way),
-        sharding=SHARDINGS["fsdp"],
-        world_size=RANKS,
-        largest_block_bytes=sizes.largest_block_parameters * itemsize,
-    ).peak
+    with redirect_stdout(StringIO()) as told:
+        run(arguments)
+    return json.loads(told.getvalue())["modes"][mode.name]["peak"]
 
 
 def measure(folder: Path, way: str, answer: Any) -> None:
@@ -207,21 +196,17 @@ def main() -> None:
             for way in WAYS:
                 compare(
                     f"{name}, {way}",
-                    partial(_peak, folder, way),
+                    partial(estimate, folder, way),
                     partial(measured, folder, way),
                 )
         name, way = SHARDED
         folder = Path(scratch) / name
         compare(
             f"{name}, {way}, sharded by FSDP2",
-            partial(estimate_of_rank, folder, way),
+            partial(estimate, folder, way, RANKS),
             partial(measured, folder, way, RANKS),
         )
     report("estimate", tables, arguments, note=NOTE)
-
-
-def _peak(folder: Path, way: str) -> int:
-    return estimate(folder, way).peak
 
 
 if __name__ == "__main__":

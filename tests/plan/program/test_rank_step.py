@@ -1,9 +1,12 @@
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import CostError
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.model.layers import num_blocks
 from drivetrain_plan.model.source import BuiltSource, ModuleSource
@@ -15,6 +18,9 @@ from drivetrain_plan.program.tally import StepTally
 from planned_models import llama_source
 
 TOKENS, BATCH = 32, 2
+WIDTH, ROWS = 64, 16
+LAYER = (WIDTH * WIDTH + WIDTH) * 4  # the bytes of a linear layer
+ACTIVATION = ROWS * WIDTH * 4  # those of its inputs, or outputs
 WHOLE = PlanChoice(micro_batch=BATCH)
 
 
@@ -127,3 +133,107 @@ def test_a_model_in_hand_keeps_its_values_and_gets_no_hooks() -> None:
     assert found.weights == 4 * 2 * (16 + 4)
     assert all(map(torch.equal, before, model.parameters()))
     assert not any(one._forward_hooks or one._backward_hooks for one in model.modules())
+
+
+class Stack(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class SummedSource(ModuleSource):
+    """A model whose loss is the sum of its outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, lambda batch, _: {"x": torch.empty(batch, WIDTH)})
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        return outputs.sum()
+
+
+def stepped(model: nn.Module, *, optimizer: str = "adamw-loop", mode: str = "fp32") -> StepFigures:
+    source = BuiltSource(SummedSource(model), MODES[mode])
+    return run_rank(source, PlanChoice(micro_batch=ROWS), MODES[mode], num_tokens=1, optimizer=optimizer)
+
+
+def test_weights_gradients_states_and_the_batch_are_counted_to_the_byte() -> None:
+    step = stepped(Stack())
+    assert step.weights == step.gradients == 4 * LAYER
+    steps = 8 * 4  # AdamW's count of steps, a number for each of 8 parameters
+    assert step.states == 2 * 4 * LAYER + steps
+    assert step.inputs == ACTIVATION
+
+
+def test_activations_are_what_the_forward_leaves() -> None:
+    # ReLU saves its output, which is the next layer's input; the loss is a number.
+    assert stepped(Stack()).activations == 4 * ACTIVATION + 4
+
+
+def test_the_peak_of_plain_layers_is_that_of_real_tensors_to_the_byte() -> None:
+    model, x = Stack(), torch.ones(ROWS, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tally = StepTally()
+    with tally:
+        tally.add((*model.parameters(), x))
+        for number in range(2):
+            if number:
+                tally.restart()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert stepped(Stack()).peak == tally.peak_bytes
+
+
+def test_operations_over_all_parameters_hold_temporary_results_of_all() -> None:
+    loop, foreach = stepped(Stack()), stepped(Stack(), optimizer="adamw")
+    assert foreach.stepping - foreach.gradients >= 4 * LAYER > loop.stepping - loop.gradients
+    assert foreach.states == loop.states
+
+
+def test_sgd_keeps_nothing_and_momentum_a_copy() -> None:
+    assert stepped(Stack(), optimizer="sgd").states == 0
+    assert stepped(Stack(), optimizer="sgd-momentum").states == 4 * LAYER
+
+
+def test_autocast_saves_halves_and_the_cast_weights() -> None:
+    step = stepped(Stack(), mode="mixed")
+    assert step.weights == 4 * LAYER
+    casts = 4 * LAYER // 2
+    assert casts <= step.activations <= casts + 5 * ACTIVATION // 2 + 8
+
+
+def test_frozen_weights_get_no_gradients_and_tied_ones_count_once() -> None:
+    model = Stack()
+    model.requires_grad_(False)
+    model.layers[3].requires_grad_(True)
+    model.layers[1].weight = model.layers[0].weight  # type: ignore[union-attr]
+    step = stepped(model)
+    assert step.weights == 4 * LAYER - WIDTH * WIDTH * 4
+    assert step.gradients == LAYER
+
+
+def test_a_forward_alone_holds_no_activations() -> None:
+    forward = stepped(Stack(10), mode="inference")
+    assert forward.peak == forward.weights + forward.inputs + forward.forward
+    assert forward.forward <= 3 * ACTIVATION
+    assert (forward.activations, forward.states) == (0, 0)
+
+
+class Choosing(Stack):
+    """A forward that depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if found.sum() > 0 else x
+
+
+def test_a_forward_that_depends_on_values_is_named() -> None:
+    with pytest.raises(CostError, match="Choosing: its forward depends on the values of tensors"):
+        stepped(Choosing())

@@ -2,24 +2,37 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from drivetrain_dispatch.cli.huggingface import whole_classes
 from drivetrain_dispatch.errors import CostError
 from drivetrain_messages import argument, format_size, format_table
-from drivetrain_plan.compat import FakeTensorMode
-from drivetrain_plan.model.huggingface import build_to_train, loss_of, training_inputs
+from drivetrain_plan.choice import PlanChoice, Strategy
+from drivetrain_plan.model.huggingface import build_to_train
+from drivetrain_plan.model.layers import num_blocks
+from drivetrain_plan.model.source import BuiltSource, ConfigSource
 from drivetrain_plan.model.training_modes import MODES, OPTIMIZERS, TrainingMode
 from drivetrain_plan.model.weight_sizes import WeightSizes, sizes_of_files, sizes_of_model
-from drivetrain_plan.program.step_memory import give_fake_tensors, measure_forward, measure_step
-from drivetrain_plan.search.rank_memory import SHARDINGS, RankMemory, memory_of_rank
+from drivetrain_plan.planner import run_extrapolated
+from drivetrain_plan.program.rank_step import run_rank
+from drivetrain_plan.search.memory import divided_by_stage, memory_of
 from drivetrain_weights import WeightFilesError
 
+_STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": "none",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp": "full_shard",
+}
+# The bytes of a mode by what they are, or why they are not told.
+_Estimate: TypeAlias = Mapping[str, int] | str
 _USAGE = 2  # exit code of a command that cannot be carried out
 
 
@@ -47,7 +60,7 @@ class EstimateArguments:
         1, "Number of processes, each of which computes whole layers and sequences."
     )
     sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = argument(
-        "fsdp", f"What processes divide among them: {', '.join(SHARDINGS)}."
+        "fsdp", f"What processes divide among them: {', '.join(_STRATEGIES)}."
     )
     json: bool = argument(False, "Print JSON, for programs.")
 
@@ -58,19 +71,10 @@ class EstimateArguments:
         for name, values, allowed in (
             ("mode", self.mode, tuple(MODES)),
             ("optimizer", (self.optimizer,), tuple(OPTIMIZERS)),
-            ("sharding", (self.sharding,), tuple(SHARDINGS)),
+            ("sharding", (self.sharding,), tuple(_STRATEGIES)),
         ):
             if unknown := [value for value in values if value not in allowed]:
                 raise ValueError(f"--{name} {unknown[0]}: say one of {', '.join(allowed)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModeEstimate:
-    """The estimate of one way to train, or the reason why it is missing."""
-
-    mode: TrainingMode
-    memory: RankMemory | None = None
-    why_not: str = ""
 
 
 def run(arguments: EstimateArguments) -> int:
@@ -80,11 +84,13 @@ def run(arguments: EstimateArguments) -> int:
         if path.name == "config.json" or (path / "config.json").is_file() or not path.exists():
             model = build_to_train(path, dtype=None)
             weights = sizes_of_model(model, whole_classes(model))
-            estimates = [_estimate(path, MODES[name], weights, arguments) for name in arguments.mode]
+            estimates: Mapping[str, _Estimate] = {
+                name: _try(path, MODES[name], weights, arguments) for name in arguments.mode
+            }
         else:
             why = "the files of weights alone do not say what a step computes: add config.json"
             weights = sizes_of_files(path)
-            estimates = [ModeEstimate(mode=MODES[name], why_not=why) for name in arguments.mode]
+            estimates = dict.fromkeys(arguments.mode, why)
     except (ValueError, ImportError, OSError, CostError, WeightFilesError) as error:
         sys.stderr.write(f"drivetrain: error: {' '.join(str(error).split())}\n")
         return _USAGE
@@ -97,43 +103,63 @@ def run(arguments: EstimateArguments) -> int:
         "largest_block": {"name": weights.largest_block, "parameters": weights.largest_block_parameters},
         "weight_bytes": dict(weights.bytes_by_dtype),
         "modes": {
-            each.mode.name: {"error": each.why_not} if each.memory is None else asdict(each.memory)
-            for each in estimates
+            name: {"error": each} if isinstance(each, str) else each for name, each in estimates.items()
         },
     }
     sys.stdout.write(f"{json.dumps(described, indent=2)}\n")
     return 0
 
 
+def _try(path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments) -> _Estimate:
+    try:
+        return _estimate(path, mode, sizes, arguments)
+    except (CostError, ImportError) as error:
+        return str(error)
+
+
 def _estimate(
     path: Path, mode: TrainingMode, sizes: WeightSizes, arguments: EstimateArguments
-) -> ModeEstimate:
-    rank = arguments.lora_rank if mode.is_lora else None
-    try:
-        recompute = arguments.recompute and mode.trains
-        model = build_to_train(path, dtype=mode.dtype, lora_rank=rank, recompute=recompute)
-        with FakeTensorMode():
-            give_fake_tensors(model)
-            inputs = training_inputs(model, arguments.batch, arguments.seq)
-            optimizer = OPTIMIZERS[arguments.optimizer]
-            step = (
-                measure_step(model, inputs, loss_of=loss_of, make_optimizer=optimizer, autocast=mode.autocast)
-                if mode.trains
-                else measure_forward(model.eval(), inputs)
-            )
-    except (CostError, ImportError) as error:
-        return ModeEstimate(mode=mode, why_not=str(error))
-    itemsize = torch.float32.itemsize if mode.dtype is None else mode.dtype.itemsize
-    memory = memory_of_rank(
-        step,
-        sharding=SHARDINGS[arguments.sharding],
-        world_size=arguments.num_processes,
-        largest_block_bytes=sizes.largest_block_parameters * itemsize,
+) -> Mapping[str, int]:
+    """Return what a process holds of its own program: FSDP's of its shards, others' of the whole model."""
+    source = BuiltSource(ConfigSource(path, lora_rank=arguments.lora_rank), mode)
+    model = source.build()
+    choice = _choice_of(mode, arguments)
+    is_sharded = choice.strategy == "full_shard"
+    program = choice if is_sharded else PlanChoice(micro_batch=choice.micro_batch)
+    if arguments.recompute and mode.trains:
+        program = replace(program, checkpointing="full")
+    run = partial(
+        run_rank,
+        source,
+        mode=mode,
+        num_tokens=arguments.seq,
+        optimizer=arguments.optimizer,
+        is_sharded=is_sharded,
     )
-    return ModeEstimate(mode=mode, memory=memory)
+    figures = run_extrapolated(run, num_blocks(model), program)
+    if choice.by_stages:
+        block = sizes.largest_block_parameters * (mode.dtype or torch.float32).itemsize
+        figures = divided_by_stage(choice, figures, block)
+    held = {
+        "weights": figures.weights,
+        "gradients": figures.gradients,
+        "optimizer_states": figures.states,
+        "activations": figures.activations,
+        "peak": memory_of(choice, figures).peak,
+    }
+    return {name: round(size_bytes) for name, size_bytes in held.items()}
 
 
-def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequence[ModeEstimate]) -> str:
+def _choice_of(mode: TrainingMode, arguments: EstimateArguments) -> PlanChoice:
+    number, strategy = arguments.num_processes, _STRATEGIES[arguments.sharding]
+    if not mode.trains:  # where there are weights alone to divide
+        strategy = "full_shard" if strategy in ("zero3", "full_shard") else "none"
+    if strategy == "none" or number == 1:
+        return PlanChoice(data=number, micro_batch=arguments.batch)
+    return PlanChoice(shard=number, strategy=strategy, micro_batch=arguments.batch)
+
+
+def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Mapping[str, _Estimate]) -> str:
     held = "   ".join(f"{name} {format_size(size)}" for name, size in weights.bytes_by_dtype.items())
     recompute = ", activations computed again" if arguments.recompute else ""
     of_each = f"; each of {arguments.num_processes} processes, {arguments.sharding}"
@@ -145,18 +171,15 @@ def _as_text(arguments: EstimateArguments, weights: WeightSizes, estimates: Sequ
         "",
         f"a step of {arguments.batch} x {arguments.seq} tokens, {arguments.optimizer}{recompute}{ranks}",
     ]
-    names = ("weights", "gradients", "optimizer states", "activations", "gathered", "peak")
-    shown = [name for name in names if name != "gathered" or arguments.num_processes > 1]
-    rows = [("mode", *shown)]
-    for each in estimates:
-        if each.memory is not None:
-            sizes = asdict(each.memory)
-            cells = (format_size(sizes[name.replace(" ", "_")]) for name in shown)
-            rows.append((each.mode.name, *cells))
-    if len(rows) > 1:
+    told = {name: each for name, each in estimates.items() if not isinstance(each, str)}
+    rows = [
+        ("mode", *(column.replace("_", " ") for column in next(iter(told.values()), {}))),
+        *((name, *map(format_size, each.values())) for name, each in told.items()),
+    ]
+    if told:
         lines += [format_table(rows, right=range(1, len(rows[0]))), ""]
-    lines += [f"{each.mode.name}: {each.mode.about}" for each in estimates if each.memory is not None]
-    for reason in dict.fromkeys(each.why_not for each in estimates if each.memory is None):
-        modes = ", ".join(each.mode.name for each in estimates if each.why_not == reason)
+    lines += [f"{name}: {MODES[name].about}" for name in told]
+    for reason in dict.fromkeys(each for each in estimates.values() if isinstance(each, str)):
+        modes = ", ".join(name for name, each in estimates.items() if each == reason)
         lines.append(f"{modes}: not told: {reason}")
     return "\n".join(lines)

@@ -19,32 +19,20 @@ _LABELS_PER_SAMPLE = (
     "AudioClassification",
     "MultipleChoice",
 )
-_RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def build_to_train(
-    folder: Path, *, dtype: torch.dtype | None, lora_rank: int | None = None, recompute: bool = False
-) -> nn.Module:
+def build_to_train(folder: Path, *, dtype: torch.dtype | None, lora_rank: int | None = None) -> nn.Module:
     """Build the model of a folder's config.json for training, without memory; `lora_rank` adds adapters."""
     transformers, config = read_config(folder)
     named = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     build = named or transformers.AutoModelForCausalLM.from_config
     model: Any = build_on_meta(folder, build, config, dtype, "model that can be trained").train()
-    if recompute:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ValueError(f"--recompute: {type(model).__name__} cannot compute its activations again")
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=_RECOMPUTE)
-        else:  # its name before transformers 5.10
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTE)
     if lora_rank is None:
         return model
     try:
         peft: Any = import_module("peft")
     except ImportError as error:
         raise ImportError("to estimate adapters the package peft is needed: pip install peft") from error
-    if recompute:
-        model.enable_input_require_grads()
     adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear")
     return peft.get_peft_model(model, adapters, autocast_adapter_dtype=True).train()
 

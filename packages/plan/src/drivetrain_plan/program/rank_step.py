@@ -14,9 +14,9 @@ from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.compat import FakeMeshes, FakeTensorMode, fake_meshes, tree_leaves
 from drivetrain_plan.model.source import BuiltSource
 from drivetrain_plan.model.training_modes import OPTIMIZERS, Parameters, TrainingMode
+from drivetrain_plan.program.fake_tensors import explain_errors, give_fake_tensors
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.program.rank_model import RankModel, build_rank, sharding_sizes
-from drivetrain_plan.program.step_memory import explain_errors, give_fake_tensors
 from drivetrain_plan.program.tally import StepTally
 
 # Windows that begin a backward: what is outside of blocks, and the first block. They have as many gradients however
@@ -36,6 +36,8 @@ def run_rank(
     meshes: FakeMeshes | None = None,
 ) -> StepFigures:
     """Return the figures of the first rank's step: the model divided and sharded, two steps, the second counted.
+
+    Of a mode that does not train, the forward without autograd.
 
     Args:
         source: The source of the model.
@@ -64,50 +66,64 @@ def run_rank(
             if shards:
                 model.to_empty(device="cpu")
             give_fake_tensors(model)
-            return _count_step(rank, source, tally, choice.micro_batch, num_tokens, make_optimizer)
+            with tally:
+                tally.add(map(_local, (*model.parameters(), *model.buffers())))
+                weights = tally.live_bytes
+                inputs = source.inputs(model, choice.micro_batch, num_tokens)
+                tally.add(one for one in tree_leaves(inputs) if isinstance(one, Tensor))
+                batch = tally.live_bytes - weights
+                if mode.trains:
+                    figures = _count_step(rank, inputs, source.loss_of, tally, make_optimizer)
+                else:
+                    figures = _count_forward(model.eval(), inputs, tally)
+                return figures.changed(weights=weights, inputs=batch)
+
+
+def _count_forward(model: nn.Module, inputs: Mapping[str, Any], tally: StepTally) -> StepFigures:
+    """Run a forward without autograd, and return its figures."""
+    with torch.no_grad():
+        _gather_once(model, tally)
+        tally.restart()
+        held = tally.live_bytes
+        model(**inputs)
+    return StepFigures(forward=tally.peak_bytes - held)
 
 
 def _count_step(
     rank: RankModel,
-    source: BuiltSource,
+    inputs: Mapping[str, Any],
+    loss_of: Callable[[Any], Tensor],
     tally: StepTally,
-    batch_size: int,
-    num_tokens: int,
     make_optimizer: Callable[[Parameters], torch.optim.Optimizer],
 ) -> StepFigures:
     """Run a step whose optimizer has states, and return its figures; FSDP gathers once before it."""
     model = rank.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with tally:
-        tally.add(map(_local, (*model.parameters(), *model.buffers())))
-        weights = tally.live_bytes
-        inputs = source.inputs(model, batch_size, num_tokens)
-        tally.add(one for one in tree_leaves(inputs) if isinstance(one, Tensor))
-        batch = tally.live_bytes - weights
-        optimizer = make_optimizer(trained)
-        counted = _Counted(rank.blocks, trained, tally)
-        _create_states(optimizer, trained)
-        if isinstance(model, FSDPModule):
-            for block in model.modules():
-                if isinstance(block, FSDPModule):
-                    block.unshard()  # for the first time, into memory that is kept
-                    block.reshard()
-            tally.follow(gathered_parameters(model))
-        counted.begin()
-        loss = source.loss_of(model(**inputs))
-        counted.end_forward()
-        loss.backward()
-        del loss
-        counted.end_backward()
-        optimizer.step()
-        counted.end_step()
-        optimizer.zero_grad()
-    states = sum(
-        _size_bytes(_local(leaf))
-        for leaf in tree_leaves(list(optimizer.state.values()))
-        if isinstance(leaf, Tensor)
-    )
-    return counted.figures(weights=weights, states=states, inputs=batch)
+    optimizer = make_optimizer(trained)
+    counted = _Counted(rank.blocks, trained, tally)
+    _create_states(optimizer, trained)
+    _gather_once(model, tally)
+    counted.begin()
+    loss = loss_of(model(**inputs))
+    counted.end_forward()
+    loss.backward()
+    del loss
+    counted.end_backward()
+    optimizer.step()
+    counted.end_step()
+    optimizer.zero_grad()
+    leaves = tree_leaves(list(optimizer.state.values()))
+    states = sum(_size_bytes(_local(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+    return counted.figures(states=states)
+
+
+def _gather_once(model: nn.Module, tally: StepTally) -> None:
+    """Have FSDP gather for the first time, into memory that is kept, and follow its size; do nothing without FSDP."""
+    for block in model.modules():
+        if isinstance(block, FSDPModule):
+            block.unshard()
+            block.reshard()
+    tally.follow(gathered_parameters(model))
 
 
 def _create_states(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

@@ -1,7 +1,8 @@
 """Counts what a training step allocates, computes and sends, operation by operation, on tensors without data."""
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from math import prod
 from typing import Any
@@ -9,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain_plan.compat import Args, FakeTensor, Kwargs, Types, tree_leaves, tree_map, without_fake_mode
+from drivetrain_plan.compat import (
+    Args,
+    FakeTensor,
+    Kwargs,
+    TorchDispatchMode,
+    Types,
+    tree_leaves,
+    tree_map,
+    without_fake_mode,
+)
 from drivetrain_plan.hardware import Collective
-from drivetrain_plan.program.step_memory import StorageTally
 from drivetrain_state.mesh import View
 
 # What c10d's operations are, by their names; the payload is the largest of their tensors, the whole that is meant.
@@ -33,8 +43,8 @@ _INDICES = frozenset({"arange", "ones", "zeros", "full", "scalar_tensor", "empty
 _MOST_INDICES = 2**24  # elements of what is computed for real
 
 
-class StepTally(StorageTally):
-    """A mode that also counts operations, the bytes that they move, and collectives.
+class StepTally(TorchDispatchMode):
+    """A mode that counts the bytes of storages while they exist, operations and their bytes, and collectives.
 
     It computes indices for real, such as positions and masks, in which a model's forward may look for values; all
     else has no data.
@@ -42,9 +52,54 @@ class StepTally(StorageTally):
 
     def __init__(self) -> None:
         super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.gradient_bytes = 0
+        # The most bytes that were allocated at once since `restart`, without gradients.
+        self.computing_bytes = 0
+        self._seen = WeakIdKeyDictionary()
+        self._resized: list[torch.UntypedStorage] = []
         self.flops = self.moved_bytes = self.num_operations = 0
         self.payloads: defaultdict[tuple[View, Collective], float] = defaultdict(float)
         self.calls: defaultdict[tuple[View, Collective], float] = defaultdict(float)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors, each once."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage in self._seen:
+                continue
+            size_bytes = storage.nbytes()
+            self._seen[storage] = held = [size_bytes]
+            self.live_bytes += size_bytes
+            weakref.finalize(storage, self._forget, held).atexit = False
+        for storage in self._resized:
+            held = self._seen[storage]
+            self.live_bytes += storage.nbytes() - held[0]
+            held[0] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.computing_bytes = max(self.computing_bytes, self.live_bytes - self.gradient_bytes)
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Count a parameter's gradient, just completed by autograd, as a gradient."""
+        if parameter.grad is not None:
+            self.gradient_bytes += parameter.grad.untyped_storage().nbytes()
+
+    def restart(self, *, keeps_computing: bool = False) -> None:
+        """Begin new peaks at the memory that is allocated now; `keeps_computing` leaves that without gradients."""
+        self.peak_bytes = self.live_bytes
+        if not keeps_computing:
+            self.computing_bytes = self.live_bytes - self.gradient_bytes
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors at their present sizes, which other code changes, as FSDP does."""
+        given = list(tensors)
+        self.add(given)
+        self._resized += {tensor.untyped_storage() for tensor in given}
+        self.add(())
+
+    def _forget(self, held: list[int]) -> None:
+        self.live_bytes -= held[0]
 
     def clear_counts(self) -> None:
         """Begin to count operations and collectives anew."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.search.model_figures import ModelFigures
-from drivetrain_plan.search.rank_memory import SHARDINGS
 
 _NUM_GATHERED = 2  # blocks: the one that computes, and the next, which is gathered ahead
 
@@ -102,7 +101,7 @@ def figures_of_rank(
         return _sharded(model, choice, found, whole, outside, block)
     if choice.strategy == "none":
         return found
-    return _by_deepspeed(choice, found, block)
+    return divided_by_stage(choice, found, block)
 
 
 def _sharded(
@@ -127,13 +126,20 @@ def _sharded(
     )
 
 
-def _by_deepspeed(choice: PlanChoice, found: StepFigures, block: float) -> StepFigures:
-    """Return the figures of one of the ranks among which DeepSpeed divides what its stage says."""
-    divides, ranks = SHARDINGS[choice.strategy], choice.num_dividing
-    weights = found.weights / ranks if divides.divides_weights else found.weights
-    gradients = found.gradients / ranks if divides.divides_gradients else found.gradients
-    gathered = _NUM_GATHERED * block if divides.divides_weights else 0.0
-    reduced = block if divides.divides_gradients else 0.0
+def divided_by_stage(choice: PlanChoice, found: StepFigures, block: float) -> StepFigures:
+    """Return the figures of one of the ranks among which DeepSpeed divides what its stage says.
+
+    `found` are those of one device, and `block` the bytes of the largest block's parameters.
+    """
+    ranks, divides_weights, divides_gradients = (
+        choice.num_dividing,
+        choice.strategy == "zero3",
+        choice.strategy != "zero1",
+    )
+    weights = found.weights / ranks if divides_weights else found.weights
+    gradients = found.gradients / ranks if divides_gradients else found.gradients
+    gathered = _NUM_GATHERED * block if divides_weights else 0.0
+    reduced = block if divides_gradients else 0.0
     return found.changed(
         weights=weights,
         gradients=gradients,
