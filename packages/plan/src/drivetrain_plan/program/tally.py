@@ -58,7 +58,7 @@ class StepTally(TorchDispatchMode):
         # The most bytes that were allocated at once since `restart`, without gradients.
         self.computing_bytes = 0
         self._seen = WeakIdKeyDictionary()
-        self._resized: list[torch.UntypedStorage] = []
+        self._resized: list[tuple[torch.UntypedStorage, list[int]]] = []  # each with its bytes in `_seen`
         self.flops = self.moved_bytes = self.num_operations = 0
         self.payloads: defaultdict[tuple[View, Collective], float] = defaultdict(float)
         self.calls: defaultdict[tuple[View, Collective], float] = defaultdict(float)
@@ -73,10 +73,10 @@ class StepTally(TorchDispatchMode):
             self._seen[storage] = held = [size_bytes]
             self.live_bytes += size_bytes
             weakref.finalize(storage, self._forget, held).atexit = False
-        for storage in self._resized:
-            held = self._seen[storage]
-            self.live_bytes += storage.nbytes() - held[0]
-            held[0] = storage.nbytes()
+        for storage, held in self._resized:
+            if (size_bytes := storage.nbytes()) != held[0]:
+                self.live_bytes += size_bytes - held[0]
+                held[0] = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.computing_bytes = max(self.computing_bytes, self.live_bytes - self.gradient_bytes)
 
@@ -95,7 +95,7 @@ class StepTally(TorchDispatchMode):
         """Count the storages of tensors at their present sizes, which other code changes, as FSDP does."""
         given = list(tensors)
         self.add(given)
-        self._resized += {tensor.untyped_storage() for tensor in given}
+        self._resized += [(one, self._seen[one]) for one in {tensor.untyped_storage() for tensor in given}]
         self.add(())
 
     def _forget(self, held: list[int]) -> None:
