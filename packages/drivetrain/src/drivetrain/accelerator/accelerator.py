@@ -37,6 +37,10 @@ from drivetrain_memory import free_memory
 from drivetrain_precision import Fp8Recipe, NoAutocast, RecordedAutocast, autocast
 from drivetrain_state import ParallelDims, ProgressMark, set_seed
 
+if TYPE_CHECKING:  # imported where a run trains replicas apart
+    from drivetrain_backends.local_updates.fragment import OuterOptimizer
+    from drivetrain_backends.local_updates.local_updates import LocalUpdates
+
 
 class Accelerator(Ranks, Training, Saving, Results):
     """The object that prepares models, optimizers, schedulers and loaders, and runs one loop on any hardware.
@@ -278,6 +282,47 @@ class Accelerator(Ranks, Training, Saving, Results):
             for prepared in of_models or self._parts.prepared.models:
                 stack.enter_context(prepared.no_sync())
             yield
+
+    @needs_run
+    def local_updates(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        outer: "OuterOptimizer | None" = None,
+        fragments: int = 1,
+        delay: int = 0,
+        local_share: float = 0.5,
+    ) -> "LocalUpdates":
+        """Let replicas of a prepared model step apart inside `with`, and exchange weights every few steps.
+
+        Called on all ranks, after `prepare` and before `load_state`: checkpoints hold the outer optimizer. A save in
+        the block exchanges all weights first, so that a checkpoint is of one model. The loop in the block is the
+        usual one; see docs/howto/local_updates.md.
+
+        Args:
+            model: The prepared model; the steps of its last optimizer count.
+            every: The optimizer steps between two exchanges of a weight.
+            outer: A function from parameters to the optimizer that steps on the replicas' mean distance (DiLoCo);
+                None averages the weights (local SGD).
+            fragments: The parts of the model, of equal size, that are exchanged in turn.
+            delay: The steps that replicas train on while an exchange is under way; 0 waits for it.
+            local_share: The share of a replica's own weights that it keeps where an exchange arrives late.
+
+        Raises:
+            ValueError: A number is out of range, or the backend has no replicas that can train apart.
+        """
+        from drivetrain.accelerator.equal_replicas import EqualReplicas
+        from drivetrain_backends.local_updates.exchange_plan import ExchangePlan
+        from drivetrain_backends.local_updates.local_updates import LocalUpdates
+
+        plan = ExchangePlan(every=every, fragments=fragments, delay=delay, local_share=local_share)
+        found = LocalUpdates(self.prepared_of(model), self.context, plan, outer)
+        names = [name for name in (*self._registered.shared, *self._registered.per_rank) if name.startswith("local")]
+        is_divided = self.context.ranks("replica").size > 1
+        self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{len(names)}": found})
+        self.register_checkpoint_hook(EqualReplicas(found))
+        return found
 
     def backward(
         self,

@@ -1,0 +1,181 @@
+"""A block in which replicas train apart, and exchange their weights every few steps.
+
+Averages of the weights are local SGD (Stich, 2019); an outer optimizer that steps on their mean distance is DiLoCo
+(Douillard et al., 2023); fragments in turn, exchanged beside the next steps, are streaming DiLoCo (2025).
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backends.local_updates.exchange_plan import ExchangePlan, in_fragments
+from drivetrain_backends.local_updates.fragment import Fragment, OuterOptimizer
+from drivetrain_backends.protocol import Prepared, SupportsLocalSteps
+from drivetrain_backends.state_dict.dtensor import local
+from drivetrain_precision import is_low_bit
+from drivetrain_precision.optim.bf16_updates import forget_updates
+from drivetrain_state import Context
+
+logger = logging.getLogger(__name__)
+
+
+class LocalUpdates:
+    """The exchanges of a model whose replicas step on their own gradients inside `with`.
+
+    Made on all ranks, when the model and its optimizers are prepared. The replicas are those of the mesh's axis
+    `data`; ranks that compute one sample together go on talking. Inside the block replicas differ, but for the moment
+    after `exchange_all`, which the end of the block calls, and each checkpoint.
+
+    Args:
+        prepared: The prepared model; the steps of its last optimizer count.
+        context: The ranks of this run.
+        plan: The steps after which weights are exchanged.
+        outer: A function from parameters to the optimizer that steps on the replicas' mean distance, such as
+            `partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)`; None averages the weights.
+
+    Attributes:
+        num_steps: The number of inner steps so far.
+        is_open: Whether the block is entered, so that replicas may differ.
+
+    Raises:
+        ValueError: The mesh has no replicas that can train apart, or no optimizer trains the model.
+        RuntimeError: The backend, or a setting of it, does not let replicas step apart.
+    """
+
+    def __init__(
+        self, prepared: Prepared, context: Context, plan: ExchangePlan, outer: OuterOptimizer | None = None
+    ) -> None:
+        model = prepared.unwrap()
+        if not isinstance(prepared, SupportsLocalSteps) or context.ranks("fsdp").size > 1:
+            raise ValueError(
+                f"local updates of {type(model).__name__}: the ranks of one replica average gradients by the same "
+                "means as replicas do; use backend='ddp', without parallel.shard and parallel.context"
+            )
+        with prepared.trained_alone():  # which says what the backend does not allow
+            pass
+        if not prepared.optimizers:
+            raise ValueError(f"local updates of {type(model).__name__}: prepare it with its optimizer first")
+        if any(is_low_bit(one.optimizer) for one in prepared.optimizers):
+            raise ValueError(
+                f"local updates of {type(model).__name__}: its optimizer holds states in few bits, whose mean cannot "
+                "be taken; use one with states in 16 bits or more"
+            )
+        self.plan, self.num_steps = plan, 0
+        self.is_open = False
+        self._prepared, self._held = prepared, ExitStack()
+        replicas = context.ranks("data")
+        group = replicas.new_group() if replicas.size > 1 else None
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        parts = in_fragments([p.numel() for _, p in trained], plan.fragments)
+        averaged = list(_statistics(model))
+        self._fragments = [
+            Fragment([trained[i] for i in part], averaged if part is parts[-1] else [], group, outer) for part in parts
+        ]
+        # The step after which the replicas' weights of a fragment became equal; None where they differ.
+        self._exchanged: list[int | None] = [0] * len(parts)
+        self._group = group
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of all exchanges of weights so far, of each sum as a whole."""
+        return sum(fragment.sent_bytes for fragment in self._fragments)
+
+    def __enter__(self) -> Self:
+        """Let replicas step on their own gradients. Called on all ranks."""
+        assert isinstance(self._prepared, SupportsLocalSteps)
+        self.renew()  # the weights may have moved since
+        self._held.enter_context(self._prepared.trained_alone())
+        optimizer = self._prepared.optimizers[-1]
+        before = optimizer.on_step
+        optimizer.on_step = [*before, self._count]
+        self._held.callback(setattr, optimizer, "on_step", before)
+        self.is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Make the replicas equal, and average gradients again. Called on all ranks."""
+        self.is_open = False
+        with self._held:
+            if kind is None:
+                self.exchange_all()
+                logger.info(
+                    "local updates: %d steps apart, %d bytes of weights exchanged", self.num_steps, self.sent_bytes
+                )
+
+    def exchange_all(self) -> None:
+        """Make the replicas equal: exchange all weights now, and average the optimizers' states. Called on all ranks.
+
+        An exchange that is under way is begun anew. Weights that were exchanged after this very step are left: the
+        outer optimizer's momentum would move them once more.
+        """
+        waiting = [place for place, step in enumerate(self._exchanged) if step != self.num_steps]
+        for place in waiting:
+            self._fragments[place].drop()
+            self._fragments[place].begin()
+        for place in waiting:
+            self._fragments[place].end()
+            self._exchanged[place] = self.num_steps
+        self._forget_sums()
+        self._average_states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the outer optimizer's states by the name of the weight."""
+        outer = {name: state for fragment in self._fragments for name, state in fragment.states().items()}
+        return {"num_steps": self.num_steps, "outer": outer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of any number of replicas and fragments, after the model's weights; see `renew`."""
+        self.num_steps = state["num_steps"]
+        for fragment in self._fragments:
+            fragment.load(state["outer"])
+
+    def renew(self) -> None:
+        """Take the model's weights for the outer ones, as after loading. Called on all ranks."""
+        for fragment in self._fragments:
+            fragment.renew()
+        self._exchanged = [self.num_steps] * len(self._fragments)
+
+    def _count(self) -> None:
+        """Count an inner step, and begin or end what the plan says."""
+        self.num_steps += 1
+        if (begun := self.plan.begins(self.num_steps)) is not None:
+            self._fragments[begun].begin()
+        # With a delay of 0, what has begun ends here.
+        if (ended := self.plan.ends(self.num_steps)) is not None:
+            self._fragments[ended].end(local_share=self.plan.local_share if self.plan.delay else 0.0)
+            self._exchanged[ended] = None if self.plan.delay else self.num_steps
+            self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        """Drop what roundings of bf16 weights have left over, which belongs to weights that are no more."""
+        for optimizer in self._prepared.optimizers:
+            forget_updates(optimizer.optimizer, "stochastic")
+
+    @torch.no_grad()
+    def _average_states(self) -> None:
+        states = [state for one in self._prepared.optimizers for state in one.state.values()]
+        tensors = [local(v) for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim]
+        if self._group is None:
+            return
+        for tensor in tensors:
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            torch.distributed.all_reduce(wide, group=self._group)
+            tensor.copy_(wide / torch.distributed.get_world_size(self._group))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that training changes and a checkpoint keeps, such as a batch norm's means."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_kept = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if is_kept and buffer.is_floating_point():
+                found.append(buffer)
+    return found
