@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def test_each_fragment_is_exchanged_every_so_many_steps_one_at_a_time(
         assert steps == list(range(period * (fragment + 1), 4 * every + 1, every))
         assert all(plan.ends(step + plan.delay) == fragment for step in steps)
     under_way = [step for step in begun if begun[step] is not None]
-    assert all(later - earlier > plan.delay for earlier, later in zip(under_way, under_way[1:], strict=False))
+    assert all(later - earlier > plan.delay for earlier, later in pairwise(under_way))
 
 
 @given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=30), data=st.data())
@@ -37,7 +38,10 @@ def test_fragments_hold_every_tensor_once(sizes: list[int], data: st.DataObject)
         ({"every": 0}, "every=0: a number of 1 or more"),
         ({"every": 2.5}, r"every=2\.5: a number of 1 or more"),
         ({"every": 10, "fragments": 4}, "say every=12"),
-        ({"every": 4, "fragments": 2, "delay": 2}, "delay=2: an exchange begins every 2 steps.*say 1 at most"),
+        (
+            {"every": 4, "fragments": 2, "delay": 2},
+            "delay=2: an exchange begins every 2 steps.*say 1 at most",
+        ),
         ({"every": 1, "delay": -1}, "delay=-1: a number of 0 or more"),
         ({"every": 4, "delay": 1, "local_share": 1.0}, r"local_share=1\.0: a share"),
     ],

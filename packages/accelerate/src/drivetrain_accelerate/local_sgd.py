@@ -1,14 +1,13 @@
 """Local SGD: each rank steps on its own gradients, and every few steps the ranks average their weights."""
 
-from contextlib import ExitStack
+import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-import torch
 from torch import nn
 
-from drivetrain_backends import SupportsLocalSteps
-from drivetrain_state.collectives.operations import reduce
+from drivetrain_backends.local_updates.exchange_plan import ExchangePlan
+from drivetrain_backends.local_updates.local_updates import LocalUpdates
 
 if TYPE_CHECKING:
     from drivetrain_accelerate.accelerator.accelerator import Accelerator
@@ -30,38 +29,28 @@ class LocalSGD:
             )
         if enabled and local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps}: say how many steps, 1 or more")
-        self.accelerator, self.model, self._held = accelerator, model, ExitStack()
+        self.accelerator, self.model = accelerator, model
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps, self.local_sgd_steps = 0, local_sgd_steps
+        self._updates: LocalUpdates | None = None
 
     def __enter__(self) -> Self:
         """Stop reducing gradients over ranks. Called on all ranks."""
-        prepared = self.accelerator.inner.prepared_of(self.model) if self.enabled else None
-        if isinstance(prepared, SupportsLocalSteps):
-            self._held.enter_context(prepared.trained_alone())
+        if self.enabled:
+            inner = self.accelerator.inner
+            never = ExchangePlan(every=sys.maxsize)  # by itself: `step` counts what the loop calls
+            self._updates = LocalUpdates(inner.prepared_of(self.model), inner.context, never).__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Average the weights, and reduce gradients over ranks again. Called on all ranks."""
-        with self._held:
-            if self.enabled and kind is None:
-                self._average(with_states=True)  # momenta that differ would take replicas apart again
+        if self._updates is not None:
+            self._updates.__exit__(kind, value, traceback)
 
     def step(self) -> None:
         """Count a step, and average the weights in every `local_sgd_steps`-th step. Called on all ranks."""
         self.num_steps += 1
-        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
-            self._average()
-
-    @torch.no_grad()
-    def _average(self, *, with_states: bool = False) -> None:
-        averaged = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if with_states:
-            optimizers = self.accelerator.inner.prepared_of(self.model).optimizers
-            states = [state for one in optimizers for state in one.state.values()]
-            averaged += [v for state in states for v in state.values() if getattr(v, "ndim", 0)]  # no counts
-        means: Any = reduce(self.accelerator.inner.context, averaged, "mean", over="counts")
-        for tensor, mean in zip(averaged, means, strict=True):
-            tensor.copy_(mean)
+        if self._updates is not None and self.num_steps % self.local_sgd_steps == 0:
+            self._updates.exchange()

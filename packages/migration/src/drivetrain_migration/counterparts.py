@@ -188,7 +188,11 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         here="an Accelerator's methods, or functions of `drivetrain_state` with `accelerator.context`",
     ),
     Counterpart(
-        names="prepare_pippy LocalSGD",
+        names="LocalSGD",
+        here="`with accelerator.local_updates(model, every=8):` around the loop; the optimizer's steps count",
+    ),
+    Counterpart(
+        names="prepare_pippy",
         here="there is none here yet",
     ),
     Counterpart(

@@ -23,8 +23,8 @@ class PlanChoice:
         shard: The number of ranks that divide one replica's parameters and read different samples.
         strategy: The name of what the ranks of `shard` divide, by FSDP or by DeepSpeed's stages; "none" without them.
         offload: The memory that keeps parameters and optimizer states between uses; "none" for the devices' own.
-        checkpointing: What each block computes again in backward: "full", or "selective" for all but matrix products
-            and attention.
+        checkpointing: The part of each block that is computed again in backward: "selective" is all but matrix
+            products and attention.
         sequence: Whether ranks of `tensor` also divide what stands between divided layers.
         micro_batch: The samples of one forward of a rank.
         accumulation: The micro-batches of one optimizer step.

@@ -80,4 +80,6 @@ def _fake_mesh(undo: ExitStack, **sizes: int) -> DeviceMesh:
         undo.callback(dist.destroy_process_group, group)
         groups.append(group)
     alone = groups[0] if len(groups) == 1 else groups
-    return DeviceMesh.from_group(alone, "cpu", mesh, mesh_dim_names=tuple(f"{name}_{number}" for name in sizes))
+    return DeviceMesh.from_group(
+        alone, "cpu", mesh, mesh_dim_names=tuple(f"{name}_{number}" for name in sizes)
+    )

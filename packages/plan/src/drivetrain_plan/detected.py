@@ -149,8 +149,8 @@ def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:
     return found | {"latency_seconds": _wait(device, pg) / (group.size - 1).bit_length()}
 
 
-def _wait(device: torch.device, group: dist.ProcessGroup) -> float:
-    """Return the mean time of an exchange of nothing after a product, with the wait for ranks that end theirs later."""
+def _wait(device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Return the mean time of an exchange of nothing after a product, with the wait for ranks that end later."""
     one, least = torch.ones(_WIDTH, _WIDTH, device=device), torch.zeros(1, device=device)
     taken: list[float] = []
     for _ in range(_WAITS):

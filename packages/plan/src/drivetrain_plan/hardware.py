@@ -17,8 +17,8 @@ _HOSTS = re.compile(
 )
 _EXAMPLE = "say the memory, number and kind of a host's devices, and the hosts: '8x80GB h100 x 4 hosts 400Gb'"
 
-# The bytes per second in each direction that a device of a kind exchanges with the others of its host: half of what the
-# datasheets of NVIDIA (NVLink 2 to 5) and AMD (Infinity Fabric) give for both. Others exchange over the host's bus.
+# The bytes per second in each direction between a device of a kind and the others of its host: half of what the
+# datasheets of NVIDIA (NVLink 2 to 5) and AMD (Infinity Fabric) give for both. Others use the host's bus.
 _PEER_LINKS = {
     "gb200": 900e9, "b200": 900e9, "gh200": 450e9, "h200": 450e9, "h100": 450e9, "h20": 450e9, "a100": 300e9,
     "v100": 150e9, "mi300x": 448e9, "mi250": 400e9,

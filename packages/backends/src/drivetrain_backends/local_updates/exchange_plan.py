@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangePlan:
-    """When replicas exchange weights, in optimizer steps.
+    """The steps after which replicas exchange weights.
 
     Attributes:
         every: The steps between two exchanges of a weight.

@@ -1,6 +1,6 @@
 """A part of a model's weights that replicas exchange together."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ OuterOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Fragment:
-    """Some trained weights of a replica, and the outer weights that all replicas have alike.
+    """Some trained weights of a replica, which all replicas exchange.
 
-    The outer weights are kept in fp32 or wider. An exchange averages the distance of the replicas' weights from them;
-    the outer optimizer steps on that mean as on a gradient, and the replicas' weights become the outer ones.
+    Without an outer optimizer, the replicas' weights become their mean. With one, each rank also keeps outer weights,
+    the same on all replicas, in fp32 or wider: the optimizer steps on the mean distance of the replicas' weights from
+    them as on a gradient, and the replicas' weights become the outer ones.
 
     Attributes:
         names: The names of the weights.
-        outer: The outer weights, in the same order.
+        outer: The outer weights, in the same order; none without an outer optimizer.
         sent_bytes: The bytes of all exchanges so far, of the sum as a whole.
     """
 
@@ -33,44 +34,44 @@ class Fragment:
         make_optimizer: OuterOptimizer | None,
     ) -> None:
         self.names = [name for name, _ in weights]
-        self._weights = [parameter for _, parameter in weights]
+        self._weights = [local(parameter.detach()) for _, parameter in weights]
         self._buffers, self._group = buffers, group
-        self.outer = [nn.Parameter(_wide(local(weight))) for weight in self._weights]
+        self.outer = [] if make_optimizer is None else [nn.Parameter(_wide(one)) for one in self._weights]
         self._optimizer = None if make_optimizer is None else make_optimizer(self.outer)
         self._sent: tuple[Tensor, dist.Work | None] | None = None
         self.sent_bytes = 0
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin to average the distances. Called on all ranks."""
-        moved = [outer - local(weight) for outer, weight in zip(self.outer, self._weights, strict=True)]
-        flat = torch.cat([one.reshape(-1) for one in (*moved, *map(_wide, self._buffers))])
+        """Begin to average weights, or their distances from the outer ones. Called on all ranks."""
+        sent = [
+            outer - weight for outer, weight in zip(self.outer, self._weights, strict=False)
+        ] or self._weights
+        flat = torch.cat([_wide(one).reshape(-1) for one in (*sent, *self._buffers)])
         alone = self._group is None
         self._sent = flat, None if alone else dist.all_reduce(flat, group=self._group, async_op=True)
         self.sent_bytes += 0 if alone else flat.nbytes
 
     @torch.no_grad()
     def end(self, *, local_share: float = 0.0) -> None:
-        """Wait for the mean distance, and step the outer weights; replicas keep a share of their own."""
+        """Wait for the mean, and move the replicas' weights, which keep a share of their own."""
         if self._sent is None:
             return
         (flat, work), self._sent = self._sent, None
         if work is not None:
             work.wait()
             flat /= dist.get_world_size(self._group)
-        *moved, buffers = flat.split([*(one.numel() for one in self.outer), sum(one.numel() for one in self._buffers)])
-        for outer, mean in zip(self.outer, moved, strict=True):
-            outer.grad = mean.view_as(outer)
-            if self._optimizer is None:
-                outer.sub_(outer.grad)
+        received = [*self._weights, *self._buffers]
+        parts = flat.split([one.numel() for one in received])
+        means = [part.view_as(one) for part, one in zip(parts, received, strict=True)]
         if self._optimizer is not None:
+            for outer, mean in zip(self.outer, means, strict=False):
+                outer.grad = mean
             self._optimizer.step()
-        for outer, weight in zip(self.outer, self._weights, strict=True):
-            outer.grad = None
-            held = local(weight)
-            held.copy_(torch.lerp(outer, held.to(outer.dtype), local_share) if local_share else outer)
-        for buffer, mean in zip(self._buffers, buffers.split([one.numel() for one in self._buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+            self._optimizer.zero_grad()
+            means[: len(self.outer)] = self.outer
+        for one, mean in zip(received, means, strict=True):
+            one.copy_(torch.lerp(mean, one.to(mean.dtype), local_share) if local_share else mean)
 
     def drop(self) -> None:
         """Forget an exchange that is under way. Called on all ranks."""
@@ -82,25 +83,29 @@ class Fragment:
     def renew(self) -> None:
         """Take the weights as they are for the outer ones, as after loading."""
         self.drop()
-        for outer, weight in zip(self.outer, self._weights, strict=True):
-            outer.copy_(local(weight))
+        for outer, weight in zip(self.outer, self._weights, strict=False):
+            outer.copy_(weight)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the outer optimizer's states by the name of the weight."""
-        held = {} if self._optimizer is None else self._optimizer.state
-        return {name: dict(held[outer]) for name, outer in zip(self.names, self.outer, strict=True) if outer in held}
+        if self._optimizer is None:
+            return {}
+        held = self._optimizer.state
+        return {
+            name: dict(held[outer])
+            for name, outer in zip(self.names, self.outer, strict=True)
+            if outer in held
+        }
 
-    def load(self, states: dict[str, dict[str, Any]]) -> None:
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what `states` returned, of these weights or of more."""
         if self._optimizer is None:
             return
         self._optimizer.state.clear()
         for name, outer in zip(self.names, self.outer, strict=True):
-            if name in states:
-                self._optimizer.state[outer] = {
-                    key: value.to(outer.device, copy=True) if isinstance(value, Tensor) and value.ndim else value
-                    for key, value in states[name].items()
-                }
+            for key, value in states.get(name, {}).items():
+                is_tensor = isinstance(value, Tensor) and value.ndim
+                self._optimizer.state[outer][key] = value.to(outer.device, copy=True) if is_tensor else value
 
 
 def _wide(tensor: Tensor) -> Tensor:

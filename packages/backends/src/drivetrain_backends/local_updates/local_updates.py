@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain_backends.local_updates.exchange_plan import ExchangePlan, in_fragments
@@ -51,7 +52,8 @@ class LocalUpdates:
         self, prepared: Prepared, context: Context, plan: ExchangePlan, outer: OuterOptimizer | None = None
     ) -> None:
         model = prepared.unwrap()
-        if not isinstance(prepared, SupportsLocalSteps) or context.ranks("fsdp").size > 1:
+        replicas = context.ranks("data")
+        if not isinstance(prepared, SupportsLocalSteps) or context.ranks("counts").size != replicas.size:
             raise ValueError(
                 f"local updates of {type(model).__name__}: the ranks of one replica average gradients by the same "
                 "means as replicas do; use backend='ddp', without parallel.shard and parallel.context"
@@ -68,13 +70,13 @@ class LocalUpdates:
         self.plan, self.num_steps = plan, 0
         self.is_open = False
         self._prepared, self._held = prepared, ExitStack()
-        replicas = context.ranks("data")
         group = replicas.new_group() if replicas.size > 1 else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         parts = in_fragments([p.numel() for _, p in trained], plan.fragments)
-        averaged = list(_statistics(model))
+        averaged = {parts[-1]: _statistics(model)}  # with the last fragment
         self._fragments = [
-            Fragment([trained[i] for i in part], averaged if part is parts[-1] else [], group, outer) for part in parts
+            Fragment([trained[place] for place in part], averaged.get(part, []), group, outer)
+            for part in parts
         ]
         # The step after which the replicas' weights of a fragment became equal; None where they differ.
         self._exchanged: list[int | None] = [0] * len(parts)
@@ -106,11 +108,13 @@ class LocalUpdates:
             if kind is None:
                 self.exchange_all()
                 logger.info(
-                    "local updates: %d steps apart, %d bytes of weights exchanged", self.num_steps, self.sent_bytes
+                    "local updates: %d steps apart, %d bytes of weights exchanged",
+                    self.num_steps,
+                    self.sent_bytes,
                 )
 
-    def exchange_all(self) -> None:
-        """Make the replicas equal: exchange all weights now, and average the optimizers' states. Called on all ranks.
+    def exchange(self) -> None:
+        """Exchange all weights now. Called on all ranks.
 
         An exchange that is under way is begun anew. Weights that were exchanged after this very step are left: the
         outer optimizer's momentum would move them once more.
@@ -123,18 +127,31 @@ class LocalUpdates:
             self._fragments[place].end()
             self._exchanged[place] = self.num_steps
         self._forget_sums()
-        self._average_states()
+
+    @torch.no_grad()
+    def exchange_all(self) -> None:
+        """Make the replicas equal: exchange all weights, and average the optimizers' states. Called on all ranks."""
+        self.exchange()
+        if self._group is None:
+            return
+        states = [state for one in self._prepared.optimizers for state in one.state.values()]
+        for tensor in (
+            local(v) for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim
+        ):
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+            dist.all_reduce(wide, group=self._group)
+            tensor.copy_(wide / dist.get_world_size(self._group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the outer optimizer's states by the name of the weight."""
         outer = {name: state for fragment in self._fragments for name, state in fragment.states().items()}
         return {"num_steps": self.num_steps, "outer": outer}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of any number of replicas and fragments, after the model's weights; see `renew`."""
-        self.num_steps = state["num_steps"]
+        self.num_steps = state_dict["num_steps"]
         for fragment in self._fragments:
-            fragment.load(state["outer"])
+            fragment.load(state_dict["outer"])
 
     def renew(self) -> None:
         """Take the model's weights for the outer ones, as after loading. Called on all ranks."""
@@ -158,24 +175,8 @@ class LocalUpdates:
         for optimizer in self._prepared.optimizers:
             forget_updates(optimizer.optimizer, "stochastic")
 
-    @torch.no_grad()
-    def _average_states(self) -> None:
-        states = [state for one in self._prepared.optimizers for state in one.state.values()]
-        tensors = [local(v) for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim]
-        if self._group is None:
-            return
-        for tensor in tensors:
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-            torch.distributed.all_reduce(wide, group=self._group)
-            tensor.copy_(wide / torch.distributed.get_world_size(self._group))
-
 
 def _statistics(model: nn.Module) -> list[Tensor]:
     """Return the buffers that training changes and a checkpoint keeps, such as a batch norm's means."""
-    found: list[Tensor] = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            is_kept = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            if is_kept and buffer.is_floating_point():
-                found.append(buffer)
-    return found
+    kept = model.state_dict()
+    return [one for name, one in model.named_buffers() if name in kept and one.is_floating_point()]

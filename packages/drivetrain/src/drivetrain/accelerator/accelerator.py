@@ -318,7 +318,11 @@ class Accelerator(Ranks, Training, Saving, Results):
 
         plan = ExchangePlan(every=every, fragments=fragments, delay=delay, local_share=local_share)
         found = LocalUpdates(self.prepared_of(model), self.context, plan, outer)
-        names = [name for name in (*self._registered.shared, *self._registered.per_rank) if name.startswith("local")]
+        names = [
+            name
+            for name in (*self._registered.shared, *self._registered.per_rank)
+            if name.startswith("local")
+        ]
         is_divided = self.context.ranks("replica").size > 1
         self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{len(names)}": found})
         self.register_checkpoint_hook(EqualReplicas(found))

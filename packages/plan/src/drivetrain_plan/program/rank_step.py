@@ -47,7 +47,7 @@ def run_rank(
         optimizer: The name of the optimizer, of `OPTIMIZERS`, or a function that makes it.
         kept: The number of blocks of each make that the model keeps; None for all.
         is_sharded: Whether FSDP holds the model; None for what the choice's backend does.
-        meshes: What makes the mesh of FSDP, from `fake_meshes`, for several programs; None for this one alone.
+        meshes: The function of `fake_meshes`, for several programs; None for this one alone.
 
     Raises:
         CostError: A forward depends on the values of tensors.
