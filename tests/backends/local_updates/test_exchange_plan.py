@@ -29,7 +29,7 @@ def test_fragments_hold_every_tensor_once(sizes: list[int], data: st.DataObject)
     parts = in_fragments(sizes, number)
     assert [place for part in parts for place in part] == list(range(len(sizes)))
     assert all(parts)
-    assert max(sum(sizes[place] for place in part) for part in parts) <= sum(sizes) / number + 2 * max(sizes)
+    assert max(sum(sizes[place] for place in part) for part in parts) <= sum(sizes) / number + max(sizes)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain import Accelerator, ParallelDims
 from plain_loop.accelerated import ON_TWO, accelerator_of, assert_equal_weights, weights_of
@@ -232,6 +234,58 @@ def test_ranks_of_one_replica_go_on_talking() -> None:
                         optimizer.zero_grad()
             found.append(weights_of(accelerator, model))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)  # the model's norms compute in fp32
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.left = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.taken if x.shape[0] % 2 else self.left)(x)
+
+
+@ON_TWO
+@pytest.mark.parametrize(
+    "steps", [((5, 6), (6, 5)), ((5, 6), (5, 5))], ids=["in other orders", "one never taken"]
+)
+def test_moments_are_averaged_by_weight_and_begin_anew_where_a_replica_has_none(steps: Any) -> None:
+    with accelerator_of("ddp", sections={"ddp": {"find_unused_parameters": True}}) as accelerator:
+        torch.manual_seed(0)
+        model: Any = Branches()
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+        seen: list[dict[str, Tensor]] = []
+        with accelerator.local_updates(model, every=10):
+            for rows in steps[accelerator.process_index]:
+                accelerator.backward(model(torch.full((rows, 4), float(rows)).double()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            own = accelerator.unwrap_model(model)
+            names = {p: name for name, p in own.named_parameters()}
+            seen = [{names[p]: state["exp_avg"].clone() for p, state in optimizer.state.items() if state}]
+        of_ranks: list[Any] = [None] * 2
+        dist.all_gather_object(of_ranks, seen[0])
+        after = {names[p]: state["exp_avg"] for p, state in optimizer.state.items() if state}
+        both = of_ranks[0].keys() & of_ranks[1].keys()
+        assert after.keys() == both
+        for name in both:
+            torch.testing.assert_close(after[name], (of_ranks[0][name] + of_ranks[1][name]) / 2)
+
+
+@ON_TWO
+def test_an_export_in_the_block_is_of_one_model(shared: Path) -> None:
+    with accelerator_of("ddp") as accelerator:
+        model: Any = model_of()
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+        with accelerator.local_updates(model, every=10, outer=OUTER) as local:
+            train(accelerator, model, optimizer, range(3))
+            accelerator.prepare(LambdaLR(optimizer, lambda _: 1.0))  # which leaves the counting as it is
+            train(accelerator, model, optimizer, range(3, 6))
+            assert local.num_steps == 6
+            accelerator.save_model(model, shared / "exported")
+            written = load_file(shared / "exported" / "model.safetensors")
+            for name, value in accelerator.unwrap_model(model).state_dict().items():
+                torch.testing.assert_close(value, written[name], rtol=0, atol=0)
 
 
 @ON_TWO

@@ -12,6 +12,7 @@ Offload = Literal["none", "host", "nvme"]
 Checkpointing = Literal["none", "selective", "full"]
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+_STAGE_NAMES = {name: f"ZeRO {stage} of" for name, stage in _STAGES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +90,13 @@ class PlanChoice:
     @property
     def name(self) -> str:
         """The choice in few words, such as "FSDP 8 x tensor 4, recomputed"."""
-        sharding = {"full_shard": "FSDP", "shard_grad_op": "FSDP grad-op", **_NAMES}
+        sharding = {"full_shard": "FSDP", "shard_grad_op": "FSDP grad-op", **_STAGE_NAMES}
         said = [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
         said += [f"DDP {self.data}"] if self.data > 1 else []
-        said += [f"{sharding[self.strategy]} {self.shard}"] if self.strategy != "none" else []
+        if self.strategy != "none":
+            said.append(
+                f"{sharding[self.strategy]} {self.shard}" if self.shard > 1 or self.context == 1 else "FSDP"
+            )
         for axis in ("context", "tensor", "expert"):
             said += [f"{axis} {getattr(self, axis)}"] if getattr(self, axis) > 1 else []
         name = " x ".join(said) or "one device"
@@ -161,6 +165,3 @@ def pins_of(section: str, said: Mapping[str, Any]) -> dict[str, Any]:
     if places := places - {None}:
         pins["offload"] = "nvme" if "nvme" in places else "host" if places & {True, "cpu"} else "none"
     return pins
-
-
-_NAMES = {"zero1": "ZeRO 1 of", "zero2": "ZeRO 2 of", "zero3": "ZeRO 3 of"}

@@ -88,7 +88,8 @@ def _rates(context: Context, name: str, cache: Path) -> dict[str, float]:
     of_run = (
         platform.node(),
         name,
-        str(context.topology.world_size),
+        f"{context.topology.num_nodes} x {context.topology.local_world_size}, {group.size}",
+        dist.get_backend(group.process_group) if group.size > 1 else "",
         str(torch.get_num_threads()),
         torch.__version__,
     )

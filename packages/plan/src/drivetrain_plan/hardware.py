@@ -12,7 +12,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 # "8x80GB h100 x 4 hosts 400Gb": the devices of a host, as `drivetrain dispatch plan` reads them; then the hosts.
 _HOSTS = re.compile(
-    r"(?P<devices>.*?)(?:\s+x\s+(?P<hosts>\d+)\s+(?:hosts?|nodes?)(?:\s+(?P<network>\d+(?:\.\d+)?)\s*Gb(?:it)?(?:/s|ps)?)?)?",
+    r"(?P<devices>.*?)(?:\s+x\s+(?P<hosts>\d+)\s+(?:hosts?|nodes?)(?:\s+(?P<network>\d+(?:\.\d+)?)\s*(?-i:Gb)(?:it)?(?:/s|ps)?)?)?",
     re.IGNORECASE,
 )
 _EXAMPLE = "say the memory, number and kind of a host's devices, and the hosts: '8x80GB h100 x 4 hosts 400Gb'"
@@ -102,8 +102,10 @@ def parse_hardware(text: str) -> RunHardware:
         rates = hardware_of(kind or "cuda")
     except ValueError as error:
         raise PlanError(f"{error}; or {_EXAMPLE}") from error
-    if int(match["hosts"] or 1) < 1:
-        raise PlanError(f"{text!r}: a run needs a host; {_EXAMPLE}")
+    if any(mark in kind.lower() for mark in (" x ", "gb", "host", "node")):
+        raise PlanError(f"{text!r}: {kind!r} is no kind of device; {_EXAMPLE}")
+    if not sizes or not all(sizes) or int(match["hosts"] or 1) < 1 or float(match["network"] or 1) <= 0:
+        raise PlanError(f"{text!r}: there must be a device with memory, a host and a rate; {_EXAMPLE}")
     found = published_rates(kind or "cuda", rates, int(match["hosts"] or 1), sizes)
     if match["network"]:
         found = replace(found, network_rate=float(match["network"]) * 1e9 / 8)

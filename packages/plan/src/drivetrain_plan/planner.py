@@ -1,5 +1,6 @@
 """Plan the training of a model on given hardware: figures from its program, a search, and the best run once more."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -81,8 +82,7 @@ def plan_training(
     """
     check_pins(hardware, job)
     built = BuiltSource(source, mode)
-    computing = mode.autocast or mode.dtype
-    in_half = computing is not None and computing.itemsize < 4
+    in_half = (mode.autocast or _dtype_of(built.build())).itemsize < 4
     with fake_meshes() as meshes:
         program = partial(
             run_rank, built, mode=mode, num_tokens=num_tokens, optimizer=optimizer, meshes=meshes
@@ -157,7 +157,7 @@ def measure_model(
         num_blocks=sum(counts.values()),
         block_weights=max(sizes.values(), default=0),
         outside_weights=outside,
-        gathered_share=1.0 if mode.autocast is None else mode.autocast.itemsize / 4,
+        gathered_share=1.0 if mode.autocast is None else mode.autocast.itemsize / _dtype_of(model).itemsize,
         plain=BatchFigures(first=StepFigures(), further=StepFigures()),
         sharded={},
         num_experts=num_experts,
@@ -183,12 +183,13 @@ def measure_model(
     if is_undivided:
         return known
     few = source.build(dict.fromkeys(counts, 1))
-    halves, tensor_sizes = _divisions(few, figures, num_tokens, most_tensor)
+    divides_sequences = num_tokens >= 2 * LEAST_TOKENS or pins.get("context", 1) > 1
+    halves, tensor_sizes = _divisions(few, figures, most_tensor, divides_sequences=divides_sequences)
     return replace(known, halves=halves, tensor_sizes=tensor_sizes)
 
 
 def _divisions(
-    few: nn.Module, figures: Callable[..., StepFigures], num_tokens: int, most_tensor: int
+    few: nn.Module, figures: Callable[..., StepFigures], most_tensor: int, *, divides_sequences: bool
 ) -> tuple[Mapping[str, StepFigures], tuple[int, ...]]:
     """Return the figures of one of two ranks by what they divide, and the numbers of ranks that can divide layers.
 
@@ -199,7 +200,7 @@ def _divisions(
     if len(sizes) > 1:
         wanted["tensor"] = PlanChoice(tensor=2)
         wanted["tensor and sequence"] = PlanChoice(tensor=2, sequence=True)
-    if num_tokens >= 2 * LEAST_TOKENS:
+    if divides_sequences:
         wanted["context"] = PlanChoice(context=2)
     halves: dict[str, StepFigures] = {}
     for name, choice in wanted.items():
@@ -263,6 +264,14 @@ def _divides(model: nn.Module, size: int) -> bool:
         return bool(plan_model(model, size).layers)
     except ParallelPlanError:
         return False
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of most of a model's floating point parameters."""
+    held = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        held[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    return max(held, key=lambda dtype: held[dtype], default=torch.float32)
 
 
 def _size_bytes(module: nn.Module) -> int:

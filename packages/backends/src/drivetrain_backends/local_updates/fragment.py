@@ -44,10 +44,16 @@ class Fragment:
     @torch.no_grad()
     def begin(self) -> None:
         """Begin to average weights, or their distances from the outer ones. Called on all ranks."""
-        sent = [
-            outer - weight for outer, weight in zip(self.outer, self._weights, strict=False)
-        ] or self._weights
-        flat = torch.cat([_wide(one).reshape(-1) for one in (*sent, *self._buffers)])
+        sent = [*self._weights, *self._buffers]
+        dtype = torch.promote_types(
+            max((one.dtype for one in sent), key=lambda one: one.itemsize), torch.float32
+        )
+        flat = torch.empty(sum(one.numel() for one in sent), dtype=dtype, device=sent[0].device)
+        parts = flat.split([one.numel() for one in sent])
+        for one, part in zip(sent, parts, strict=True):
+            part.copy_(one.reshape(-1))
+        for outer, part in zip(self.outer, parts, strict=False):
+            torch.sub(outer.reshape(-1), part, out=part)
         alone = self._group is None
         self._sent = flat, None if alone else dist.all_reduce(flat, group=self._group, async_op=True)
         self.sent_bytes += 0 if alone else flat.nbytes

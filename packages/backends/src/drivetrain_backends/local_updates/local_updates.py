@@ -20,7 +20,7 @@ from drivetrain_backends.protocol import Prepared, SupportsLocalSteps
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_precision import is_low_bit
 from drivetrain_precision.optim.bf16_updates import forget_updates
-from drivetrain_state import Context
+from drivetrain_state import Context, gather_object
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 class LocalUpdates:
     """The exchanges of a model whose replicas step on their own gradients inside `with`.
 
-    Made on all ranks, when the model and its optimizers are prepared. The replicas are those of the mesh's axis
-    `data`; ranks that compute one sample together go on talking. Inside the block replicas differ, but for the moment
-    after `exchange_all`, which the end of the block calls, and each checkpoint.
+    Made on all ranks, when the model and its optimizers are prepared. Without a prepared optimizer no step counts,
+    and the loop calls `exchange`. The replicas are those of the mesh's axis `data`; ranks that compute one sample
+    together go on talking. Inside the block replicas differ, but for the moment after `exchange_all`, which the end
+    of the block calls, and each save.
 
     Args:
         prepared: The prepared model; the steps of its last optimizer count.
@@ -44,7 +45,7 @@ class LocalUpdates:
         is_open: Whether the block is entered, so that replicas may differ.
 
     Raises:
-        ValueError: The mesh has no replicas that can train apart, or no optimizer trains the model.
+        ValueError: The mesh has no replicas that can train apart, or the mean of an optimizer's states is none.
         RuntimeError: The backend, or a setting of it, does not let replicas step apart.
     """
 
@@ -60,8 +61,6 @@ class LocalUpdates:
             )
         with prepared.trained_alone():  # which says what the backend does not allow
             pass
-        if not prepared.optimizers:
-            raise ValueError(f"local updates of {type(model).__name__}: prepare it with its optimizer first")
         if any(is_low_bit(one.optimizer) for one in prepared.optimizers):
             raise ValueError(
                 f"local updates of {type(model).__name__}: its optimizer holds states in few bits, whose mean cannot "
@@ -69,8 +68,8 @@ class LocalUpdates:
             )
         self.plan, self.num_steps = plan, 0
         self.is_open = False
-        self._prepared, self._held = prepared, ExitStack()
-        group = replicas.new_group() if replicas.size > 1 else None
+        self._prepared, self._context, self._held = prepared, context, ExitStack()
+        group = replicas.process_group if replicas.size > 1 else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         parts = in_fragments([p.numel() for _, p in trained], plan.fragments)
         averaged = {parts[-1]: _statistics(model)}  # with the last fragment
@@ -92,10 +91,10 @@ class LocalUpdates:
         assert isinstance(self._prepared, SupportsLocalSteps)
         self.renew()  # the weights may have moved since
         self._held.enter_context(self._prepared.trained_alone())
-        optimizer = self._prepared.optimizers[-1]
-        before = optimizer.on_step
-        optimizer.on_step = [*before, self._count]
-        self._held.callback(setattr, optimizer, "on_step", before)
+        for optimizer in self._prepared.optimizers[-1:]:
+            before = optimizer.on_step
+            optimizer.on_step = [*before, self._count]
+            self._held.callback(setattr, optimizer, "on_step", before)
         self.is_open = True
         return self
 
@@ -119,7 +118,11 @@ class LocalUpdates:
         An exchange that is under way is begun anew. Weights that were exchanged after this very step are left: the
         outer optimizer's momentum would move them once more.
         """
-        waiting = [place for place, step in enumerate(self._exchanged) if step != self.num_steps]
+        waiting = [
+            place
+            for place, (fragment, step) in enumerate(zip(self._fragments, self._exchanged, strict=True))
+            if not fragment.outer or step != self.num_steps
+        ]
         for place in waiting:
             self._fragments[place].drop()
             self._fragments[place].begin()
@@ -130,17 +133,33 @@ class LocalUpdates:
 
     @torch.no_grad()
     def exchange_all(self) -> None:
-        """Make the replicas equal: exchange all weights, and average the optimizers' states. Called on all ranks."""
+        """Make the replicas equal: exchange all weights, and average the optimizers' states. Called on all ranks.
+
+        States that some replica lacks, of a weight that got no gradient there, are dropped on all: the optimizer
+        begins them anew.
+        """
         self.exchange()
         if self._group is None:
             return
-        states = [state for one in self._prepared.optimizers for state in one.state.values()]
-        for tensor in (
-            local(v) for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim
-        ):
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            dist.all_reduce(wide, group=self._group)
-            tensor.copy_(wide / dist.get_world_size(self._group))
+        held = {
+            (number, place): optimizer.state.get(parameter, {})
+            for number, optimizer in enumerate(self._prepared.optimizers)
+            for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        own = {key: _averaged(state) for key, state in held.items()}
+        of_replicas = gather_object(
+            self._context, {key: sorted(tensors) for key, tensors in own.items()}, over="data"
+        )
+        for key, tensors in own.items():
+            if any(one[key] != of_replicas[0][key] for one in of_replicas):
+                held[key].clear()
+                continue
+            for name in sorted(tensors):
+                tensor = local(tensors[name])
+                wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+                summed = wide.to(self._context.device)
+                dist.all_reduce(summed, group=self._group)
+                tensor.copy_(summed / dist.get_world_size(self._group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the outer optimizer's states by the name of the weight."""
@@ -174,6 +193,11 @@ class LocalUpdates:
         """Drop what roundings of bf16 weights have left over, which belongs to weights that are no more."""
         for optimizer in self._prepared.optimizers:
             forget_updates(optimizer.optimizer, "stochastic")
+
+
+def _averaged(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state whose mean is one: moments, and counts of steps as numbers."""
+    return {name: one for name, one in state.items() if isinstance(one, Tensor) and one.is_floating_point()}
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:

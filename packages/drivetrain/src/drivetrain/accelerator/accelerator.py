@@ -296,8 +296,8 @@ class Accelerator(Ranks, Training, Saving, Results):
     ) -> "LocalUpdates":
         """Let replicas of a prepared model step apart inside `with`, and exchange weights every few steps.
 
-        Called on all ranks, after `prepare` and before `load_state`: checkpoints hold the outer optimizer. A save in
-        the block exchanges all weights first, so that a checkpoint is of one model. The loop in the block is the
+        Called on all ranks, after `prepare` and before `load_state`: checkpoints hold the outer optimizer. A save or
+        an export in the block exchanges all weights first, so that it is of one model. The loop in the block is the
         usual one; see docs/howto/local_updates.md.
 
         Args:
@@ -317,14 +317,13 @@ class Accelerator(Ranks, Training, Saving, Results):
         from drivetrain_backends.local_updates.local_updates import LocalUpdates
 
         plan = ExchangePlan(every=every, fragments=fragments, delay=delay, local_share=local_share)
-        found = LocalUpdates(self.prepared_of(model), self.context, plan, outer)
-        names = [
-            name
-            for name in (*self._registered.shared, *self._registered.per_rank)
-            if name.startswith("local")
-        ]
+        if not (prepared := self.prepared_of(model)).optimizers:
+            raise ValueError(f"local_updates of {type(model).__name__}: prepare it with its optimizer first")
+        found = LocalUpdates(prepared, self.context, plan, outer)
+        taken = (*self._registered.shared, *self._registered.per_rank)
+        number = sum(name.startswith("local_updates_") for name in taken)
         is_divided = self.context.ranks("replica").size > 1
-        self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{len(names)}": found})
+        self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{number}": found})
         self.register_checkpoint_hook(EqualReplicas(found))
         return found
 

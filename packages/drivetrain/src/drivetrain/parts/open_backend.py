@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a run that names its backend plans nothing
     from drivetrain_plan import PlanChoice
 
 AUTO = "auto"
+# The settings of a backend's section that a choice sets; unset, they are "none", or False.
+_PLANNED = ("strategy", "stage", "offload", "offload_optimizer", "offload_param", "activation_checkpointing")
 
 
 def leaves_open(settings: Any) -> bool:
@@ -66,11 +68,19 @@ class OpenBackend:
         )
 
     def allows(self, choice: "PlanChoice") -> bool:
-        """Return whether a choice needs nothing that only the user can say: a folder on NVMe."""
-        if choice.offload != "nvme":
-            return True
-        known = self.sections.resolved[choice.backend]
-        return getattr(known.value, "nvme_path", None) is not None
+        """Return whether a choice keeps what the named backend's section says, and needs no unsaid folder on NVMe."""
+        if self.named is None:
+            return choice.offload != "nvme"
+        known = self.sections.resolved[section := self._section_of(self.named)]
+        values = choice.sections().get(section, {})
+        if "nvme_path" in values and getattr(known.value, "nvme_path", None) is None:
+            return False
+        said = {name for name in _PLANNED if name in known.sources and known.sources[name].kind != "default"}
+        wanted = {name: getattr(known.value, name) for name in said}
+        return all(
+            value == AUTO or (values.get(name) or "none") == (value or "none")
+            for name, value in wanted.items()
+        )
 
     def backend_of(self, choice: "PlanChoice", window: AccumulationWindow) -> tuple[Backend, tuple[str, ...]]:
         """Return the backend of a choice, and the names of the settings that the choice has set.

@@ -66,7 +66,9 @@ class PreparedObjects:
                 for parameter in _parameters_of(one.unwrap()):
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
-                optimizer.on_step = tuple(self.on_step)
+                optimizer.on_step = optimizer.on_step or tuple(
+                    self.on_step
+                )  # a known one may have got more since
 
         self._trained = [one for one in self.models if one.optimizers]
 

@@ -16,7 +16,6 @@ from drivetrain.prepare.step_check import StepCheck
 from drivetrain_backends import SupportsWaitWatch
 from drivetrain_data import ShardedLoader
 from drivetrain_data.sources.sample_batch import sample_batch
-from drivetrain_dispatch import CostError
 from drivetrain_messages import format_size
 from drivetrain_plan import (
     ModuleSource,
@@ -100,22 +99,20 @@ def _plan(
         )
         mode = TrainingMode(name="run", about="", dtype=None, autocast=parts.policy.autocast_dtype)
 
-        def plan_by(inputs: Inputs | None) -> PlanTable:
-            source, optimizer = ModuleSource(model, inputs), _maker_of(optimizers, context.device)
-            return plan_training(
-                source, hardware, job, mode, num_tokens=_num_tokens(batch), optimizer=optimizer
+        inputs: Inputs | None = None if batch is None else lambda size, _: _inputs_of(model, batch, size)
+        table = plan_training(
+            ModuleSource(model, inputs), hardware, job, mode,
+            num_tokens=_num_tokens(batch), optimizer=_maker_of(optimizers, context.device),
+        )  # fmt: skip
+        kept = tuple(one for one in table.plans if open_backend.allows(one.choice))
+        if table.plans and not kept:
+            raise PlanError(
+                f"no plan that fits keeps what the settings say; the first is {table.plans[0].choice.name}: leave a "
+                "setting out, or say what the plan needs, such as a folder on NVMe"
             )
-
-        try:
-            table = plan_by(None if batch is None else lambda size, _: _inputs_of(model, batch, size))
-        except PlanError:
-            raise
-        except Exception as error:  # noqa: BLE001 the loop's call of its model was guessed; the plan tells this
-            table = plan_by(partial(_fail, f"{type(error).__name__}: {error}"))
-        table = replace(table, plans=tuple(one for one in table.plans if open_backend.allows(one.choice)))
-        if not table.plans:
+        if not kept:
             raise PlanError(f"{table.missing()}; or name a backend, which is tried whatever is predicted")
-        return table
+        return replace(table, plans=kept)
 
     return on_main(context, plan, doing="planning how to train"), hardware.memory_bytes
 
@@ -165,10 +162,6 @@ def _like(value: Any, size: int) -> Any:
         return value
     shape = (size, *value.shape[1:]) if value.dim() else ()
     return torch.zeros(shape, dtype=value.dtype)
-
-
-def _fail(why: str, *_: int) -> Mapping[str, Any]:
-    raise CostError(f"no step of it runs on the first batch: {why}")
 
 
 def _num_tokens(batch: Any) -> int:

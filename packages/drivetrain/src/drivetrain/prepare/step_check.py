@@ -28,7 +28,10 @@ class StepCheck:
     def __init__(self, parts: Parts, plan: TrainingPlan, *, not_modelled: str) -> None:
         self._parts: Parts | None = parts
         self._plan, self._not_modelled = plan, not_modelled
-        self._step = 0
+        self._last: int | None = (
+            None  # the optimizers' count when this last looked: a loaded run begins above 0
+        )
+        self._step = 0  # of those counted here
         self._begun = 0.0
         self._peaks = ()
 
@@ -36,10 +39,11 @@ class StepCheck:
         """Count a step; after the last that is measured, tell what was found. Called on all ranks."""
         if (parts := self._parts) is None:
             return
-        step = max((one.num_steps for one in parts.prepared.optimizers), default=0)
-        if step == self._step:  # a skipped step, or another optimizer of the same one
+        total = max((one.num_steps for one in parts.prepared.optimizers), default=0)
+        before, self._last = self._last, total
+        if total == (before or 0):  # a skipped step, or another optimizer of the same one
             return
-        self._step = step
+        self._step = step = self._step + 1
         device = parts.context.device
         if step not in (1, 1 + _STEPS):
             return

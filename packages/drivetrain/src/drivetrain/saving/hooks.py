@@ -21,6 +21,9 @@ class CheckpointHook:
             step: The optimizer step that is saved.
         """
 
+    def before_export(self) -> None:
+        """Run before `save_model` reads a model. Called on all ranks, by the main thread; may use collectives."""
+
     def after_commit(self, folder: Place) -> None:
         """Run when the checkpoint is committed. Called on all ranks, by the thread that wrote it: use no collectives.
 

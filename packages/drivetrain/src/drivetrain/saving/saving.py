@@ -291,6 +291,8 @@ class Saving(HasParts):
         """
         from drivetrain.saving import exports
 
+        for hook in self._hooks:
+            hook.before_export()
         return exports.save(
             self._parts.prepared.of(model),
             self.context,

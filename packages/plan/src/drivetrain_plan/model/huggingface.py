@@ -1,6 +1,6 @@
 """Models of Hugging Face's transformers to train, built on meta, and the inputs of their steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -69,6 +69,8 @@ def loss_of(outputs: Any) -> Tensor:
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    first = next(value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-    return first.float().mean()
+    values: Any = outputs.values() if isinstance(outputs, Mapping) else outputs
+    for value in values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.float().mean()
+    raise CostError("its forward returns no tensor of floating point numbers, of which a loss could be taken")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from drivetrain_dispatch.errors import CostError
 from drivetrain_dispatch.model.meta_init import init_empty_weights
 from drivetrain_parallel.compat import shared_attributes
 from drivetrain_plan.errors import PlanError
@@ -84,8 +85,11 @@ class FactorySource(ConfigSource):
             raise PlanError(
                 f"{self.name}: adapters are known for models of a config.json; add them in the factory"
             )
-        with init_empty_weights(include_buffers=True):
-            made: Any = self._factory()
+        try:
+            with init_empty_weights(include_buffers=True):
+                made: Any = self._factory()
+        except (TypeError, LookupError, ValueError, AttributeError) as error:
+            raise PlanError(f"{self.name}() failed: {type(error).__name__}: {error}") from error
         model, self._inputs = made if isinstance(made, tuple) else (made, None)
         if not isinstance(model, nn.Module):
             raise PlanError(f"{self.name} returned a {type(model).__name__}: it must return an nn.Module")
@@ -94,7 +98,12 @@ class FactorySource(ConfigSource):
     def inputs(self, model: nn.Module, batch_size: int, num_tokens: int) -> Mapping[str, Any]:
         """Return what the factory's function returns, or tokens or pictures; see `ModelSource`."""
         if self._inputs is not None:
-            return self._inputs(batch_size, num_tokens)
+            try:
+                return self._inputs(batch_size, num_tokens)
+            except Exception as error:
+                raise CostError(
+                    f"{self.name}: the function of its inputs fails ({type(error).__name__}: {error})"
+                ) from error
         return super().inputs(model, batch_size, num_tokens)
 
 

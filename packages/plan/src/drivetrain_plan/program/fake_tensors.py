@@ -14,13 +14,17 @@ from drivetrain_plan.compat import BUFFERS, DATA_DEPENDENT_ERRORS, PARAMETERS, F
 
 @contextmanager
 def explain_errors(model: nn.Module) -> Generator[None]:
-    """Run the block, and say in its errors whether it needed the values of tensors."""
+    """Raise the block's errors as a CostError that says whether it needed the values of tensors."""
     try:
         yield
-    except RuntimeError as error:
+    except CostError:
+        raise
+    except Exception as error:
         depends = isinstance(error, DATA_DEPENDENT_ERRORS)
         what = "its forward depends on the values of tensors, which a step without data does not have"
-        first = (str(error) or repr(error)).splitlines()[0]
+        first = (str(error) if isinstance(error, RuntimeError) and str(error) else repr(error)).splitlines()[
+            0
+        ]
         raise CostError(
             f"{type(model).__name__}: {what if depends else 'a step without data fails'} ({first})"
         ) from error

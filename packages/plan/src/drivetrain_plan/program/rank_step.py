@@ -62,7 +62,7 @@ def run_rank(
         tally = StepTally()
         for one in rank.ranks:
             one.tally = tally
-        with explain_errors(model), FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True):
             if shards:
                 model.to_empty(device="cpu")
             give_fake_tensors(model)
@@ -72,10 +72,11 @@ def run_rank(
                 inputs = source.inputs(model, choice.micro_batch, num_tokens)
                 tally.add(one for one in tree_leaves(inputs) if isinstance(one, Tensor))
                 batch = tally.live_bytes - weights
-                if mode.trains:
-                    figures = _count_step(rank, inputs, source.loss_of, tally, make_optimizer)
-                else:
-                    figures = _count_forward(model.eval(), inputs, tally)
+                with explain_errors(model):
+                    if mode.trains:
+                        figures = _count_step(rank, inputs, source.loss_of, tally, make_optimizer)
+                    else:
+                        figures = _count_forward(model.eval(), inputs, tally)
                 return figures.changed(weights=weights, inputs=batch)
 
 

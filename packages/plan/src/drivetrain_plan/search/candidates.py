@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
-from drivetrain_plan.choice import PlanChoice
+from drivetrain_plan.choice import Checkpointing, Offload, PlanChoice, Strategy
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.search.model_figures import ModelFigures
@@ -14,6 +14,13 @@ _AXES = ("pipeline", "data", "shard", "context", "tensor")
 _PINS = frozenset(
     {*_AXES, "expert", "strategy", "offload", "checkpointing", "sequence", "micro_batch", "backend"}
 )
+_WORDS: Mapping[str, tuple[Any, ...]] = {
+    "strategy": get_args(Strategy),
+    "offload": get_args(Offload),
+    "checkpointing": get_args(Checkpointing),
+    "sequence": (True, False),
+}
+_OF_ENGINES = ("zero1", "zero2", "zero3", "nvme")
 LEAST_TOKENS = 1024  # of a rank, where sequences are divided
 _FSDP = [("full_shard", "none"), ("full_shard", "host")]
 _MOST_MICRO_BATCHES, _MOST_SHARDS = 8, 5  # sizes of micro-batches and of shards that are tried for a mesh
@@ -38,6 +45,17 @@ class TrainingJob:
             raise PlanError(f"batch={self.batch}: a step has 1 sample or more")
         if unknown := sorted(set(self.pins) - _PINS):
             raise PlanError(f"{unknown[0]}: no part of a plan; may be given: {', '.join(sorted(_PINS))}")
+        for name, value in self.pins.items():
+            allowed = _WORDS.get(name)
+            if allowed is not None and value not in allowed:
+                raise PlanError(f"{name}={value}: may be {', '.join(map(str, allowed))}")
+            if allowed is None and name != "backend" and (type(value) is not int or value < 1):
+                raise PlanError(f"{name}={value}: a size is a whole number of 1 or more")
+        by_engine = [f"{name}={value}" for name, value in self.pins.items() if value in _OF_ENGINES]
+        if by_engine and not self.engines:
+            raise PlanError(
+                f"{by_engine[0]} is DeepSpeed's: say --deepspeed, or engines=True, to plan with it"
+            )
 
 
 def divisors(number: int) -> list[int]:
@@ -70,6 +88,11 @@ def candidates(
     if not found:
         said = ", ".join(f"{name}={value}" for name, value in job.pins.items()) or "nothing pinned"
         readers = [n for n in divisors(world) if job.batch % n == 0]
+        size, reading = pins.get("micro_batch", 1), pins.get("data", 1) * pins.get("shard", 1)
+        if size > 1 and job.batch % (reading * size):
+            raise PlanError(
+                f"micro_batch={size} on {reading} ranks that read samples does not divide a batch of {job.batch}"
+            )
         raise PlanError(
             f"no plan of {world} devices for a batch of {job.batch} with {said}: samples are divided among data x "
             f"shard ranks, of which {', '.join(map(str, readers))} divide this batch, and layers among "
@@ -94,9 +117,10 @@ def check_pins(hardware: RunHardware, job: TrainingJob) -> None:
     if world % prod(sizes.values()):
         said = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise PlanError(f"{said} do not divide {world} devices: leave one of them free")
-    if (strategy := pins.get("strategy", "none")) != "none" and pins.get("shard") == 1:
+    is_whole = pins.get("shard") == 1 and pins.get("context", 1) == 1
+    if is_whole and (strategy := pins.get("strategy", "none")) != "none":
         raise PlanError(
-            f"strategy={strategy} with shard=1: it divides among several ranks; leave one of them free"
+            f"strategy={strategy} with shard=1: the strategy divides among several ranks; leave one of them free"
         )
 
 
@@ -158,7 +182,7 @@ def _ways(
     strategies: list[tuple[str, str]] = [("none", "none")] if mesh.shard == 1 else []
     if mesh.num_devices == 1:  # which keeps a whole model, or has its host keep it
         strategies += [("full_shard", "host")] if job.pins.get("backend") is None else _FSDP
-    if mesh.shard > 1:
+    if mesh.shard * mesh.context > 1:
         strategies += [("shard_grad_op", "none")] if mesh.data == 1 else []
         strategies += _FSDP
     if job.engines and is_plain:

@@ -131,11 +131,8 @@ def divided_by_stage(choice: PlanChoice, found: StepFigures, block: float) -> St
 
     `found` are those of one device, and `block` the bytes of the largest block's parameters.
     """
-    ranks, divides_weights, divides_gradients = (
-        choice.num_dividing,
-        choice.strategy == "zero3",
-        choice.strategy != "zero1",
-    )
+    ranks = choice.num_dividing
+    divides_weights, divides_gradients = choice.strategy == "zero3", choice.strategy != "zero1"
     weights = found.weights / ranks if divides_weights else found.weights
     gradients = found.gradients / ranks if divides_gradients else found.gradients
     gathered = _NUM_GATHERED * block if divides_weights else 0.0
@@ -156,14 +153,11 @@ def divided_by_stage(choice: PlanChoice, found: StepFigures, block: float) -> St
 def memory_of(choice: PlanChoice, figures: StepFigures) -> DeviceMemory:
     """Return the memory of a device; what is offloaded is not on it."""
     in_flight = min(choice.accumulation, choice.pipeline)
-    found = at_peak(figures, lasting=lasting_gradients(choice, figures), in_flight=in_flight)
-    if choice.offload == "none":
-        return found
-    weights = 0.0 if choice.strategy != "zero2" else found.weights
-    return DeviceMemory(
-        weights=weights,
-        gradients=0.0 if choice.strategy != "zero2" else found.gradients,
-        states=0.0,
-        activations=found.activations,
-        temporary=found.temporary,
-    )
+    lasting = lasting_gradients(choice, figures)
+    if choice.offload != "none":  # the host keeps the states, and steps the optimizer
+        figures = figures.changed(states=0, stepping=0)
+        if choice.strategy != "zero2":  # which keeps weights and gradients on the device
+            late = max(0.0, figures.late - figures.gradients)
+            figures = figures.changed(weights=0, gradients=0, late=late)
+            lasting = lasting if choice.by_blocks else 0.0
+    return at_peak(figures, lasting=lasting, in_flight=in_flight)

@@ -67,7 +67,7 @@ class PlanTable:
             f"{self.model} fits nowhere: the smallest plan, {nearest.choice.name}, needs "
             f"{format_size(int(nearest.memory.peak))} of a device, {format_size(int(over))} more than the "
             f"{format_size(int(self.usable_bytes))} that may be used of it. Take devices with {times:.1f} times the "
-            "memory or more of them, shorter samples, or a smaller model; --optimizer sgd keeps no states"
+            "memory or more of them, shorter samples, a smaller model, or an optimizer that keeps fewer states"
         )
 
 
@@ -81,7 +81,7 @@ def predict(
     basis: str = "formula",
 ) -> TrainingPlan:
     """Return a plan, from the figures of its rank."""
-    traffic = traffic_of(model, choice, figures)
+    traffic = traffic_of(model, choice, figures, is_counted=basis == "program")
     return TrainingPlan(
         choice=choice,
         memory=memory_of(choice, figures),

@@ -23,7 +23,7 @@ _OF_GRADIENTS: frozenset[tuple[View, Collective]] = frozenset(
 _BESIDE: Mapping[View, Literal["blocks", "backward"]] = {
     "fsdp": "blocks", "counts": "backward", "data": "backward",
 }  # fmt: skip
-_GATHER: tuple[View, Collective] = ("fsdp", "all_gather")
+_OF_SHARDS: frozenset[View] = frozenset({"fsdp", "data"})  # views that FSDP sends over
 _BACKWARD = 2 / 3  # of the operations of forward and backward
 _HOST_MEMORY = 50e9  # bytes per second at which a host steps an optimizer whose states it holds
 _NVME = 3e9
@@ -87,15 +87,21 @@ class Traffic:
     calls: Mapping[tuple[View, Collective], float]
 
 
-def traffic_of(model: ModelFigures, choice: PlanChoice, figures: StepFigures) -> Traffic:
-    """Return what a rank's step sends: what its program counts, and what engines add to it.
+def traffic_of(
+    model: ModelFigures, choice: PlanChoice, figures: StepFigures, *, is_counted: bool = False
+) -> Traffic:
+    """Return the collectives of a rank's step: what a program counts, and what engines add to it.
 
-    `figures` may have counted FSDP's collectives; if not, they follow from the weights.
+    The figures are of the choice's own program (`is_counted`), or follow from others: then what FSDP sends follows
+    from the weights.
     """
+    counted = {
+        key: value for key, value in figures.payloads.items() if is_counted or key[0] not in _OF_SHARDS
+    }
     # Gradients are reduced with the last micro-batch; all else is sent in each.
-    times = {key: 1 if key in _OF_GRADIENTS else choice.accumulation for key in figures.payloads}
-    payloads = {key: value * times[key] for key, value in figures.payloads.items()}
-    calls = {key: value * times[key] for key, value in figures.calls.items()}
+    times = {key: 1 if key in _OF_GRADIENTS else choice.accumulation for key in counted}
+    payloads = {key: value * times[key] for key, value in counted.items()}
+    calls = {key: figures.calls[key] * times[key] for key in counted}
 
     def add(view: View, kind: Collective, payload: float, number: float) -> None:
         if payload:
@@ -105,11 +111,14 @@ def traffic_of(model: ModelFigures, choice: PlanChoice, figures: StepFigures) ->
     dividing = choice.num_dividing
     whole, gradients = figures.weights * dividing, figures.gradients * dividing
     blocks = max(1, model.num_blocks // choice.pipeline)
-    if choice.strategy in ("full_shard", "shard_grad_op") and _GATHER not in payloads:
-        gathers = 1 if choice.strategy == "shard_grad_op" else 2
-        add("fsdp", "all_gather", gathers * whole * model.gathered_share * choice.accumulation,
-            gathers * blocks * choice.accumulation)  # fmt: skip
-        add("fsdp", "reduce_scatter", gradients, blocks)
+    if choice.by_blocks and not is_counted:
+        if choice.strategy != "none":
+            # In backward blocks are gathered again, and what is outside of them is not.
+            inside = 1 - min(1.0, model.outside_weights / max(1.0, model.plain.first.weights))
+            gathers = 1 if choice.strategy == "shard_grad_op" else 1 + inside
+            add("fsdp", "all_gather", gathers * whole * model.gathered_share * choice.accumulation,
+                gathers * blocks * choice.accumulation)  # fmt: skip
+            add("fsdp", "reduce_scatter", gradients, blocks)
         if choice.data > 1:
             add("data", "all_reduce", gradients / dividing, blocks)
     elif choice.in_buckets:
