@@ -142,7 +142,8 @@ def work(arguments: argparse.Namespace) -> None:
     found: dict[str, dict[str, float]] = {}
     for name, case in chosen(arguments.only):
         rates = arguments.folder / f"rates-{name}-{num_ranks}-{os.environ['RANK']}.json"
-        hardware[name] = asdict(measure_hardware(context, cache=rates))  # each time: cores get faster and slower
+        # Before each case, as cores get faster and slower.
+        hardware[name] = asdict(measure_hardware(context, cache=rates))
         found[name] = time_plans(arguments.folder / name, case, num_ranks)
         if is_first:
             print(f"{num_ranks} ranks, {name}: {found[name]}", file=sys.stderr, flush=True)
