@@ -130,7 +130,7 @@ def main() -> None:
     note = (
         f"{arguments.steps} steps of {BATCH} windows of {BLOCK} bytes on each of two ranks; the loss is in nats a "
         "byte, on files not trained on.\nBytes are those of the sums of gradients, or of weights, as wholes; links "
-        "are those of one host, so that time shows what the\nexchanges cost beside the steps, not what slow links would."
+        "are those of one host, so that time shows what the\nexchanges cost beside the steps, not slow links."
     )
     report("local_updates", [], arguments, note="\n\n".join([note, "\n".join(lines)]))
 

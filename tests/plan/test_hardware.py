@@ -33,7 +33,11 @@ def test_what_is_described_is_read_again(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "bogus", "8x h100", "8x80GB nothing", "8x80GB h100 x 0 hosts"])
+@pytest.mark.parametrize("text", [
+        "", "bogus", "8x h100", "8x80GB nothing", "8x80GB h100 x 0 hosts", "0x80GB h100", "8x0GB h100",
+        "8x80GB h100 x 4", "8x80GB h100 x 4 hosts 50GB/s", "8x80GB h100 400Gb x 4 hosts", "8x80GB h100 x 2 hosts 0Gb",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_read_says_what_can(text: str) -> None:
     with pytest.raises(PlanError, match="8x80GB h100"):
         parse_hardware(text)

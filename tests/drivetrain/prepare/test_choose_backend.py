@@ -1,5 +1,6 @@
 """A backend that is left to the planner is chosen when the first model is prepared."""
 
+import itertools
 import json
 import logging
 import math
@@ -196,6 +197,22 @@ def test_a_prediction_that_is_off_is_told_once_with_what_it_left_out(
     assert "Not modelled: what the loop computes outside of the model" in told[0]
     stored = json.loads((tmp_path / "plan.json").read_text())
     assert "steps 2 to 6" in stored["facts"]["measured"]
+
+
+def test_a_loaded_run_measures_its_own_steps(tmp_path: Path) -> None:
+    for loads in (False, True):
+        with room_of(), accelerator_of("auto", project_dir=tmp_path) as accelerator:
+            model, optimizer, loader = accelerator.prepare(*parts())
+            if loads:
+                assert accelerator.load_state() == 5
+            for (batch,) in itertools.islice(itertools.cycle(loader), 6 if loads else 5):
+                assert "measured" not in accelerator.plan.facts
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if not loads:
+                accelerator.save_state()
+        assert ("measured" in accelerator.plan.facts) == loads
 
 
 def test_models_are_built_on_the_host_until_the_choice() -> None:

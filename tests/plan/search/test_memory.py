@@ -37,6 +37,17 @@ def test_replicas_keep_buckets_of_gradients_while_they_compute() -> None:
     assert memory_of(PlanChoice(data=8), step).peak == memory_of(PlanChoice(), step).peak + 4 * GB
 
 
+def test_a_host_that_keeps_the_weights_leaves_the_phase_that_then_holds_the_most() -> None:
+    step = StepFigures(weights=50, gradients=100, states=100, forward=80, early=190, late=200, stepping=210)
+    found = memory_of(PlanChoice(shard=4, strategy="full_shard", offload="host"), step)
+    assert (found.peak, found.weights, found.gradients, found.states) == (190, 0, 0, 0)
+
+
+def test_a_host_keeps_no_gradients_that_micro_batches_add_up() -> None:
+    choice = PlanChoice(shard=4, strategy="full_shard", offload="host", accumulation=4)
+    assert memory_of(choice, STEP).peak == STEP.computing + 4 * STEP.gradients
+
+
 def test_the_more_is_divided_the_less_a_rank_holds() -> None:
     peaks = [memory(stage).peak for stage in STAGES]
     assert STEP.peak > peaks[0] > peaks[1] > peaks[2]

@@ -115,11 +115,22 @@ def test_pins_hold_and_the_rest_is_chosen() -> None:
         ({"data": 8, "shard": 8}, 64, "do not divide 8 devices"),
         ({"shard": 8, "strategy": "full_shard"}, 7, "1 divide this batch"),
         ({"wheels": 4}, 64, "no part of a plan"),
+        ({"strategy": "foo"}, 64, "strategy=foo: may be none, full_shard"),
+        ({"checkpointing": "foo"}, 64, "checkpointing=foo: may be none, selective, full"),
+        ({"strategy": "zero2"}, 64, "strategy=zero2 is DeepSpeed's: say --deepspeed"),
+        ({"micro_batch": 3}, 64, "micro_batch=3 on 1 ranks.*does not divide a batch of 64"),
+        ({"tensor": 0}, 64, "tensor=0: a size is a whole number"),
     ],
 )
 def test_what_contradicts_itself_says_what_would_do(pins: dict[str, object], batch: int, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         best(model_of(2 * GB), "8x80GB h100", batch, **pins)
+
+
+def test_sequences_alone_may_shard() -> None:
+    model = replace(model_of(2 * GB), halves={"context": model_of(GB).plain.first}, num_tokens=8192)
+    found = best(model, "8x80GB h100", context=8, shard=1, backend="fsdp")
+    assert (found.name, found.num_dividing) == ("FSDP x context 8", 8)
 
 
 def test_tensor_stays_within_a_host() -> None:

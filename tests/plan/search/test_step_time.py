@@ -6,7 +6,7 @@ from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.hardware import parse_hardware
 from drivetrain_plan.program.figures import StepFigures
 from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
-from drivetrain_plan.search.step_time import StepTime, Traffic, seconds_of, spread, step_time
+from drivetrain_plan.search.step_time import StepTime, Traffic, seconds_of, spread, step_time, traffic_of
 
 NONE = BatchFigures(first=StepFigures(), further=StepFigures())
 MODEL = ModelFigures(
@@ -73,3 +73,27 @@ def test_a_kind_of_collective_has_a_rate_of_its_own() -> None:
     assert time_of(StepFigures(), sent).seconds == pytest.approx(0.75)
     assert time_of(StepFigures(), sent, shares={"reduce_scatter": 0.25}).seconds == pytest.approx(3)
     assert time_of(StepFigures(), sent, shares={"all_gather": 0.25}).seconds == pytest.approx(0.75)
+
+
+def test_what_shards_send_follows_from_their_strategy_and_not_from_the_program_of_another() -> None:
+    of_two = StepFigures(weights=50, gradients=50, payloads={("fsdp", "all_gather"): 999.0},
+                         calls={("fsdp", "all_gather"): 1.0})  # fmt: skip
+    sent = {
+        choice.name: dict(traffic_of(MODEL, choice, of_two).payloads)
+        for choice in (
+            PlanChoice(shard=2, strategy="full_shard"),
+            PlanChoice(shard=2, strategy="shard_grad_op"),
+            PlanChoice(data=2, shard=2, strategy="full_shard"),
+            PlanChoice(data=2, checkpointing="full"),
+        )
+    }
+    gathered, summed = (
+        {("fsdp", "all_gather"): 200.0, ("fsdp", "reduce_scatter"): 100.0},
+        ("data", "all_reduce"),
+    )
+    assert sent["FSDP 2"] == gathered
+    assert sent["FSDP grad-op 2"] == {**gathered, ("fsdp", "all_gather"): 100.0}
+    assert sent["DDP 2 x FSDP 2"] == {**gathered, summed: 50.0}
+    assert sent["DDP 2, recomputed"] == {summed: 50.0}
+    counted = traffic_of(MODEL, PlanChoice(shard=2, strategy="full_shard"), of_two, is_counted=True)
+    assert counted.payloads == of_two.payloads
