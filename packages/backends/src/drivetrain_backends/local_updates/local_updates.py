@@ -118,11 +118,8 @@ class LocalUpdates:
         An exchange that is under way is begun anew. Weights that were exchanged after this very step are left: the
         outer optimizer's momentum would move them once more.
         """
-        waiting = [
-            place
-            for place, (fragment, step) in enumerate(zip(self._fragments, self._exchanged, strict=True))
-            if not fragment.outer or step != self.num_steps
-        ]
+        is_counted = bool(self._prepared.optimizers)
+        waiting = [n for n, step in enumerate(self._exchanged) if step != self.num_steps or not is_counted]
         for place in waiting:
             self._fragments[place].drop()
             self._fragments[place].begin()
