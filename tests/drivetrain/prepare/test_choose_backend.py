@@ -32,17 +32,18 @@ ROOM_FOR_SHARDS = 2_100_000
 
 
 @contextmanager
-def room_of(size_bytes: int | None = None) -> Iterator[None]:
-    """Let this rank's planner find so many bytes beside the model's own weights."""
+def room_of(size_bytes: int | None = None, *, rates: Path | None = None) -> Iterator[None]:
+    """Let this rank's planner find so many bytes beside the model's own weights; `rates` is the file of rates."""
     real = free_bytes
 
     def found(device: torch.device) -> int | None:
         return real(device) if size_bytes is None else size_bytes
 
-    rates = Path(gettempdir()) / "drivetrain_tests" / "rates.json"  # measured once for all ranks and tests
+    # Measured once for all ranks and tests.
+    cache = Path(gettempdir()) / "drivetrain_tests" / "rates.json" if rates is None else rates
     with (
         patch("drivetrain_plan.detected._free", lambda device, _: found(device)),
-        patch("drivetrain_plan.detected.default_cache", lambda: rates),
+        patch("drivetrain_plan.detected.default_cache", lambda: cache),
     ):
         yield
 
@@ -154,8 +155,8 @@ def test_a_setting_that_contradicts_the_choice_is_refused() -> None:
             accelerator.prepare(*parts())
 
 
-def test_a_choice_draws_and_reads_nothing_of_the_loop() -> None:
-    with room_of(), accelerator_of("auto") as accelerator:
+def test_a_choice_draws_and_reads_nothing_of_the_loop(tmp_path: Path) -> None:
+    with room_of(rates=tmp_path / "rates.json"), accelerator_of("auto") as accelerator:  # which measures
         objects = parts()
         before = torch.get_rng_state()
         _, _, loader = accelerator.prepare(*objects)

@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import skip_init
 
 from drivetrain_dispatch.planning.bandwidth import default_cache, recalled, remembered
 from drivetrain_dispatch.planning.hardware import hardware_of
@@ -126,7 +127,10 @@ def _measure(context: Context) -> dict[str, float]:
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found["memory_rate"] = 2 * _COPIED_BYTES / _seconds(device, lambda: target.copy_(source))
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(_NUM_LAYERS))).to(device)
+    # Not initialised, which would draw from the loop's own generator.
+    layers = nn.Sequential(*(skip_init(nn.Linear, 1, 1, device=device) for _ in range(_NUM_LAYERS)))
+    for parameter in layers.parameters():
+        nn.init.ones_(parameter)
     one = torch.ones(1, 1, device=device)
     with StepTally() as tally:
         layers(one).backward()
