@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain_plan import PlanChoice, PlanError
+from drivetrain_plan.choice import Strategy
 from planned_models import Perceptron
 
 
@@ -64,3 +65,21 @@ def test_a_folder_on_nvme_is_the_users_to_name(tmp_path: Path) -> None:
                 ):
                     accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     assert found == {False: False, True: True}
+
+
+@pytest.mark.parametrize(
+    ("said", "allowed"),
+    [
+        ({"offload_param": "cpu"}, {"zero2": False, "zero3": True}),
+        ({"offload_optimizer": "cpu", "offload_param": "none"}, {"zero2": True, "zero3": False}),
+    ],
+)
+def test_a_said_place_is_kept_by_the_stage_that_is_chosen(
+    said: dict[str, str], allowed: dict[Strategy, bool]
+) -> None:
+    sections = {"run": {"show_plan": False}, "deepspeed": {"stage": "auto", **said}}
+    with Accelerator(backend="deepspeed", cpu=True, sections=sections) as accelerator:
+        open_backend = accelerator._parts.open_backend  # pyright: ignore[reportPrivateUsage]
+        assert open_backend is not None
+        found = {one: open_backend.allows(PlanChoice(strategy=one, offload="host")) for one in allowed}
+        assert found == allowed

@@ -273,6 +273,22 @@ def test_moments_are_averaged_by_weight_and_begin_anew_where_a_replica_has_none(
 
 
 @ON_TWO
+def test_weights_of_an_optimizer_that_does_not_count_are_exchanged_too() -> None:
+    with accelerator_of("ddp") as accelerator:
+        model: Any = model_of()
+        first, *rest = model.parameters()
+        model, often, _seldom = accelerator.prepare(model, SGD([first], lr=0.1), SGD(rest, lr=0.1))
+        with accelerator.local_updates(model, every=10, outer=OUTER) as local:
+            accelerator.backward(loss_of(model, 0, accelerator.process_index))
+            often.step()
+            assert local.num_steps == 0
+        of_ranks = accelerator.gather(
+            next(accelerator.unwrap_model(model).parameters()).detach()[None].clone()
+        )
+        torch.testing.assert_close(of_ranks[0], of_ranks[1], rtol=0, atol=0)
+
+
+@ON_TWO
 def test_an_export_in_the_block_is_of_one_model(shared: Path) -> None:
     with accelerator_of("ddp") as accelerator:
         model: Any = model_of()

@@ -140,29 +140,7 @@ def measure_model(
     """
     model = source.build()
     counts = num_blocks(model)
-    blocks = plan_blocks(model, asked="fsdp.wrap").blocks
-    sizes = {name: _size_bytes(model.get_submodule(name)) for name in blocks}
-    num_parameters, experts, num_experts = sum(p.numel() for p in model.parameters()), 0.0, 0
-    try:
-        cuts = {p: cut for _, p, cut in named_cuts(model, plan_experts(model, 1))}
-        experts = float(sum(p.numel() * p.itemsize for p in cuts))
-        num_experts = next((cut.num_units for cut in cuts.values()), 0)
-    except ParallelPlanError:
-        pass  # lists of experts are not divided
-    outside = _size_bytes(model) - sum(sizes.values())
-    known = ModelFigures(
-        name=source.name,
-        num_parameters=num_parameters,
-        num_tokens=num_tokens,
-        num_blocks=sum(counts.values()),
-        block_weights=max(sizes.values(), default=0),
-        outside_weights=outside,
-        gathered_share=1.0 if mode.autocast is None else mode.autocast.itemsize / _dtype_of(model).itemsize,
-        plain=BatchFigures(first=StepFigures(), further=StepFigures()),
-        sharded={},
-        num_experts=num_experts,
-        expert_weights=experts,
-    )
+    known = _sizes_of(model, source.name, mode, num_tokens, sum(counts.values()))
     figures, pins = partial(run_extrapolated, run, counts), pins or {}
     is_undivided = pins.get("tensor") == pins.get("context") == 1
     size = pins.get("micro_batch") if is_undivided else None
@@ -178,7 +156,9 @@ def measure_model(
         plain = of_batches()
         sharded = {kind: of_batches(shard=2, strategy="full_shard", checkpointing=kind) for kind in kinds}
     except CostError as error:
-        return replace(known, **formula_figures(model, num_tokens, num_parameters, kinds), why=str(error))
+        return replace(
+            known, **formula_figures(model, num_tokens, known.num_parameters, kinds), why=str(error)
+        )
     known = replace(known, plain=plain, sharded=sharded)
     if is_undivided:
         return known
@@ -186,6 +166,34 @@ def measure_model(
     divides_sequences = num_tokens >= 2 * LEAST_TOKENS or pins.get("context", 1) > 1
     halves, tensor_sizes = _divisions(few, figures, most_tensor, divides_sequences=divides_sequences)
     return replace(known, halves=halves, tensor_sizes=tensor_sizes)
+
+
+def _sizes_of(
+    model: nn.Module, name: str, mode: TrainingMode, num_tokens: int, num_repeated: int
+) -> ModelFigures:
+    """Return what a model's parameters alone tell; what its programs tell is left empty."""
+    blocks = plan_blocks(model, asked="fsdp.wrap").blocks
+    sizes = [_size_bytes(model.get_submodule(block)) for block in blocks]
+    experts, num_experts = 0.0, 0
+    try:
+        cuts = {p: cut for _, p, cut in named_cuts(model, plan_experts(model, 1))}
+        experts = float(sum(p.numel() * p.itemsize for p in cuts))
+        num_experts = next((cut.num_units for cut in cuts.values()), 0)
+    except ParallelPlanError:
+        pass  # lists of experts are not divided
+    return ModelFigures(
+        name=name,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_tokens=num_tokens,
+        num_blocks=num_repeated,
+        block_weights=max(sizes, default=0),
+        outside_weights=_size_bytes(model) - sum(sizes),
+        gathered_share=1.0 if mode.autocast is None else mode.autocast.itemsize / _dtype_of(model).itemsize,
+        plain=BatchFigures(first=StepFigures(), further=StepFigures()),
+        sharded={},
+        num_experts=num_experts,
+        expert_weights=experts,
+    )
 
 
 def _divisions(

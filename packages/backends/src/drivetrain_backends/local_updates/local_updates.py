@@ -77,7 +77,8 @@ class LocalUpdates:
             Fragment([trained[place] for place in part], averaged.get(part, []), group, outer)
             for part in parts
         ]
-        # The step after which the replicas' weights of a fragment became equal; None where they differ.
+        self._num_moves = 0  # steps of all optimizers, of which the last alone counts for the plan
+        # The move after which the replicas' weights of a fragment became equal; None where they differ.
         self._exchanged: list[int | None] = [0] * len(parts)
         self._group = group
 
@@ -91,9 +92,9 @@ class LocalUpdates:
         assert isinstance(self._prepared, SupportsLocalSteps)
         self.renew()  # the weights may have moved since
         self._held.enter_context(self._prepared.trained_alone())
-        for optimizer in self._prepared.optimizers[-1:]:
-            before = optimizer.on_step
-            optimizer.on_step = [*before, self._count]
+        for optimizer in self._prepared.optimizers:
+            before, is_last = optimizer.on_step, optimizer is self._prepared.optimizers[-1]
+            optimizer.on_step = [*before, self._move, *([self._count] if is_last else [])]
             self._held.callback(setattr, optimizer, "on_step", before)
         self.is_open = True
         return self
@@ -115,17 +116,17 @@ class LocalUpdates:
     def exchange(self) -> None:
         """Exchange all weights now. Called on all ranks.
 
-        An exchange that is under way is begun anew. Weights that were exchanged after this very step are left: the
-        outer optimizer's momentum would move them once more.
+        An exchange that is under way is begun anew. Weights that no optimizer has moved since their exchange are
+        left: the outer optimizer's momentum would move them once more.
         """
         is_counted = bool(self._prepared.optimizers)
-        waiting = [n for n, step in enumerate(self._exchanged) if step != self.num_steps or not is_counted]
+        waiting = [n for n, move in enumerate(self._exchanged) if move != self._num_moves or not is_counted]
         for place in waiting:
             self._fragments[place].drop()
             self._fragments[place].begin()
         for place in waiting:
             self._fragments[place].end()
-            self._exchanged[place] = self.num_steps
+            self._exchanged[place] = self._num_moves
         self._forget_sums()
 
     @torch.no_grad()
@@ -173,7 +174,10 @@ class LocalUpdates:
         """Take the model's weights for the outer ones, as after loading. Called on all ranks."""
         for fragment in self._fragments:
             fragment.renew()
-        self._exchanged = [self.num_steps] * len(self._fragments)
+        self._exchanged = [self._num_moves] * len(self._fragments)
+
+    def _move(self) -> None:
+        self._num_moves += 1
 
     def _count(self) -> None:
         """Count an inner step, and begin or end what the plan says."""
@@ -183,7 +187,7 @@ class LocalUpdates:
         # With a delay of 0, what has begun ends here.
         if (ended := self.plan.ends(self.num_steps)) is not None:
             self._fragments[ended].end(local_share=self.plan.local_share if self.plan.delay else 0.0)
-            self._exchanged[ended] = None if self.plan.delay else self.num_steps
+            self._exchanged[ended] = None if self.plan.delay else self._num_moves
             self._forget_sums()
 
     def _forget_sums(self) -> None:

@@ -305,12 +305,14 @@ class Accelerator(Ranks, Training, Saving, Results):
             every: The optimizer steps between two exchanges of a weight.
             outer: A function from parameters to the optimizer that steps on the replicas' mean distance (DiLoCo);
                 None averages the weights (local SGD).
-            fragments: The parts of the model, of equal size, that are exchanged in turn.
+            fragments: The number of parts of the model, of about equal size, that are exchanged in turn.
             delay: The steps that replicas train on while an exchange is under way; 0 waits for it.
             local_share: The share of a replica's own weights that it keeps where an exchange arrives late.
 
         Raises:
-            ValueError: A number is out of range, or the backend has no replicas that can train apart.
+            ValueError: A number is out of range, the mesh has no replicas that can train apart, no optimizer trains
+                the model, or one holds states in few bits.
+            RuntimeError: The backend, or a setting of it, does not let replicas step apart.
         """
         from drivetrain.accelerator.equal_replicas import EqualReplicas
         from drivetrain_backends.local_updates.exchange_plan import ExchangePlan

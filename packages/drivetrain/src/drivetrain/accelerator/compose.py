@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from drivetrain.parts.checkpointers import Checkpointers
-from drivetrain.parts.open_backend import AUTO, OpenBackend, leaves_open, without_auto
+from drivetrain.parts.open_backend import AUTO, OpenBackend, leaves_open
 from drivetrain.parts.parts import Parts
 from drivetrain.parts.prepared import PreparedObjects
 from drivetrain.parts.sections import Sections
@@ -126,7 +126,8 @@ def _build(
 
     settings = None if run.backend == AUTO else given.of_backend(backend_class)
     is_open = run.backend == AUTO or leaves_open(settings)
-    backend = make(backend_class, window, without_auto(settings))
+    # Until it is chosen, one of its kind stands in, which trains nothing: what is said may need what is not yet.
+    backend = make(backend_class, window, type(settings)() if is_open and settings is not None else settings)
     reading = LoaderTracker()
     # Sections refuses names of trackers without a project_dir.
     named = make_trackers(run.log_with, run.project_dir or "", settings=given.tracking)

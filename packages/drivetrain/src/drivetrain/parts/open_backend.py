@@ -24,14 +24,6 @@ def leaves_open(settings: Any) -> bool:
     return settings is not None and any(getattr(settings, each.name) == AUTO for each in fields(settings))
 
 
-def without_auto(settings: Any) -> Any:
-    """Return settings with the defaults in place of what is left to the planner."""
-    if settings is None:
-        return None
-    named = {each.name: each.default for each in fields(settings) if getattr(settings, each.name) == AUTO}
-    return replace(settings, **named)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenBackend:
     """A backend that is not chosen yet, by what the settings say of it.
@@ -105,7 +97,10 @@ class OpenBackend:
                     f"{choice.name}, with {value!r}: leave it out, or name backend={section!r} with what is to be "
                     "chosen at 'auto'"
                 )
-        settings = replace(without_auto(known.value), **values)
+        unsaid = {
+            one.name: one.default for one in fields(known.value) if getattr(known.value, one.name) == AUTO
+        }
+        settings = replace(known.value, **{**unsaid, **values})
         return self.make(kind, window, settings), tuple(f"{section}.{name}" for name in values)
 
     def _section_of(self, kind: type[Backend]) -> str:

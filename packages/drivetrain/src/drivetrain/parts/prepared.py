@@ -66,9 +66,8 @@ class PreparedObjects:
                 for parameter in _parameters_of(one.unwrap()):
                     self._holders.setdefault(parameter, one)
             for optimizer in one.optimizers:
-                optimizer.on_step = optimizer.on_step or tuple(
-                    self.on_step
-                )  # a known one may have got more since
+                # A known one keeps what it has: more may have been added since.
+                optimizer.on_step = optimizer.on_step or tuple(self.on_step)
 
         self._trained = [one for one in self.models if one.optimizers]
 

@@ -28,10 +28,9 @@ class StepCheck:
     def __init__(self, parts: Parts, plan: TrainingPlan, *, not_modelled: str) -> None:
         self._parts: Parts | None = parts
         self._plan, self._not_modelled = plan, not_modelled
-        self._last: int | None = (
-            None  # the optimizers' count when this last looked: a loaded run begins above 0
-        )
-        self._step = 0  # of those counted here
+        # The optimizers' count when this last looked, and the steps counted here: a loaded run begins above 0.
+        self._last: int | None = None
+        self._step = 0
         self._begun = 0.0
         self._peaks = ()
 
