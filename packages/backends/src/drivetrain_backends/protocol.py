@@ -141,6 +141,23 @@ class SupportsLocalSteps(Protocol):
 
 
 @runtime_checkable
+class SupportsPieces(Protocol):
+    """A prepared model that trains a batch in micro-batches of its own, as a pipeline does; it has no `backward`."""
+
+    def train_pieces(self, batch: Any, loss: Callable[[Any, Any], Any], model: Any) -> Tensor:
+        """Add the gradients of a batch, and return its loss, of shape (). Called on all ranks.
+
+        A mean is that of the micro-batches, by their samples; a sum with a count is the sum.
+
+        Args:
+            batch: The batch, cut along the first dimension of its tensors.
+            loss: The function of the model and a micro-batch, as `train_step` takes it.
+            model: The first argument of `loss`.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsWaitWatch(Protocol):
     """A backend whose backwards end with a wait for the other ranks, and which knows when the wait begins."""
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from drivetrain_backends.errors import PairingError
-from drivetrain_backends.protocol import Prepared
+from drivetrain_backends.protocol import Prepared, SupportsPieces
 
 StepLoss: TypeAlias = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -46,9 +46,13 @@ def train_step(
         raise PairingError(
             f"train_step() of {type(prepared.unwrap()).__name__}: no optimizer was prepared with it; prepare() one"
         )
-    found = loss(prepared.model if model is None else model, batch)
-    value, count = found if isinstance(found, tuple) else (found, None)
-    (prepared.backward if backward is None else backward)(value, count=count)
+    model = prepared.model if model is None else model
+    if isinstance(prepared, SupportsPieces):
+        value = prepared.train_pieces(batch, loss, model)
+    else:
+        found = loss(model, batch)
+        value, count = found if isinstance(found, tuple) else (found, None)
+        (prepared.backward if backward is None else backward)(value, count=count)
     if max_norm is not None:
         prepared.clip(norm=max_norm)
     stepped, skipped, norm = False, False, None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch.autograd.function import once_differentiable as _once_differentiable
@@ -16,18 +17,21 @@ unseen_by_modes = _disable_current_modes  # a context or decorator: modes see no
 
 
 @contextmanager
-def exchanged_parameters(module: nn.Module, exchange: Callable[[Tensor], Tensor]) -> Generator[None]:
+def exchanged_parameters(
+    module: nn.Module, exchange: Callable[[Tensor], Tensor], *, with_buffers: bool = False
+) -> Generator[None]:
     """Have a module's own parameters read as other tensors, which need be none of `nn.Parameter`.
 
     A forward reads them through the module's dict of parameters, which only takes parameters from outside.
     """
-    own = module._parameters  # pyright: ignore[reportPrivateUsage]
-    read = {name: p if p is None else exchange(p) for name, p in own.items()}
-    module._parameters = read  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage]
+    names = ("_parameters", "_buffers") if with_buffers else ("_parameters",)
+    own: dict[str, dict[str, Tensor | None]] = {name: vars(module)[name] for name in names}
+    for name, held in own.items():
+        vars(module)[name] = {key: one if one is None else exchange(one) for key, one in held.items()}
     try:
         yield
     finally:
-        module._parameters = own  # pyright: ignore[reportPrivateUsage]
+        vars(module).update(own)
 
 
 def shared_attributes(module: nn.Module) -> dict[int, Any]:
@@ -41,15 +45,27 @@ def shared_attributes(module: nn.Module) -> dict[int, Any]:
     return {id(value): value.copy() if isinstance(value, dict) else value for value in others}
 
 
-def make_wrapper(kind: type[T], part: Tensor, shape: Sequence[int], strides: Sequence[int]) -> T:
-    """Return a tensor of a subclass without values of its own, of the dtype and on the device of `part`."""
+def make_wrapper(
+    kind: type[T],
+    part: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    *,
+    device: torch.device | None = None,
+) -> T:
+    """Return a tensor of a subclass without values of its own, of the dtype and by default the device of `part`."""
     make: Any = kind._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage]
-    return make(kind, shape, strides=strides, dtype=part.dtype, device=part.device)
+    return make(kind, shape, strides=strides, dtype=part.dtype, device=device or part.device)
 
 
 def changes_in_place(operator: Any) -> bool:
     """Return whether an operator of torch changes one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def changes_shape_in_place(operator: Any) -> bool:
+    """Return whether an operator of torch changes the shape or strides of one of its arguments, as `t_` does."""
+    return torch.Tag.inplace_view in operator.tags
 
 
 def once_differentiable(backward: Backward) -> Backward:

@@ -114,7 +114,7 @@ class ParallelDims:
     )
     context: int | None = _setting("Number of processes that divide each sequence.")
     tensor: int | None = _setting("Number of processes that divide each layer.")
-    pipeline: int | None = _setting("Number of stages of layers; no backend makes any yet.")
+    pipeline: int | None = _setting("Number of processes that each hold some of the layers.")
     expert: int | None = _setting(
         "Number of processes that hold different experts; divides shard x context x tensor."
     )
@@ -122,6 +122,27 @@ class ParallelDims:
         "How the context dimension divides attention: ranks exchange heads (Ulysses), or gather keys and values; "
         "unset: by heads where they divide.",
         needs="context",
+    )
+    pipeline_schedule: (
+        Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dual_pipe_v"]
+        | None
+    ) = _setting(
+        "The order of the forwards and backwards of micro-batches; unset: 1f1b, as many forwards ahead as stages "
+        "follow. All but gpipe and 1f1b give each process two stages.",
+        needs="pipeline",
+    )
+    pipeline_micro_batches: int | None = _setting(
+        "Number of micro-batches that a batch of train_step() is cut into; unset: four for each process of the "
+        "pipeline.",
+        needs="pipeline",
+    )
+    pipeline_splits: tuple[str, ...] | None = _setting(
+        "Names of the blocks that begin a stage, but the first stage's; unset: stages with equally many parameters.",
+        needs="pipeline",
+    )
+    pipeline_last: tuple[str, ...] | None = _setting(
+        "Patterns of the names of modules that run after the blocks, though the model lists them before.",
+        needs="pipeline",
     )
     sequence: bool = _setting(
         "Whether the tensor dimension also divides what stands between divided layers, such as norms and residuals, "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain_backends.composed.divided_layers import across_axes
 from drivetrain_backends.composed.divided_sequences import refuse_divided
 from drivetrain_backends.composed.prepared import ComposedPrepared
+from drivetrain_backends.composed.staged_prepared import BY_TRAIN_STEP, StagedPrepared
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
 from drivetrain_backends.errors import AccumulationError, PairingError
 from drivetrain_backends.gradients.accumulation import AccumulationWindow
@@ -166,7 +167,8 @@ class ComposedBackend:
             for transform in reversed(applied):
                 transform.release(model)
             raise
-        return ComposedPrepared(called, context=self.context, tracker=self._tracker, strategy=self.strategy)
+        kind = ComposedPrepared if self.strategy.stages is None else StagedPrepared
+        return kind(called, context=self.context, tracker=self._tracker, strategy=self.strategy)
 
     def release(self, prepared: ComposedPrepared) -> None:
         """Undo every transform of a model, as far as torch can."""
@@ -185,6 +187,8 @@ class ComposedBackend:
                 if self._is_closed
                 else "backward() before prepare(model): there is no model to reduce gradients for"
             )
+        if self.strategy.stages is not None:
+            raise AccumulationError(BY_TRAIN_STEP)
         owners = self._trained or self._tracker.groups
         if len(owners) > 1 and count is not None:
             raise AccumulationError(
@@ -202,6 +206,8 @@ class ComposedBackend:
         options: BackwardOptions = ONCE,
     ) -> None:
         """Add the gradients of a loss that trains several models; see `Backend.backward_of`."""
+        if self.strategy.stages is not None:
+            raise AccumulationError(BY_TRAIN_STEP)
         chosen = [one.group for one in self._prepared if any(one is prepared for prepared in models)]
         if not chosen:
             raise AccumulationError(

@@ -22,6 +22,8 @@ from drivetrain_backends.composed.divided_sequences import (
     compare_first_input,
     refuse_divided,
 )
+from drivetrain_backends.composed.stage_layout import StageLayout
+from drivetrain_backends.composed.stages import KeepStages
 from drivetrain_backends.composed.strategy import ModelTransform, StepGuard, Strategy
 from drivetrain_backends.gradients.tracker import GradientGroup
 from drivetrain_backends.modules.compile import unwrap_compiled
@@ -60,6 +62,8 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
     Raises:
         ValueError: The strategy or the mesh does not divide experts.
     """
+    if context.ranks("pipeline").size > 1:
+        strategy = in_stages(strategy, context)
     if context.ranks("context").size > 1:
         strategy = replace(strategy, transforms=(DivideSequences(context), *strategy.transforms))
     if context.ranks("expert").size > 1:
@@ -75,6 +79,26 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
         transforms=(divide, *strategy.transforms),
         layout=layout,
         guards=(*strategy.guards, WholeWeightsGuard(layout)),
+    )
+
+
+def in_stages(strategy: Strategy, context: Context) -> Strategy:
+    """Return a strategy of whole models for models in stages.
+
+    Raises:
+        ValueError: Sequences are to be divided too.
+    """
+    if context.ranks("context").size > 1:
+        raise ValueError(
+            f"parallel.context={context.ranks('context').size} with parallel.pipeline: sequences that are divided do "
+            "not pass between stages yet; leave one of the two out"
+        )
+    stages = KeepStages(context)
+    return replace(
+        strategy,
+        transforms=(stages, *strategy.transforms),
+        layout=StageLayout(strategy.layout, stages),
+        stages=stages,
     )
 
 

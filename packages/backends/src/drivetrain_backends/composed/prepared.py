@@ -54,6 +54,7 @@ class ComposedPrepared:
         self._gradients = strategy.gradients
         self._layout = strategy.layout
         self._guards = strategy.guards
+        self._stages = strategy.stages
         self._direct = strategy.direct
         self._known = KnownParameters(self.unwrap())  # as the transforms have left them
         self._untold = set[Optimizer]()  # low-bit ones, until their first step has made their states

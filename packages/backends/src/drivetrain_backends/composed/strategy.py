@@ -97,6 +97,7 @@ class Strategy:
             `zero_grad`; None if it always does.
         averages_experts: Whether the gradients of experts that ranks divide are averaged over those ranks alone that
             hold the same ones.
+        stages: The transform that keeps the layers of some stages, one of `transforms`; None without a pipeline.
     """
 
     transforms: tuple[ModelTransform, ...]
@@ -106,3 +107,4 @@ class Strategy:
     building: Callable[[], AbstractContextManager[Any]] | None = None
     direct: Callable[[], AbstractContextManager[None]] | None = None
     averages_experts: bool = False
+    stages: ModelTransform | None = None

@@ -212,7 +212,8 @@ class Replicate(ModelTransform):
         with compat.leaving_out(model, packed):
             replica = Replica(
                 model,
-                at_close=settings.reduce == "at_close",
+                # The backwards of a pipeline's micro-batches come by turns, for which DDP's reducer is not made.
+                at_close=settings.reduce == "at_close" or context.ranks("pipeline").size > 1,
                 device_ids=None if context.device.type == "cpu" else [context.device],
                 process_group=context.ranks("counts").process_group,
                 **buffers,

@@ -83,7 +83,7 @@ class ShardedGradients(ParameterGradients):
             for one in self._models.values():
                 one.hooks.carry()
             try:
-                super().backward(loss, models)
+                super().backward(loss, models, options=options)
             except RuntimeError as error:
                 check_unconverted((one.sharded for one in self._models.values()), error)
                 raise

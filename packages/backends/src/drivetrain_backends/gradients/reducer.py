@@ -21,11 +21,13 @@ class BackwardOptions:
         retain_graph: Whether the graph is kept for another backward.
         create_graph: Whether the gradients get a graph for second derivatives; True also keeps the loss's graph.
         inputs: The leaves that get gradients; None for all.
+        gradient: The gradient of what backward begins with, if that is no loss.
     """
 
     retain_graph: bool = False
     create_graph: bool = False
     inputs: Sequence[Tensor] | None = None
+    gradient: Tensor | None = None
 
     @property
     def said(self) -> str:
@@ -38,6 +40,7 @@ class BackwardOptions:
     def run(self, loss: Tensor) -> None:
         """Run torch's backward of a loss."""
         loss.backward(
+            gradient=self.gradient,
             retain_graph=self.retain_graph or self.create_graph,
             create_graph=self.create_graph,
             inputs=self.inputs,
@@ -74,7 +77,8 @@ class GradientReducer:
         an AccumulationError.
         """
         del models
-        options.run(loss if self.scaler is None else self.scaler.scale(loss))
+        is_scaled = self.scaler is None or options.gradient is not None  # which follows from a scaled loss
+        options.run(loss if is_scaled or self.scaler is None else self.scaler.scale(loss))
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the leaves of these models in a loss's graph: the parameters, or tensors that replace them."""

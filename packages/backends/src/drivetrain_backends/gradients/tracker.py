@@ -437,6 +437,26 @@ class GradientTracker:
             if group.stage == "open":
                 group.record()
 
+    def begin_pieces(self, group: GradientGroup) -> Tensor:
+        """Open the gradients of a batch whose backward comes in pieces; return the divisor of their losses.
+
+        A mean counts as one item. Called on all ranks.
+        """
+        if self.scaler is not None:
+            self.move_scale()
+        if all(one.stage in ("empty", "used") for one in self.groups):
+            self.reference.renew()
+        group.add_loss(0.0)
+        self.in_backward = True
+        return self.reference.value(1.0)
+
+    def end_pieces(self, group: GradientGroup, count: Tensor) -> None:
+        """Record the number of items of the pieces."""
+        self.in_backward = False
+        group.losses = group.losses._replace(num_items=group.losses.num_items + count)
+        group.record()
+        self.last_backward = self.window.begun
+
     def _writes_to_watch(self) -> Writes | None:
         """Return a record of writes to parameters from now on; None for most backwards after the first ones."""
         self._until_look -= 1

@@ -61,9 +61,6 @@ def compose(
         given.state, hang_report_directory=given.state.hang_report_directory or given.run.project_dir
     )
     parallelism = given.parallel if given.parallel.is_said else None
-    if (size := given.parallel.pipeline) not in (None, 1):
-        source = given.resolved["parallel"].sources["pipeline"]
-        raise ConfigError(f"{source}: parallel.pipeline={size}: no backend divides along it yet")
     context = connect(state, parallelism=parallelism, needs_group=needs_group)
     with ExitStack() as undo:
         undo.callback(context.close)  # a failure below must not leave a process group behind

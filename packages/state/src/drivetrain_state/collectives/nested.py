@@ -36,7 +36,10 @@ def tensors_in(data: Nested) -> list[torch.Tensor]:
 
 
 def rebuild(data: Data, tensors: Iterator[torch.Tensor]) -> Data:
-    """Return the structure of `data` with each tensor replaced by the next one from `tensors`."""
+    """Return the structure of `data` with each tensor replaced by the next one from `tensors`.
+
+    A leaf that is no tensor is kept.
+    """
     return cast("Data", _rebuild(data, tensors))
 
 
@@ -94,14 +97,15 @@ def _rebuild(data: Nested, tensors: Iterator[torch.Tensor]) -> Nested:
             in_order = {key: values[key] for key in mapping}
             return in_order if type(mapping) is dict else cast("Any", type(mapping))(in_order)
         filled = copy(mapping)  # keeps attributes that are not items
-        filled.update(values)
+        for key, value in values.items():  # the outputs of transformers' models refuse `update`
+            filled[key] = value
         return filled
     if isinstance(data, (list, tuple)):
         children = [_rebuild(child, tensors) for child in cast("list[Any]", data)]
         kind = cast("Any", type(data))
         return kind._make(children) if hasattr(kind, "_make") else kind(children)
-    if data is None:
-        return None
+    if not is_dataclass(data) or isinstance(data, type):
+        return data
     filled = copy(data)
     for f in fields(data):
         # Frozen dataclasses refuse setattr.

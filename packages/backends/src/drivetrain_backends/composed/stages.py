@@ -1,0 +1,194 @@
+"""Pipeline parallelism for any strategy: each rank keeps the layers of its stages, and trains them by a schedule."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain_backends.composed.divided_sequences import check_same_plan, compare_first_input
+from drivetrain_backends.composed.strategy import ModelTransform
+from drivetrain_backends.modules.compile import strip_wrapper_prefix, unwrap_compiled
+from drivetrain_parallel.layers.divided_layers import with_forward
+from drivetrain_parallel.stages.links import GroupLinks
+from drivetrain_parallel.stages.runner import StageRunner
+from drivetrain_parallel.stages.schedules import find_schedule
+from drivetrain_parallel.stages.stage_model import keep_stages
+from drivetrain_parallel.stages.stage_plan import StagePlan, plan_stages
+from drivetrain_state import Context, gather_object
+from drivetrain_state.collectives.nested import leaves_with_paths, rebuild
+from drivetrain_state.mesh import ParallelDims
+from drivetrain_state.rank_group import end_group
+
+logger = logging.getLogger(__name__)
+PIECES_PER_RANK = 4  # micro-batches of a batch for each rank of a pipeline, if the settings do not say
+
+
+class StagedModel:
+    """A model of which this rank keeps some stages.
+
+    Attributes:
+        runner: What runs the stages.
+        tensors: The whole model's tensors on meta, by name.
+        holders: The positions, among the ranks of the pipeline, of those that hold an entry.
+        shared: The group of the ranks that hold a parameter, of parameters that several hold.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        state = model.state_dict(keep_vars=True)
+        self.tensors = {
+            strip_wrapper_prefix(name): torch.empty_like(value, device="meta")
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        self.holders: Mapping[str, tuple[int, ...]] = {}
+        self.runner: StageRunner
+        self.shared: dict[str, ProcessGroup] = {}
+
+
+class KeepStages(ModelTransform):
+    """Keep the layers of this rank's stages of each model, and have a forward of the model pass through all ranks.
+
+    A model stays divided for as long as it lives: `release` changes nothing, and a later `prepare` takes it as it is.
+
+    Attributes:
+        models: The models that are divided, each with its `StagedModel`.
+        gone: The parameters of other ranks' stages.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.models: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._context = context
+        self._ranks = context.ranks("pipeline")
+        self._settings = context.parallelism or ParallelDims()
+        self.schedule = find_schedule(self._settings.pipeline_schedule or "1f1b")
+        self._plans: dict[nn.Module, StagePlan] = {}
+        self._shown: dict[str, str] = {}
+        self._groups: dict[tuple[int, int], ProcessGroup] = {}
+
+    @property
+    def num_pieces(self) -> int:
+        """The number of micro-batches that a batch is cut into, if it has as many samples."""
+        return self._settings.pipeline_micro_batches or PIECES_PER_RANK * self._ranks.size
+
+    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Plan the stages of new models.
+
+        Raises:
+            ValueError: A model has no blocks, or fewer than stages; or what the settings name is not there.
+        """
+        del optimizers
+        self._plans.clear()
+        for model in map(unwrap_compiled, models):
+            if model not in self.models:
+                self._plans[model] = plan_stages(
+                    model,
+                    self.schedule.ranks(self._ranks.size),
+                    splits=self._settings.pipeline_splits,
+                    last=self._settings.pipeline_last or (),
+                )
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Drop the layers of other stages. Called on all ranks."""
+        inner = unwrap_compiled(model)
+        if (plan := self._plans.pop(inner, None)) is None:
+            return model
+        check_same_plan(plan, inner, self._context, over="pipeline")
+        staged, before = StagedModel(inner), set(inner.parameters())
+        stages = keep_stages(inner, plan, self._ranks.index, device=self._context.device)
+        links = GroupLinks([self._ranks.ranks[rank] for rank in plan.ranks], self._groups_between(plan))
+        staged.runner = StageRunner(stages, self.schedule, links, self._ranks.size)
+        self.gone.update(dict.fromkeys(before.difference(inner.parameters()), True))
+        held = gather_object(self._context, list(map(strip_wrapper_prefix, inner.state_dict())), over="pipeline")
+        staged.holders = {
+            name: tuple(rank for rank, names in enumerate(held) if name in names) for name in staged.tensors
+        }
+        several = sorted({ranks for ranks in staged.holders.values() if len(ranks) > 1})
+        groups = {ranks: self._group_of(ranks) for ranks in several}
+        staged.shared = {
+            name: groups[ranks]
+            for name, ranks in staged.holders.items()
+            if len(ranks) > 1 and self._ranks.index in ranks
+        }
+        with_forward(inner, partial(self._forward, staged, plan))
+        compare_first_input(inner, self._context, over="pipeline")
+        self.models[inner] = staged
+        kept = [f"{plan.blocks_of(one)[0]} to {plan.blocks_of(one)[-1]}" for one in stages.stages]
+        self._shown[type(inner).__name__] = f"{plan.num_stages} stages, here {' and '.join(kept)}"
+        logger.info("%s: %s", type(inner).__name__, self._shown[type(inner).__name__])
+        return model
+
+    def applied(self) -> Mapping[str, object]:
+        """Return the stages, in words."""
+        said = "; ".join(f"{kind}: {stages}" for kind, stages in self._shown.items())
+        return {"stages": f"{self.schedule.name} among {self._ranks.size} ranks: {said}"} if said else {}
+
+    def _forward(
+        self, staged: StagedModel, plan: StagePlan, model: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a forward through all stages, unless a stage is running; return on all ranks what the last computes."""
+        if staged.runner.model.is_running:
+            return whole(model, *args, **kwargs)
+        found = staged.runner.evaluate(partial(whole, model, *args, **kwargs))
+        source, group = self._ranks.ranks[plan.ranks[-1]], self._ranks.process_group
+
+        def send(one: Tensor) -> Tensor:
+            is_here = self._ranks.index == plan.ranks[-1]
+            value = one.contiguous() if is_here else torch.empty(one.shape, dtype=one.dtype, device=self._context.device)
+            dist.broadcast(value.view(torch.uint8) if value.dtype == torch.bool else value, source, group=group)
+            return value
+
+        return rebuild(found, map(send, _tensors_of(found)))
+
+    def _groups_between(self, plan: StagePlan) -> Mapping[tuple[int, int], ProcessGroup]:
+        """Return the group for each direction between two stages. Called on all ranks."""
+        between = [(stage, stage + 1) for stage in range(plan.num_stages - 1)]
+        for pair in (*between, *((to, source) for source, to in between)):
+            if pair not in self._groups:
+                self._groups[pair] = self._ranks.new_group()
+                self._context.before_close(partial(end_group, self._groups[pair].group_name))
+        return self._groups
+
+    def _group_of(self, holders: Sequence[int]) -> ProcessGroup:
+        """Return the group of some ranks of this pipeline. Called on all ranks."""
+        made = [dist.new_group([part[at] for at in holders]) for part in self._ranks.parts]
+        group = next((one for one in made if isinstance(one, ProcessGroup)), None)
+        if group is not None:
+            self._context.before_close(partial(end_group, group.group_name))
+        return cast("ProcessGroup", group)  # not used on other ranks
+
+
+def cut_batch(batch: Any, number: int) -> list[tuple[Any, float]]:
+    """Return a batch in at most `number` pieces of about equal size, each with its share of the samples.
+
+    Tensors whose first dimension is that of the first tensor are cut along it; all else is in every piece.
+
+    Raises:
+        ValueError: There is no tensor with samples.
+
+    Example:
+        >>> [(piece["x"].tolist(), share) for piece, share in cut_batch({"x": torch.arange(3)}, 2)]
+        [([0], 0.3333333333333333), ([1, 2], 0.6666666666666666)]
+    """
+    tensors = _tensors_of(batch)
+    rows = next((len(one) for one in tensors if one.dim() and len(one)), None)
+    if rows is None:
+        raise ValueError("the batch of train_step() holds no tensor with samples along its first dimension")
+    ends = [rows * piece // min(number, rows) for piece in range(min(number, rows) + 1)]
+
+    def cut(start: int, stop: int) -> Any:
+        return rebuild(batch, (one[start:stop] if one.dim() and len(one) == rows else one for one in tensors))
+
+    return [(cut(start, stop), (stop - start) / rows) for start, stop in pairwise(ends)]
+
+
+def _tensors_of(data: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves_with_paths(data) if isinstance(leaf, Tensor)]

@@ -1,0 +1,84 @@
+"""Tensors that another stage computes: of a shape, a dtype and a device, without values.
+
+What depends on one is one. So a stage may run the whole forward of a model, of which it holds some layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain_parallel.compat import changes_in_place, changes_shape_in_place, make_wrapper, tree_map_only
+from drivetrain_parallel.errors import ParallelPlanError
+
+
+class AbsentTensor(Tensor):
+    """A tensor whose values another stage has. Operations on it give the shapes, on the meta device.
+
+    Raises:
+        ParallelPlanError: An operation asks for its values, or writes them to a tensor of this stage.
+    """
+
+    _like: Tensor  # on meta
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device) -> "AbsentTensor":
+        """Return a tensor like one on meta, that says it is on `device`."""
+        made = make_wrapper(cls, like, like.shape, like.stride(), device=device)
+        made._like = like
+        return made
+
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:
+        """Return the shape, in place of values."""
+        return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on meta; return absent tensors."""
+        del types
+        given: list[Tensor] = []
+        on_meta = tree_map_only(Tensor, lambda one: _on_meta(one, given), (tuple(args), dict(kwargs or {})))
+        device = (kwargs or {}).get("device") or next(
+            one.device for one in given if type(one) is AbsentTensor
+        )
+        if on_meta[1].get("device") is not None:
+            on_meta[1]["device"] = torch.device("meta")
+        written = changes_in_place(func)
+        if written and (type(given[0]) is not AbsentTensor or changes_shape_in_place(func)):
+            raise ParallelPlanError(f"{func} writes what another stage computes to a tensor of this one")
+        try:
+            found = func(*on_meta[0], **on_meta[1])
+        except (RuntimeError, NotImplementedError) as error:
+            raise ParallelPlanError(
+                f"{func} on a tensor that another stage computes, of shape {tuple(given[0].shape)}: {error}"
+            ) from error
+        if written:
+            return given[0]
+        return tree_map_only(Tensor, lambda one: AbsentTensor(one, torch.device(device)), found)
+
+
+def _on_meta(one: Tensor, given: list[Tensor]) -> Tensor:
+    given.append(one)
+    return one._like if isinstance(one, AbsentTensor) else one.to("meta")  # pyright: ignore[reportPrivateUsage]
+
+
+def absent_like(tensor: Tensor) -> AbsentTensor:
+    """Return an absent tensor of a tensor's shape, dtype and device."""
+    if isinstance(tensor, AbsentTensor):
+        return tensor
+    return AbsentTensor(torch.empty_like(tensor, device="meta"), tensor.device)
+
+
+def is_absent(value: object) -> bool:
+    """Return whether a value is a tensor that another stage computes."""
+    return isinstance(value, AbsentTensor)

@@ -1,0 +1,225 @@
+"""A model of which a rank holds some stages: its forward runs whole, on what this rank has.
+
+Outside of the running stage nothing is computed: parameters, blocks and what follows from them are absent tensors.
+The first block of a stage takes what the stage before sent, in place of the hidden states that would be absent; what
+the last block returns is sent to the next stage. The loss of the last stage follows from what it computed alone, or
+an absent tensor would reach it, which is an error.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_parallel.compat import exchanged_parameters, tree_map_only
+from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.layers.divided_layers import with_forward
+from drivetrain_parallel.planning.found_styles import make_of
+from drivetrain_parallel.planning.regions import drops
+from drivetrain_parallel.sequences.block_calls import BlockCall, states_of, with_states
+from drivetrain_parallel.stages.absent import AbsentTensor, absent_like, is_absent
+from drivetrain_parallel.stages.stage_plan import StagePlan
+from drivetrain_parallel.streams import RankStream
+
+
+def keep_stages(model: nn.Module, plan: StagePlan, rank: int, *, device: torch.device) -> "StageModel":
+    """Have a model hold the stages of one rank alone, in place; return what runs them. Nothing is sent.
+
+    Parameters and buffers of other ranks' stages are no longer listed by the model. Their attributes are absent
+    tensors, which say they are on `device`.
+    """
+    gone = {
+        name.rpartition(".")[0]
+        for name, holders in plan.holders.items()
+        if rank not in holders
+    }
+    blocks_gone = tuple(
+        block for stage in range(plan.num_stages) if plan.ranks[stage] != rank for block in plan.blocks_of(stage)
+    )
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks_gone)
+        prefix = f"{name}." if name else ""
+        for key, parameter in list(module._parameters.items()):  # pyright: ignore[reportPrivateUsage]
+            if parameter is not None and rank not in plan.holders[prefix + key]:
+                delattr(module, key)
+                vars(module)[key] = _absent(parameter, device)
+        for key, buffer in list(module._buffers.items()):  # pyright: ignore[reportPrivateUsage]
+            if buffer is not None and (inside or name in gone):
+                delattr(module, key)
+                vars(module)[key] = _absent(buffer, device)
+    return StageModel(model, plan, rank, device)
+
+
+def _absent(tensor: Tensor, device: torch.device) -> AbsentTensor:
+    return AbsentTensor(torch.empty_like(tensor, device="meta"), device)
+
+
+class StageModel:
+    """The stages of one rank, run one at a time.
+
+    Args:
+        model: The model, which `keep_stages` has left with this rank's stages.
+        plan: The plan of the stages.
+        rank: The position of this rank among those of the plan.
+        device: The device that the model runs on.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> None:
+        self.plan, self.rank = plan, rank
+        self.stages = tuple(stage for stage, one in enumerate(plan.ranks) if one == rank)
+        self._running: int | None = None
+        self._receive: Callable[[Tensor], Tensor] | None = None
+        self._output: Tensor | None = None
+        self._is_hooked = False
+        self._known: dict[object, Any] = {}  # what blocks of other stages return, by their make and the shape
+        self._model = model
+        is_random = any(drops(model.get_submodule(name)) for name in plan.blocks)
+        # Blocks of other ranks draw other numbers: otherwise they would drop the same elements of each.
+        self._stream = RankStream(rank, device, is_used=is_random)
+        makes: dict[object, int] = {}
+        for stage in range(plan.num_stages):
+            for name in plan.blocks_of(stage):
+                make = makes.setdefault(make_of(model.get_submodule(name)), len(makes))
+                self._exchange(name, stage, make)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the object itself: a copy of the model computes the same stages, as its blocks' classes do."""
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        """True while a stage runs."""
+        return self._running is not None
+
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """Return the trainable parameters of a stage, and those outside of blocks that this rank holds."""
+        others = [name for one in self.stages if one != stage for name in self.plan.blocks_of(one)]
+        return [
+            parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and not any(name.startswith(f"{block}.") for block in others)
+        ]
+
+    @contextmanager
+    def running(self, stage: int | None) -> Generator[None]:
+        """Run the blocks of one stage in the block, or of none."""
+        before, self._running = self._running, stage
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def run(self, stage: int, call: Callable[[], Any], receive: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
+        """Run a call of the model, of which one stage computes.
+
+        Args:
+            stage: The stage.
+            call: The function that calls the model.
+            receive: A function that returns what the stage before has sent; its argument has the same shape, dtype
+                and device.
+
+        Returns:
+            What the call returned, and what the stage hands on; None from the last stage.
+
+        Raises:
+            ParallelPlanError: The call needs what another stage computes, or does not run the stage's blocks.
+        """
+        self._hook()
+        self._receive, self._output = (receive if stage else None), None
+        self._stream.forget()
+        try:
+            with self.running(stage):
+                found = call()
+        finally:
+            self._stream.close()
+        output, self._output = self._output, None
+        if self._receive is not None or (output is None) != (stage == self.plan.num_stages - 1):
+            names = self.plan.blocks_of(stage)
+            raise ParallelPlanError(
+                f"a forward did not run all of {names[0]} to {names[-1]}, in order and once each, and what a stage "
+                "hands on would be missing: leave parallel.pipeline out"
+            )
+        return found, output
+
+    def _exchange(self, name: str, stage: int, make: int) -> None:
+        """Have a block run in its own stage alone."""
+
+        def forward(block: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if stage != self._running:
+                return self._pass_over(make, block, whole, args, kwargs)
+            if (missing := _first_absent(args, kwargs)) is not None:
+                raise ParallelPlanError(
+                    f"{name}, of stage {stage}, takes {missing}, which only another stage computes: a stage hands on "
+                    "hidden states alone; leave parallel.pipeline out"
+                )
+            self._stream.open()
+            found = whole(block, *args, **kwargs)
+            self._stream.close()
+            return found
+
+        with_forward(self._model.get_submodule(name), forward)
+
+    def _pass_over(
+        self, make: int, block: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a block would return, without computing it: all blocks of a make return the same."""
+        states = BlockCall(args, kwargs).states
+        plain = [one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | str | None)]
+        key = (make, states.dtype, block.training, *(one.shape for one in _leaves((args, kwargs))), *plain)
+        if key in self._known:
+            return self._known[key]
+        changed = BlockCall(args, kwargs).changed(lambda one: absent_like(one) if one is states else one)
+        with torch.no_grad(), ExitStack() as stack:
+            for module in block.modules():
+                stack.enter_context(exchanged_parameters(module, absent_like, with_buffers=True))
+            output = whole(block, *changed[0], **changed[1])
+        if all(map(is_absent, _leaves(output))):
+            self._known[key] = output
+        return output
+
+    def _hook(self) -> None:
+        """Have each stage take and hand on hidden states. Late: outside of what other transforms do to blocks."""
+        if self._is_hooked:
+            return
+        self._is_hooked = True
+        for stage in self.stages:
+            names = self.plan.blocks_of(stage)
+            first, last = (self._model.get_submodule(name) for name in (names[0], names[-1]))
+            if stage:
+                first.register_forward_pre_hook(
+                    torch.compiler.disable(lambda _, args, kwargs, stage=stage: self._take(stage, args, kwargs)),
+                    with_kwargs=True, prepend=True,
+                )  # fmt: skip
+            if stage < self.plan.num_stages - 1:
+                last.register_forward_hook(
+                    torch.compiler.disable(lambda _, __, output, stage=stage: self._hand_on(stage, output))
+                )
+
+    def _take(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stage != self._running or self._receive is None:
+            return None
+        receive, self._receive = self._receive, None
+        call = BlockCall(args, kwargs)
+        states = call.states
+        received = receive(states)
+        return call.changed(lambda one: received if one is states else one)
+
+    def _hand_on(self, stage: int, output: Any) -> Any:
+        if stage != self._running:
+            return None
+        self._output = states_of(output)
+        return with_states(output, absent_like)
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, value)
+    return found
+
+
+def _first_absent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return in words the first argument that is, or holds, an absent tensor."""
+    named = [*((f"its argument {at}", one) for at, one in enumerate(args)), *kwargs.items()]
+    return next((name for name, one in named if any(map(is_absent, _leaves(one)))), None)
