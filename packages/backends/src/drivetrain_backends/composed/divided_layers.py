@@ -62,8 +62,10 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
     Raises:
         ValueError: The strategy or the mesh does not divide experts.
     """
-    if context.ranks("pipeline").size > 1:
-        strategy = in_stages(strategy, context)
+    stages = KeepStages(context) if context.ranks("pipeline").size > 1 else None
+    if stages is not None:
+        refuse_divided_sequences(context)
+        strategy = replace(strategy, transforms=(stages, *strategy.transforms), stages=stages)
     if context.ranks("context").size > 1:
         strategy = replace(strategy, transforms=(DivideSequences(context), *strategy.transforms))
     if context.ranks("expert").size > 1:
@@ -77,29 +79,18 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
     return replace(
         strategy,
         transforms=(divide, *strategy.transforms),
-        layout=layout,
+        layout=layout if stages is None else StageLayout(layout, stages),
         guards=(*strategy.guards, WholeWeightsGuard(layout)),
     )
 
 
-def in_stages(strategy: Strategy, context: Context) -> Strategy:
-    """Return a strategy of whole models for models in stages.
-
-    Raises:
-        ValueError: Sequences are to be divided too.
-    """
-    if context.ranks("context").size > 1:
+def refuse_divided_sequences(context: Context) -> None:
+    """Refuse to divide the sequences of a model in stages."""
+    if (size := context.ranks("context").size) > 1:
         raise ValueError(
-            f"parallel.context={context.ranks('context').size} with parallel.pipeline: sequences that are divided do "
+            f"parallel.context={size} with parallel.pipeline={context.ranks('pipeline').size}: parts of sequences do "
             "not pass between stages yet; leave one of the two out"
         )
-    stages = KeepStages(context)
-    return replace(
-        strategy,
-        transforms=(stages, *strategy.transforms),
-        layout=StageLayout(strategy.layout, stages),
-        stages=stages,
-    )
 
 
 def check_experts(strategy: Strategy, context: Context) -> None:

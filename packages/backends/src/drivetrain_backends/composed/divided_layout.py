@@ -165,8 +165,10 @@ class DividedLayout(StateLayout):
         self._inner.load_model(model, found)
 
     def _divisions_of(self, model: nn.Module) -> Mapping[str, TensorDivision]:
-        found: Mapping[str, TensorDivision] | None = self._models.get(model)
-        return found or {}
+        """Return the divisions of the parameters that this rank holds; a pipeline's stages hold some."""
+        found: Mapping[str, TensorDivision] = self._models.get(model) or {}
+        own = _first_names(model) if found else {}
+        return {name: division for name, division in found.items() if name in own}
 
     def _division(self, parameter: Tensor) -> TensorDivision | None:
         """Return the division of a parameter, as optimizers hold it; None if every rank holds the whole."""

@@ -14,7 +14,7 @@ from drivetrain_backends.composed.stages import KeepStages, StagedModel
 from drivetrain_backends.composed.state_layout import StateLayout
 from drivetrain_backends.errors import OptimizerStateError
 from drivetrain_backends.modules.compile import plain_state, unwrap_compiled
-from drivetrain_backends.state_dict.dtensor import whole_of
+from drivetrain_backends.state_dict.dtensor import local, sharded_like, whole_of
 from drivetrain_state import gather_object
 from drivetrain_state.rank_group import RankGroup
 from drivetrain_weights import Box, box_of_dtensor
@@ -126,9 +126,14 @@ class StageLayout(StateLayout):
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state dict of all stages; each tensor is a `StagePart`."""
         own, staged = self._inner.model_state(model), self._staged(model)
+        known: dict[str, Any] = {}
+        for described in gather_object(self.context, _described(own), over="pipeline"):
+            known = {**described, **known}
         return {
-            name: self._part(own.get(name), tensor.shape, tensor.dtype, staged.holders[name][0])
-            for name, tensor in staged.tensors.items()
+            name: self._part(own.get(name), *known[name], staged.holders[name][0])
+            if isinstance(known[name], tuple)
+            else own.get(name, known[name])
+            for name in staged.names
         }
 
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class StageLayout(StateLayout):
                 "the stages of a pipeline cannot share: train with another optimizer, or without parallel.pipeline"
             )
         own: dict[str, dict[str, Any]] = {
-            name: {key: _described(value) for key, value in kept.items()} for name, kept in named["state"].items()
+            name: _described(kept) for name, kept in named["state"].items()
         }
         groups = [
             list(zip(places, group["params"], strict=True))
@@ -166,9 +171,9 @@ class StageLayout(StateLayout):
 
     def divide(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> Mapping[str, Any]:
         """Return what a saved state says of this rank's parameters, in the inner layout."""
-        own = set(names.values())
+        own = {name: parameter for parameter, name in names.items()}
         state = {
-            name: {key: _own_value(value) for key, value in kept.items()}
+            name: {key: _own_value(value, own[name]) for key, value in kept.items()}
             for name, kept in saved["state"].items()
             if name in own
         }
@@ -180,14 +185,14 @@ class StageLayout(StateLayout):
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load this rank's stages of a saved state."""
         staged, own = self._staged(model), plain_state(model, keep_vars=True)
-        elsewhere = staged.tensors.keys() - own.keys()
+        elsewhere = set(staged.names) - own.keys()
         if missing := sorted(elsewhere - state.keys()):
             raise ValueError(
                 f"the checkpoint is not of this {type(model).__name__}: missing {missing[:5]}; build the model it was "
                 "saved from"
             )
         self._inner.load_model(
-            model, {name: _own_value(value) for name, value in state.items() if name not in elsewhere}
+            model, {name: _own_value(value, own.get(name)) for name, value in state.items() if name not in elsewhere}
         )
 
     def _staged(self, model: nn.Module) -> StagedModel:
@@ -198,19 +203,32 @@ class StageLayout(StateLayout):
         return StagePart(value, shape, dtype, holder, self._ranks, self.context.device)
 
 
-def _described(value: Any) -> Any:
-    """Return a value as other ranks need to know it: the shape and dtype of a tensor, any other as it is."""
-    if not hasattr(value, "shape"):
-        return value
-    return (torch.Size(value.shape), value.dtype) if len(value.shape) else value.detach().cpu()
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as other ranks need to know them: the shape and dtype of a tensor, any other as it is."""
+    return {
+        name: value
+        if not hasattr(value, "shape")
+        else (torch.Size(value.shape), value.dtype)
+        if len(value.shape)
+        else value.detach().cpu()
+        for name, value in state.items()
+    }
 
 
-def _own_value(value: Any) -> Any:
-    """Return a saved value of a tensor that this rank holds: what was read, or what the part of a state is made of."""
+def _own_value(value: Any, like: Tensor | None) -> Any:
+    """Return a saved value of a tensor that this rank holds: what was read, or what the part of a state is made of.
+
+    Args:
+        value: The saved value.
+        like: The parameter or buffer that the value belongs to, as this rank holds it.
+    """
     if isinstance(value, StagePart) and value.value is not None:
         return value.value
-    if not isinstance(value, Tensor) and hasattr(value, "held_boxes"):
-        boxes = value.held_boxes()
-        if len(boxes) == 1 and tuple(boxes[0][0].sizes) == tuple(value.shape):
-            return boxes[0][1]
-    return value
+    if like is None or isinstance(value, Tensor) or not hasattr(value, "held_boxes"):
+        return value
+    boxes: list[tuple[Box, Tensor]] = value.held_boxes()
+    own = box_of_dtensor(like) if is_dtensor(like) else whole(like.shape)
+    if tuple(value.shape) != tuple(like.shape) or [box for box, _ in boxes if box.num_elements] != [own] * bool(boxes):
+        return value  # of which another layout divides this rank's part further
+    shard = boxes[0][1] if boxes else local(like).new_empty(local(like).shape, dtype=value.dtype)
+    return sharded_like(shard, like) if is_dtensor(like) else shard

@@ -36,18 +36,13 @@ class StagedModel:
 
     Attributes:
         runner: What runs the stages.
-        tensors: The whole model's tensors on meta, by name.
+        names: The names of all entries of the whole model's state, in order.
         holders: The positions, among the ranks of the pipeline, of those that hold an entry.
         shared: The group of the ranks that hold a parameter, of parameters that several hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict(keep_vars=True)
-        self.tensors = {
-            strip_wrapper_prefix(name): torch.empty_like(value, device="meta")
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        self.names = tuple(map(strip_wrapper_prefix, model.state_dict(keep_vars=True)))
         self.holders: Mapping[str, tuple[int, ...]] = {}
         self.runner: StageRunner
         self.shared: dict[str, ProcessGroup] = {}
@@ -109,7 +104,7 @@ class KeepStages(ModelTransform):
         self.gone.update(dict.fromkeys(before.difference(inner.parameters()), True))
         held = gather_object(self._context, list(map(strip_wrapper_prefix, inner.state_dict())), over="pipeline")
         staged.holders = {
-            name: tuple(rank for rank, names in enumerate(held) if name in names) for name in staged.tensors
+            name: tuple(rank for rank, names in enumerate(held) if name in names) for name in staged.names
         }
         several = sorted({ranks for ranks in staged.holders.values() if len(ranks) > 1})
         groups = {ranks: self._group_of(ranks) for ranks in several}
