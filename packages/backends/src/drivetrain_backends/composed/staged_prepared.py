@@ -14,6 +14,7 @@ from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.reducer import BackwardOptions
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.state_dict.dtensor import local
+from drivetrain_parallel.stages.absent import is_absent
 
 BY_TRAIN_STEP = (
     "backward() under parallel.pipeline: micro-batches go forward and backward by turns, and no rank has the whole "
@@ -47,6 +48,11 @@ class StagedPrepared(ComposedPrepared):
                 raise AccumulationError(
                     "the loss of a micro-batch was a mean, and that of another a sum with its count: return the same "
                     "for all"
+                )
+            if is_absent(value):
+                raise AccumulationError(
+                    "the loss depends on what blocks of other stages return, such as the router logits or hidden states "
+                    "of all layers: stages hand on hidden states alone; leave it out of the loss"
                 )
             if not isinstance(value, Tensor) or value.dim():
                 raise TypeError(f"train_step(loss=): returned {type(value).__name__}; a tensor of shape () is needed")
