@@ -65,6 +65,8 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
     stages = KeepStages(context) if context.ranks("pipeline").size > 1 else None
     if stages is not None:
         refuse_divided_sequences(context)
+        if stages.schedule.splits_backward and (reason := strategy.gradients.not_split) is not None:
+            raise ValueError(f"parallel.pipeline_schedule={stages.schedule.name!r}: {reason}")
         strategy = replace(strategy, transforms=(stages, *strategy.transforms), stages=stages)
     if context.ranks("context").size > 1:
         strategy = replace(strategy, transforms=(DivideSequences(context), *strategy.transforms))

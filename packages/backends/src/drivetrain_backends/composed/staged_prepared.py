@@ -14,7 +14,7 @@ from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.reducer import BackwardOptions
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.state_dict.dtensor import local
-from drivetrain_parallel.stages.absent import is_absent
+from drivetrain_parallel.stages.stage_model import find_absent, not_handed_on
 
 BY_TRAIN_STEP = (
     "backward() under parallel.pipeline: micro-batches go forward and backward by turns, and no rank has the whole "
@@ -49,11 +49,8 @@ class StagedPrepared(ComposedPrepared):
                     "the loss of a micro-batch was a mean, and that of another a sum with its count: return the same "
                     "for all"
                 )
-            if is_absent(value):
-                raise AccumulationError(
-                    "the loss depends on what blocks of other stages return, such as the router logits or hidden states "
-                    "of all layers: stages hand on hidden states alone; leave it out of the loss"
-                )
+            if (missing := find_absent(found)) is not None:
+                raise AccumulationError(f"the loss takes {not_handed_on(missing)}")
             if not isinstance(value, Tensor) or value.dim():
                 raise TypeError(f"train_step(loss=): returned {type(value).__name__}; a tensor of shape () is needed")
             share = cuts[piece][1]

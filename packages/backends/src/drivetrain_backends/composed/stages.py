@@ -17,7 +17,7 @@ from drivetrain_backends.composed.divided_sequences import check_same_plan, comp
 from drivetrain_backends.composed.strategy import ModelTransform
 from drivetrain_backends.modules.compile import strip_wrapper_prefix, unwrap_compiled
 from drivetrain_parallel.layers.divided_layers import with_forward
-from drivetrain_parallel.stages.absent import absent_like, is_absent
+from drivetrain_parallel.stages.absent import AbsentTensor, absent_like
 from drivetrain_parallel.stages.links import GroupLinks
 from drivetrain_parallel.stages.runner import StageRunner
 from drivetrain_parallel.stages.schedules import find_schedule
@@ -136,13 +136,14 @@ class KeepStages(ModelTransform):
         found = staged.runner.evaluate(partial(whole, model, *args, **kwargs))
         source, group = self._ranks.ranks[plan.ranks[-1]], self._ranks.process_group
         is_here = self._ranks.index == plan.ranks[-1]
-        known: list[Any] = [[not is_absent(one) for one in _tensors_of(found)]]  # on the last stage, of others' states
+        # Where the last stage is, what other stages' blocks return is absent too, such as hidden states of all layers.
+        known: list[Any] = [[one.of if isinstance(one, AbsentTensor) else "" for one in _tensors_of(found)]]
         dist.broadcast_object_list(known, source, group=group)
-        are_known = iter(known[0])
+        missing = iter(known[0])
 
         def send(one: Tensor) -> Tensor:
-            if not next(are_known):
-                return absent_like(one)
+            if of := next(missing):
+                return absent_like(one, of)
             value = one.contiguous() if is_here else torch.empty(one.shape, dtype=one.dtype, device=self._context.device)
             dist.broadcast(value.view(torch.uint8) if value.dtype == torch.bool else value, source, group=group)
             return value

@@ -34,6 +34,10 @@ class ShardedGradients(ParameterGradients):
         "sharded ranks wait for each other in every forward, so none may run out early; prepare the loader, whose "
         "tails keep ranks in step, or use backend='ddp'"
     )
+    not_split = (
+        "FSDP reduces gradients at the end of whole backwards; say 1f1b, interleaved_1f1b, looped_bfs or gpipe, or use "
+        "backend='ddp'"
+    )
 
     def __init__(self, scaler: LossScaler | None, run: ShardedRun) -> None:
         super().__init__(scaler)

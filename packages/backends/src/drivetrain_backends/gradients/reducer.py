@@ -58,12 +58,14 @@ class GradientReducer:
     Attributes:
         not_alone: The reason why no rank can step alone, for the error; None if it can.
         not_joined: The reason why no rank may run out of batches early; None if it may.
+        not_split: The reason why a backward cannot come in two parts, of inputs and of weights; None if it can.
         partners: The ranks that compute one sample together with this one, and step or skip as it does; None for this
             rank alone.
     """
 
     not_alone: ClassVar[str | None] = None
     not_joined: ClassVar[str | None] = None
+    not_split: ClassVar[str | None] = None
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self.scaler = scaler  # the loss scale, for fp16

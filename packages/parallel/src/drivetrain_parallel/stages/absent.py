@@ -16,25 +16,29 @@ from drivetrain_parallel.errors import ParallelPlanError
 class AbsentTensor(Tensor):
     """A tensor whose values another stage has. Operations on it give the shapes, on the meta device.
 
+    Attributes:
+        of: The name of the parameter or the block that it follows from.
+
     Raises:
         ParallelPlanError: An operation asks for its values, or writes them to a tensor of this stage.
     """
 
+    of: str
     _like: Tensor  # on meta
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device) -> "AbsentTensor":
+    def __new__(cls, like: Tensor, device: torch.device, of: str) -> "AbsentTensor":
         """Return a tensor like one on meta, that says it is on `device`."""
         made = make_wrapper(cls, like, like.shape, like.stride(), device=device)
-        made._like = like
+        made._like, made.of = like, of
         return made
 
-    def __init__(self, like: Tensor, device: torch.device) -> None:
+    def __init__(self, like: Tensor, device: torch.device, of: str) -> None:
         pass
 
     def __repr__(self, **_: Any) -> str:
         """Return the shape, in place of values."""
-        return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype})"
+        return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype}, of={self.of})"
 
     @classmethod
     def __torch_dispatch__(
@@ -48,23 +52,23 @@ class AbsentTensor(Tensor):
         del types
         given: list[Tensor] = []
         on_meta = tree_map_only(Tensor, lambda one: _on_meta(one, given), (tuple(args), dict(kwargs or {})))
-        device = (kwargs or {}).get("device") or next(
-            one.device for one in given if type(one) is AbsentTensor
-        )
-        if on_meta[1].get("device") is not None:
+        source = next(one for one in given if isinstance(one, AbsentTensor))
+        device = (kwargs or {}).get("device") or source.device
+        if "device" in on_meta[1]:
             on_meta[1]["device"] = torch.device("meta")
-        written = changes_in_place(func)
-        if written and (type(given[0]) is not AbsentTensor or changes_shape_in_place(func)):
-            raise ParallelPlanError(f"{func} writes what another stage computes to a tensor of this one")
+        is_written = changes_in_place(func)
+        if is_written and (given[0] is not source or changes_shape_in_place(func)):
+            raise ParallelPlanError(f"{func} writes what follows from {source.of}, of another stage, in place")
         try:
             found = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:
             raise ParallelPlanError(
-                f"{func} on a tensor that another stage computes, of shape {tuple(given[0].shape)}: {error}"
+                f"{func} reads values that follow from {source.of}, which another stage has: compute and read them "
+                "outside of the model and of the loss function"
             ) from error
-        if written:
-            return given[0]
-        return tree_map_only(Tensor, lambda one: AbsentTensor(one, torch.device(device)), found)
+        if is_written:
+            return source
+        return tree_map_only(Tensor, lambda one: AbsentTensor(one, torch.device(device), source.of), found)
 
 
 def _on_meta(one: Tensor, given: list[Tensor]) -> Tensor:
@@ -72,13 +76,8 @@ def _on_meta(one: Tensor, given: list[Tensor]) -> Tensor:
     return one._like if isinstance(one, AbsentTensor) else one.to("meta")  # pyright: ignore[reportPrivateUsage]
 
 
-def absent_like(tensor: Tensor) -> AbsentTensor:
+def absent_like(tensor: Tensor, of: str) -> AbsentTensor:
     """Return an absent tensor of a tensor's shape, dtype and device."""
     if isinstance(tensor, AbsentTensor):
         return tensor
-    return AbsentTensor(torch.empty_like(tensor, device="meta"), tensor.device)
-
-
-def is_absent(value: object) -> bool:
-    """Return whether a value is a tensor that another stage computes."""
-    return isinstance(value, AbsentTensor)
+    return AbsentTensor(torch.empty_like(tensor, device="meta"), tensor.device, of)

@@ -8,6 +8,7 @@ an absent tensor would reach it, which is an error.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,7 +20,7 @@ from drivetrain_parallel.layers.divided_layers import with_forward
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
 from drivetrain_parallel.sequences.block_calls import BlockCall, states_of, with_states
-from drivetrain_parallel.stages.absent import AbsentTensor, absent_like, is_absent
+from drivetrain_parallel.stages.absent import AbsentTensor, absent_like
 from drivetrain_parallel.stages.stage_plan import StagePlan
 from drivetrain_parallel.streams import RankStream
 
@@ -44,16 +45,16 @@ def keep_stages(model: nn.Module, plan: StagePlan, rank: int, *, device: torch.d
         for key, parameter in list(module._parameters.items()):  # pyright: ignore[reportPrivateUsage]
             if parameter is not None and rank not in plan.holders[prefix + key]:
                 delattr(module, key)
-                vars(module)[key] = _absent(parameter, device)
+                vars(module)[key] = _absent(parameter, device, prefix + key)
         for key, buffer in list(module._buffers.items()):  # pyright: ignore[reportPrivateUsage]
             if buffer is not None and (inside or name in gone):
                 delattr(module, key)
-                vars(module)[key] = _absent(buffer, device)
+                vars(module)[key] = _absent(buffer, device, prefix + key)
     return StageModel(model, plan, rank, device)
 
 
-def _absent(tensor: Tensor, device: torch.device) -> AbsentTensor:
-    return AbsentTensor(torch.empty_like(tensor, device="meta"), device)
+def _absent(tensor: Tensor, device: torch.device, name: str) -> AbsentTensor:
+    return AbsentTensor(torch.empty_like(tensor, device="meta"), device, name)
 
 
 class StageModel:
@@ -148,21 +149,19 @@ class StageModel:
 
         def forward(block: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if stage != self._running:
-                return self._pass_over(make, block, whole, args, kwargs)
-            if (missing := _first_absent(args, kwargs)) is not None:
-                raise ParallelPlanError(
-                    f"{name}, of stage {stage}, takes {missing}, which only another stage computes: a stage hands on "
-                    "hidden states alone; leave parallel.pipeline out"
-                )
+                return self._pass_over(name, make, block, whole, args, kwargs)
+            if (missing := find_absent((args, kwargs))) is not None:
+                raise ParallelPlanError(f"{name}, of stage {stage}, takes {not_handed_on(missing)}")
             self._stream.open()
-            found = whole(block, *args, **kwargs)
-            self._stream.close()
-            return found
+            try:  # a checkpoint ends a block that it runs again by an exception
+                return whole(block, *args, **kwargs)
+            finally:
+                self._stream.close()
 
         with_forward(self._model.get_submodule(name), forward)
 
     def _pass_over(
-        self, make: int, block: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, make: int, block: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return what a block would return, without computing it: all blocks of a make return the same."""
         states = BlockCall(args, kwargs).states
@@ -170,12 +169,13 @@ class StageModel:
         key = (make, states.dtype, block.training, *(one.shape for one in _leaves((args, kwargs))), *plain)
         if key in self._known:
             return self._known[key]
-        changed = BlockCall(args, kwargs).changed(lambda one: absent_like(one) if one is states else one)
+        absent = partial(absent_like, of=name)
+        changed = BlockCall(args, kwargs).changed(lambda one: absent(one) if one is states else one)
         with torch.no_grad(), ExitStack() as stack:
             for module in block.modules():
-                stack.enter_context(exchanged_parameters(module, absent_like, with_buffers=True))
+                stack.enter_context(exchanged_parameters(module, absent, with_buffers=True))
             output = whole(block, *changed[0], **changed[1])
-        if all(map(is_absent, _leaves(output))):
+        if all(isinstance(one, AbsentTensor) for one in _leaves(output)):
             self._known[key] = output
         return output
 
@@ -203,7 +203,7 @@ class StageModel:
         receive, self._receive = self._receive, None
         call = BlockCall(args, kwargs)
         states = call.states
-        if not is_absent(states):
+        if not isinstance(states, AbsentTensor):
             raise ParallelPlanError(
                 f"{self.plan.blocks_of(stage)[0]} takes another tensor than hidden states first, and stages hand on "
                 "hidden states: leave parallel.pipeline out"
@@ -215,7 +215,7 @@ class StageModel:
         if stage != self._running:
             return None
         self._output = states_of(output)
-        return with_states(output, absent_like)
+        return with_states(output, partial(absent_like, of=self.plan.blocks_of(stage)[-1]))
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -229,7 +229,15 @@ def _leaves(value: Any) -> Iterator[Tensor]:
         yield from _leaves(list(value.values()))
 
 
-def _first_absent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return in words the first argument that is, or holds, an absent tensor."""
-    named = [*((f"its argument {at}", one) for at, one in enumerate(args)), *kwargs.items()]
-    return next((name for name, one in named if any(map(is_absent, _leaves(one)))), None)
+def find_absent(value: Any) -> AbsentTensor | None:
+    """Return the first absent tensor in a value, in tuples, lists and dicts too; None without one."""
+    return next((one for one in _leaves(value) if isinstance(one, AbsentTensor)), None)
+
+
+def not_handed_on(tensor: AbsentTensor) -> str:
+    """Return why a tensor is absent, and what would do, for an error that begins with what takes it."""
+    return (
+        f"what follows from {tensor.of}, which another stage has, and stages hand on hidden states alone. If it is of "
+        "a module that runs after the blocks, name that in parallel.pipeline_last; else leave it out of what the last "
+        "stage computes, or parallel.pipeline"
+    )
