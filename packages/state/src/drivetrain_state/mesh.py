@@ -124,7 +124,9 @@ class ParallelDims:
         needs="context",
     )
     pipeline_schedule: (
-        Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dual_pipe_v"]
+        Literal[
+            "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dual_pipe_v"
+        ]
         | None
     ) = _setting(
         "The order of the forwards and backwards of micro-batches; unset: 1f1b, as many forwards ahead as stages "

@@ -1,8 +1,8 @@
 """The layout of a model whose stages are on several ranks, over the layout of what each rank holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,15 @@ class StagePart:
     """
 
     def __init__(
-        self, value: Any, shape: torch.Size, dtype: torch.dtype, holder: int, ranks: RankGroup, device: torch.device
+        self,
+        value: Any,
+        sizes: tuple[torch.Size, torch.dtype],
+        holder: int,
+        ranks: RankGroup,
+        device: torch.device,
     ) -> None:
-        self.shape, self.dtype, self.value = shape, dtype, value
+        self.shape, self.dtype = sizes
+        self.value = value
         self._holder, self._ranks, self._device = holder, ranks, device
 
     def held_boxes(self) -> list[tuple[Box, Tensor]]:
@@ -72,7 +78,9 @@ class StageLayout(StateLayout):
         super().__init__(inner.context)
         self._inner, self._stages = inner, stages
         self._ranks = inner.context.ranks("pipeline")
-        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters in the user's groups, by optimizer
+        self._places: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # of parameters in the user's groups, by optimizer
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Have an optimizer hold the parameters of this rank's stages alone."""
@@ -92,12 +100,15 @@ class StageLayout(StateLayout):
         """Have modules hold their own parts; see `StateLayout.open`."""
         self._inner.open(models, optimizers)
 
-    def gathered(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, model: nn.Module, *, write: bool) -> Generator[None]:
         """Refuse to gather: no rank may be able to hold all stages."""
+        del write
         raise RuntimeError(
-            f"{type(model).__name__}: the parameters of other stages are not gathered into the model; read state_dict() "
-            "or save_model(), tensor by tensor"
+            f"{type(model).__name__}: the parameters of other stages are not gathered into the model; read "
+            "state_dict() tensor by tensor, or call save_model()"
         )
+        yield
 
     def parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters of this rank by name; see `StateLayout.parameters`."""
@@ -129,12 +140,8 @@ class StageLayout(StateLayout):
         known: dict[str, Any] = {}
         for described in gather_object(self.context, _described(own), over="pipeline"):
             known = {**described, **known}
-        return {
-            name: self._part(own.get(name), *known[name], staged.holders[name][0])
-            if isinstance(known[name], tuple)
-            else own.get(name, known[name])
-            for name in staged.names
-        }
+        holders = staged.holders
+        return {name: self._part(own.get(name), known[name], holders[name][0]) for name in staged.names}
 
     def optimizer_state(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the state of the parameters of all stages; tensors are `StagePart`."""
@@ -144,9 +151,7 @@ class StageLayout(StateLayout):
                 f"{type(optimizer).__name__} keeps state beside that of its parameters ({', '.join(extra)}), which "
                 "the stages of a pipeline cannot share: train with another optimizer, or without parallel.pipeline"
             )
-        own: dict[str, dict[str, Any]] = {
-            name: _described(kept) for name, kept in named["state"].items()
-        }
+        own: dict[str, dict[str, Any]] = {name: _described(kept) for name, kept in named["state"].items()}
         groups = [
             list(zip(places, group["params"], strict=True))
             for places, group in zip(self._places[optimizer], named["param_groups"], strict=True)
@@ -157,12 +162,11 @@ class StageLayout(StateLayout):
             for name, kept in described.items():
                 if name not in state:
                     mine = named["state"].get(name, {})
-                    state[name] = {
-                        key: self._part(mine.get(key), *one, rank) if isinstance(one, tuple) else mine.get(key, one)
-                        for key, one in kept.items()
-                    }
+                    state[name] = {key: self._part(mine.get(key), one, rank) for key, one in kept.items()}
         of_groups = zip(*(groups for _, groups in everywhere), strict=True)
-        listed = [list(dict(sorted(place for part in parts for place in part)).values()) for parts in of_groups]
+        listed = [
+            list(dict(sorted(place for part in parts for place in part)).values()) for parts in of_groups
+        ]
         param_groups = [
             {**group, "params": params} for group, params in zip(named["param_groups"], listed, strict=True)
         ]
@@ -178,7 +182,8 @@ class StageLayout(StateLayout):
             if name in own
         }
         groups = [
-            {**group, "params": [name for name in group["params"] if name in own]} for group in saved["param_groups"]
+            {**group, "params": [name for name in group["params"] if name in own]}
+            for group in saved["param_groups"]
         ]
         return self._inner.divide({**saved, "state": state, "param_groups": groups}, names)
 
@@ -192,27 +197,38 @@ class StageLayout(StateLayout):
                 "saved from"
             )
         self._inner.load_model(
-            model, {name: _own_value(value, own.get(name)) for name, value in state.items() if name not in elsewhere}
+            model,
+            {
+                name: _own_value(value, own.get(name))
+                for name, value in state.items()
+                if name not in elsewhere
+            },
         )
 
     def _staged(self, model: nn.Module) -> StagedModel:
         found: StagedModel = self._stages.models[unwrap_compiled(model)]
         return found
 
-    def _part(self, value: Any, shape: torch.Size, dtype: torch.dtype, holder: int) -> StagePart:
-        return StagePart(value, shape, dtype, holder, self._ranks, self.context.device)
+    def _part(self, own: Any, described: Any, holder: int) -> Any:
+        """Return the part of a tensor that this rank holds, if any; any other value as it is."""
+        if not isinstance(described, _Sizes):
+            return described if own is None else own
+        return StagePart(own, described, holder, self._ranks, self.context.device)
+
+
+class _Sizes(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as other ranks need to know them: the shape and dtype of a tensor, any other as it is."""
-    return {
-        name: value
-        if not hasattr(value, "shape")
-        else (torch.Size(value.shape), value.dtype)
-        if len(value.shape)
-        else value.detach().cpu()
-        for name, value in state.items()
-    }
+    found = dict(state)
+    for name, value in state.items():
+        if hasattr(value, "shape"):
+            is_scalar = not len(value.shape)
+            found[name] = value.detach().cpu() if is_scalar else _Sizes(torch.Size(value.shape), value.dtype)
+    return found
 
 
 def _own_value(value: Any, like: Tensor | None) -> Any:
@@ -228,7 +244,9 @@ def _own_value(value: Any, like: Tensor | None) -> Any:
         return value
     boxes: list[tuple[Box, Tensor]] = value.held_boxes()
     own = box_of_dtensor(like) if is_dtensor(like) else whole(like.shape)
-    if tuple(value.shape) != tuple(like.shape) or [box for box, _ in boxes if box.num_elements] != [own] * bool(boxes):
+    if tuple(value.shape) != tuple(like.shape) or [box for box, _ in boxes if box.num_elements] != [
+        own
+    ] * bool(boxes):
         return value  # of which another layout divides this rank's part further
     shard = boxes[0][1] if boxes else local(like).new_empty(local(like).shape, dtype=value.dtype)
     return sharded_like(shard, like) if is_dtensor(like) else shard

@@ -1,7 +1,8 @@
 """A prepared model of which this rank holds some stages: all of a batch's micro-batches are trained in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,62 +25,43 @@ BY_TRAIN_STEP = (
 
 
 class StagedPrepared(ComposedPrepared):
-    """A model with its optimizers, of which this rank holds some stages; see `SupportsStages`."""
+    """A model with its optimizers, of which this rank holds some stages; see `SupportsPieces`."""
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Refuse a backward outside of `train_pieces`."""
+        del loss, count
         raise AccumulationError(BY_TRAIN_STEP)
 
     def train_pieces(self, batch: Any, loss: Callable[[Any, Any], Any], model: Any) -> Tensor:
-        """Run forward and backward of a batch, in micro-batches; see `SupportsStages`. Called on all ranks."""
-        stages = self._stages
+        """Run forward and backward of a batch, in micro-batches; see `SupportsPieces`. Called on all ranks."""
+        stages, tracker = self._stages, self._tracker
         assert isinstance(stages, KeepStages)
         staged: StagedModel = stages.models[unwrap_compiled(self.unwrap())]
-        tracker, is_counted = self._tracker, set[bool]()
         cuts = cut_batch(batch, stages.num_pieces)
-        divisor = tracker.begin_pieces(self.group)
-        # The sum of what the micro-batches' losses contribute, the number of items, and whether they are counted.
-        sums = torch.zeros(3, dtype=torch.float64, device=self._context.device)
-
-        def root(piece: int, found: Any) -> Tensor:
-            value, count = found if isinstance(found, tuple) else (found, None)
-            is_counted.add(count is not None)
-            if len(is_counted) > 1:
-                raise AccumulationError(
-                    "the loss of a micro-batch was a mean, and that of another a sum with its count: return the same "
-                    "for all"
-                )
-            if (missing := find_absent(found)) is not None:
-                raise AccumulationError(f"the loss takes {not_handed_on(missing)}")
-            if not isinstance(value, Tensor) or value.dim():
-                raise TypeError(f"train_step(loss=): returned {type(value).__name__}; a tensor of shape () is needed")
-            share = cuts[piece][1]
-            part = value * share if count is None else value
-            sums[0] += part.detach()
-            sums[1] += share if count is None else count
-            sums[2] = float(count is not None)
-            return part / divisor
-
-        pieces = [lambda piece=piece: loss(model, piece) for piece, _ in cuts]
+        losses = PieceLosses(
+            [share for _, share in cuts], tracker.begin_pieces(self.group), self._context.device
+        )
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self.no_sync())
+            with ExitStack() as held:
+                held.enter_context(self.no_sync())
 
                 def backward(output: Tensor, gradient: Tensor | None, *, is_last: bool) -> None:
                     if is_last and self._window.closing:
-                        stack.close()  # the last backward of this rank averages the gradients of all
+                        held.close()  # the last backward of this rank reduces the gradients of all
                     options = BackwardOptions(gradient=gradient)
                     self._gradients.backward(output, self.group.models, options=options)
 
-                staged.runner.train(pieces, root, backward)
+                pieces = [partial(loss, model, piece) for piece, _ in cuts]
+                staged.runner.train(pieces, losses.root, backward)
             if self._window.closing:
                 self._add_up_shared(staged)
         finally:
             tracker.in_backward = False
-        ranks = self._context.ranks("pipeline")
-        dist.broadcast(sums, ranks.ranks[staged.runner.model.plan.ranks[-1]], group=ranks.process_group)
-        tracker.end_pieces(self.group, sums[1])
-        return sums[0]
+        ranks, last = self._context.ranks("pipeline"), staged.runner.model.plan.ranks[-1]
+        dist.broadcast(losses.sums, ranks.ranks[last], group=ranks.process_group)
+        total, count = losses.sums
+        tracker.end_pieces(self.group, count)
+        return total
 
     @torch.no_grad()
     def _add_up_shared(self, staged: StagedModel) -> None:
@@ -90,3 +72,39 @@ class StagedPrepared(ComposedPrepared):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local(parameter.grad), group=group)
+
+
+class PieceLosses:
+    """The losses of the micro-batches of a batch.
+
+    Args:
+        shares: The share of the batch's samples that each micro-batch has.
+        divisor: The number that all losses are divided by, before their window's correction.
+        device: The device of the losses.
+
+    Attributes:
+        sums: The sum of the losses, a mean by its share; and the number of items, 1 for all means together.
+    """
+
+    def __init__(self, shares: Sequence[float], divisor: Tensor, device: torch.device) -> None:
+        self._shares, self._divisor = shares, divisor
+        self._is_counted: bool | None = None
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def root(self, piece: int, found: Any) -> Tensor:
+        """Return where backward begins, from the loss that a function of `train_step` returned; add it up."""
+        if (missing := find_absent(found)) is not None:
+            raise AccumulationError(f"the loss takes {not_handed_on(missing)}")
+        value, count = found if isinstance(found, tuple) else (found, None)
+        if not isinstance(value, Tensor) or value.dim():
+            raise TypeError(f"train_step(loss=) returned {value!r}: a tensor of shape () is needed")
+        if self._is_counted not in (None, count is not None):
+            raise AccumulationError(
+                "the loss of a micro-batch was a mean, and that of another a sum with its count: return the same for "
+                "all of them"
+            )
+        self._is_counted = count is not None
+        part = value if count is not None else value * self._shares[piece]
+        self.sums[0] += part.detach()
+        self.sums[1] += self._shares[piece] if count is None else count
+        return part / self._divisor

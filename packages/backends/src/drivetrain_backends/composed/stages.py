@@ -103,7 +103,9 @@ class KeepStages(ModelTransform):
         links = GroupLinks([self._ranks.ranks[rank] for rank in plan.ranks], self._groups_between(plan))
         staged.runner = StageRunner(stages, self.schedule, links, self._ranks.size)
         self.gone.update(dict.fromkeys(before.difference(inner.parameters()), True))
-        held = gather_object(self._context, list(map(strip_wrapper_prefix, inner.state_dict())), over="pipeline")
+        held = gather_object(
+            self._context, list(map(strip_wrapper_prefix, inner.state_dict())), over="pipeline"
+        )
         staged.holders = {
             name: tuple(rank for rank, names in enumerate(held) if name in names) for name in staged.names
         }
@@ -128,15 +130,21 @@ class KeepStages(ModelTransform):
         return {"stages": f"{self.schedule.name} among {self._ranks.size} ranks: {said}"} if said else {}
 
     def _forward(
-        self, staged: StagedModel, plan: StagePlan, model: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        staged: StagedModel,
+        plan: StagePlan,
+        model: nn.Module,
+        whole: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run a forward through all stages, unless a stage is running; return on all ranks what the last computes."""
         if staged.runner.model.is_running:
             return whole(model, *args, **kwargs)
         found = staged.runner.evaluate(partial(whole, model, *args, **kwargs))
         source, group = self._ranks.ranks[plan.ranks[-1]], self._ranks.process_group
-        is_here = self._ranks.index == plan.ranks[-1]
-        # Where the last stage is, what other stages' blocks return is absent too, such as hidden states of all layers.
+        is_here, device = self._ranks.index == plan.ranks[-1], self._context.device
+        # What other stages' blocks return is absent there too, such as the hidden states of all layers.
         known: list[Any] = [[one.of if isinstance(one, AbsentTensor) else "" for one in _tensors_of(found)]]
         dist.broadcast_object_list(known, source, group=group)
         missing = iter(known[0])
@@ -144,8 +152,9 @@ class KeepStages(ModelTransform):
         def send(one: Tensor) -> Tensor:
             if of := next(missing):
                 return absent_like(one, of)
-            value = one.contiguous() if is_here else torch.empty(one.shape, dtype=one.dtype, device=self._context.device)
-            dist.broadcast(value.view(torch.uint8) if value.dtype == torch.bool else value, source, group=group)
+            value = one.contiguous() if is_here else torch.empty(one.shape, dtype=one.dtype, device=device)
+            # As bytes: gloo supports neither booleans nor fp8.
+            dist.broadcast(value.view(-1).view(torch.uint8), source, group=group)
             return value
 
         return rebuild(found, map(send, _tensors_of(found)))

@@ -35,8 +35,8 @@ class ShardedGradients(ParameterGradients):
         "tails keep ranks in step, or use backend='ddp'"
     )
     not_split = (
-        "FSDP reduces gradients at the end of whole backwards; say 1f1b, interleaved_1f1b, looped_bfs or gpipe, or use "
-        "backend='ddp'"
+        "FSDP reduces gradients at the end of whole backwards; say 1f1b, interleaved_1f1b, looped_bfs or gpipe, or "
+        "use backend='ddp'"
     )
 
     def __init__(self, scaler: LossScaler | None, run: ShardedRun) -> None:

@@ -27,7 +27,7 @@ class AbsentTensor(Tensor):
     _like: Tensor  # on meta
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, of: str) -> "AbsentTensor":
+    def __new__(cls: type["AbsentTensor"], like: Tensor, device: torch.device, of: str) -> "AbsentTensor":
         """Return a tensor like one on meta, that says it is on `device`."""
         made = make_wrapper(cls, like, like.shape, like.stride(), device=device)
         made._like, made.of = like, of
@@ -58,7 +58,9 @@ class AbsentTensor(Tensor):
             on_meta[1]["device"] = torch.device("meta")
         is_written = changes_in_place(func)
         if is_written and (given[0] is not source or changes_shape_in_place(func)):
-            raise ParallelPlanError(f"{func} writes what follows from {source.of}, of another stage, in place")
+            raise ParallelPlanError(
+                f"{func} writes what follows from {source.of}, of another stage, in place"
+            )
         try:
             found = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:

@@ -40,8 +40,10 @@ def pipeline_order(
     for rank in range(num_ranks):
         listed: list[tuple[Any, int, int]] = []
         for action in filter(None, schedule.pipeline_order[rank]):
-            for one in action.sub_actions or (action,) if hasattr(action, "sub_actions") else (action,):
-                listed.append((_KINDS[one.computation_type.value], one.stage_index, one.microbatch_index))
+            parts = getattr(action, "sub_actions", None) or (action,)  # which torch may overlap
+            listed += [
+                (_KINDS[one.computation_type.value], one.stage_index, one.microbatch_index) for one in parts
+            ]
         found.append(listed)
     return found
 

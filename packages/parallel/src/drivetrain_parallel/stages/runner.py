@@ -1,4 +1,4 @@
-"""Run the stages of a rank on the pieces of a batch, in the order of a schedule, among ranks that send and receive."""
+"""Run the stages of a rank on the pieces of a batch, in the order of a schedule, among ranks that send to it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from drivetrain_parallel.stages.compat import pipeline_order
 from drivetrain_parallel.errors import ParallelPlanError
+from drivetrain_parallel.stages.compat import pipeline_order
 
 Kind = Literal["forward", "backward", "input", "weight"]
 
@@ -157,7 +157,9 @@ def simulate(
                 needed = _needed(action, num_stages)
                 if any(all(one not in ends for one in each) for each in needed):
                     break
-                ready = max((ends[one] + transfer for each in needed for one in each if one in ends), default=0.0)
+                ready = max(
+                    (ends[one] + transfer for each in needed for one in each if one in ends), default=0.0
+                )
                 start = max(now[rank], ready)
                 now[rank] = ends[action] = start + seconds[action.kind]
                 times[rank].append(Timed(action, start, now[rank]))

@@ -2,7 +2,7 @@
 
 Outside of the running stage nothing is computed: parameters, blocks and what follows from them are absent tensors.
 The first block of a stage takes what the stage before sent, in place of the hidden states that would be absent; what
-the last block returns is sent to the next stage. The loss of the last stage follows from what it computed alone, or
+the first block of the next stage is called with is sent there. The loss of the last stage follows from what it computed alone, or
 an absent tensor would reach it, which is an error.
 """
 
@@ -19,7 +19,7 @@ from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import with_forward
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
-from drivetrain_parallel.sequences.block_calls import BlockCall, states_of, with_states
+from drivetrain_parallel.sequences.block_calls import BlockCall
 from drivetrain_parallel.stages.absent import AbsentTensor, absent_like
 from drivetrain_parallel.stages.stage_plan import StagePlan
 from drivetrain_parallel.streams import RankStream
@@ -31,13 +31,12 @@ def keep_stages(model: nn.Module, plan: StagePlan, rank: int, *, device: torch.d
     Parameters and buffers of other ranks' stages are no longer listed by the model. Their attributes are absent
     tensors, which say they are on `device`.
     """
-    gone = {
-        name.rpartition(".")[0]
-        for name, holders in plan.holders.items()
-        if rank not in holders
-    }
+    gone = {name.rpartition(".")[0] for name, holders in plan.holders.items() if rank not in holders}
     blocks_gone = tuple(
-        block for stage in range(plan.num_stages) if plan.ranks[stage] != rank for block in plan.blocks_of(stage)
+        block
+        for stage in range(plan.num_stages)
+        if plan.ranks[stage] != rank
+        for block in plan.blocks_of(stage)
     )
     for name, module in list(model.named_modules(remove_duplicate=False)):
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks_gone)
@@ -112,7 +111,9 @@ class StageModel:
         finally:
             self._running = before
 
-    def run(self, stage: int, call: Callable[[], Any], receive: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
+    def run(
+        self, stage: int, call: Callable[[], Any], receive: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, Tensor | None]:
         """Run a call of the model, of which one stage computes.
 
         Args:
@@ -136,19 +137,25 @@ class StageModel:
         finally:
             self._stream.close()
         output, self._output = self._output, None
-        if self._receive is not None or (output is None) != (stage == self.plan.num_stages - 1):
-            names = self.plan.blocks_of(stage)
+        is_last = stage == self.plan.num_stages - 1
+        if self._receive is not None or not (is_last or output is not None):
+            missing = self.plan.blocks_of(stage if self._receive is not None else stage + 1)[0]
             raise ParallelPlanError(
-                f"a forward did not run all of {names[0]} to {names[-1]}, in order and once each, and what a stage "
-                "hands on would be missing: leave parallel.pipeline out"
+                f"a forward did not call {missing}, where a stage begins: a model that leaves blocks out does not train "
+                "in stages; leave parallel.pipeline out"
             )
+        if isinstance(output, AbsentTensor):
+            raise ParallelPlanError(f"{self.plan.blocks_of(stage + 1)[0]} takes {not_handed_on(output)}")
         return found, output
 
     def _exchange(self, name: str, stage: int, make: int) -> None:
-        """Have a block run in its own stage alone."""
+        """Have a block run in its own stage alone; the call of a stage's first block ends the stage before."""
+        is_first = name == self.plan.blocks_of(stage)[0]
 
         def forward(block: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if stage != self._running:
+                if is_first and stage - 1 == self._running and self._output is None:
+                    self._output = BlockCall(args, kwargs).states
                 return self._pass_over(name, make, block, whole, args, kwargs)
             if (missing := find_absent((args, kwargs))) is not None:
                 raise ParallelPlanError(f"{name}, of stage {stage}, takes {not_handed_on(missing)}")
@@ -161,7 +168,13 @@ class StageModel:
         with_forward(self._model.get_submodule(name), forward)
 
     def _pass_over(
-        self, name: str, make: int, block: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        make: int,
+        block: nn.Module,
+        whole: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Return what a block would return, without computing it: all blocks of a make return the same."""
         states = BlockCall(args, kwargs).states
@@ -180,24 +193,16 @@ class StageModel:
         return output
 
     def _hook(self) -> None:
-        """Have each stage take and hand on hidden states. Late: outside of what other transforms do to blocks."""
+        """Have each stage take hidden states. Late: outside of what other transforms do to blocks."""
         if self._is_hooked:
             return
         self._is_hooked = True
-        for stage in self.stages:
-            names = self.plan.blocks_of(stage)
-            first, last = (self._model.get_submodule(name) for name in (names[0], names[-1]))
-            if stage:
-                first.register_forward_pre_hook(
-                    torch.compiler.disable(lambda _, args, kwargs, stage=stage: self._take(stage, args, kwargs)),
-                    with_kwargs=True, prepend=True,
-                )  # fmt: skip
-            if stage < self.plan.num_stages - 1:
-                last.register_forward_hook(
-                    torch.compiler.disable(lambda _, __, output, stage=stage: self._hand_on(stage, output))
-                )
+        for stage in filter(None, self.stages):
+            first = self._model.get_submodule(self.plan.blocks_of(stage)[0])
+            take: Any = torch.compiler.disable(partial(self._take, stage))
+            first.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
 
-    def _take(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _take(self, stage: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stage != self._running or self._receive is None:
             return None
         receive, self._receive = self._receive, None
@@ -210,12 +215,6 @@ class StageModel:
             )
         received = receive(states)
         return call.changed(lambda one: received if one is states else one)
-
-    def _hand_on(self, stage: int, output: Any) -> Any:
-        if stage != self._running:
-            return None
-        self._output = states_of(output)
-        return with_states(output, partial(absent_like, of=self.plan.blocks_of(stage)[-1]))
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -237,7 +236,7 @@ def find_absent(value: Any) -> AbsentTensor | None:
 def not_handed_on(tensor: AbsentTensor) -> str:
     """Return why a tensor is absent, and what would do, for an error that begins with what takes it."""
     return (
-        f"what follows from {tensor.of}, which another stage has, and stages hand on hidden states alone. If it is of "
-        "a module that runs after the blocks, name that in parallel.pipeline_last; else leave it out of what the last "
-        "stage computes, or parallel.pipeline"
+        f"what follows from {tensor.of}, which another stage has, and stages hand on hidden states alone. If it is "
+        "of a module that runs after the blocks, name that in parallel.pipeline_last; else leave it out of what the "
+        "last stage computes, or leave parallel.pipeline out"
     )

@@ -101,7 +101,9 @@ def _names_after(model: nn.Module, first: str, last: Sequence[str]) -> frozenset
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in last:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ParallelPlanError(f"parallel.pipeline_last: {pattern!r} matches no module of {type(model).__name__}")
+            raise ParallelPlanError(
+                f"parallel.pipeline_last: {pattern!r} matches no module of {type(model).__name__}"
+            )
     matched = [name for name in names if any(fnmatchcase(name, pattern) for pattern in last)]
     return frozenset(
         name
@@ -150,7 +152,9 @@ def _balanced(costs: Sequence[float], number: int) -> tuple[int, ...]:
         found: dict[int, tuple[float, int]] = {}
         for end in range(run, length - (number - run) + 1):
             found[end] = min(
-                (sum_ + (before[end] - before[start]) ** 2, start) for start, (sum_, _) in best[-1].items() if start < end
+                (sum_ + (before[end] - before[start]) ** 2, start)
+                for start, (sum_, _) in best[-1].items()
+                if start < end
             )
         best.append(found)
     starts: list[int] = []
