@@ -78,7 +78,9 @@ def assert_staged(
         return sum(losses), {name: p.grad for name, p in own.named_parameters(remove_duplicate=False)}
 
     found = on_threads(num_ranks, work)
-    assert_near("the loss", torch.tensor(sum(one for one, _ in found)), expected.float(), max(tolerance, 1e-6))
+    assert_near(
+        "the loss", torch.tensor(sum(one for one, _ in found)), expected.float(), max(tolerance, 1e-6)
+    )
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         held = [gradients[name] for _, gradients in found if gradients.get(name) is not None]
         assert all(name in found[rank][1] for rank in planned.holders[name])

@@ -27,7 +27,7 @@ class StagePart:
     Attributes:
         shape: The shape of the whole tensor.
         dtype: The dtype of the elements.
-        value: What this rank holds of it: a tensor, or a part of one; None for a tensor of another stage.
+        value: The tensor, or this rank's part of it; None for a tensor of another stage.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class StageLayout(StateLayout):
         elsewhere = set(staged.names) - own.keys()
         if missing := sorted(elsewhere - state.keys()):
             raise ValueError(
-                f"the checkpoint is not of this {type(model).__name__}: missing {missing[:5]}; build the model it was "
-                "saved from"
+                f"the checkpoint is not of this {type(model).__name__}: missing {missing[:5]}; build the model it "
+                "was saved from"
             )
         self._inner.load_model(
             model,

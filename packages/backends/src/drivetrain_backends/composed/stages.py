@@ -1,6 +1,7 @@
 """Pipeline parallelism for any strategy: each rank keeps the layers of its stages, and trains them by a schedule."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -36,7 +37,7 @@ class StagedModel:
     """A model of which this rank keeps some stages.
 
     Attributes:
-        runner: What runs the stages.
+        runner: The runner of the stages.
         names: The names of all entries of the whole model's state, in order.
         holders: The positions, among the ranks of the pipeline, of those that hold an entry.
         shared: The group of the ranks that hold a parameter, of parameters that several hold.
@@ -170,7 +171,7 @@ class KeepStages(ModelTransform):
 
     def _group_of(self, holders: Sequence[int]) -> ProcessGroup:
         """Return the group of some ranks of this pipeline. Called on all ranks."""
-        made = [dist.new_group([part[at] for at in holders]) for part in self._ranks.parts]
+        made = [dist.new_group(ranks=[part[at] for at in holders]) for part in self._ranks.parts]
         group = next((one for one in made if isinstance(one, ProcessGroup)), None)
         if group is not None:
             self._context.before_close(partial(end_group, group.group_name))
@@ -180,7 +181,7 @@ class KeepStages(ModelTransform):
 def cut_batch(batch: Any, number: int) -> list[tuple[Any, float]]:
     """Return a batch in at most `number` pieces of about equal size, each with its share of the samples.
 
-    Tensors whose first dimension is that of the first tensor are cut along it; all else is in every piece.
+    Tensors of one length, the most common, are cut along their first dimension; all else is in every piece.
 
     Raises:
         ValueError: There is no tensor with samples.
@@ -190,9 +191,10 @@ def cut_batch(batch: Any, number: int) -> list[tuple[Any, float]]:
         [([0], 0.3333333333333333), ([1, 2], 0.6666666666666666)]
     """
     tensors = _tensors_of(batch)
-    rows = next((len(one) for one in tensors if one.dim() and len(one)), None)
-    if rows is None:
+    lengths = Counter(len(one) for one in tensors if one.dim() and len(one))
+    if not lengths:
         raise ValueError("the batch of train_step() holds no tensor with samples along its first dimension")
+    rows = max(lengths, key=lambda length: (lengths[length], length))
     ends = [rows * piece // min(number, rows) for piece in range(min(number, rows) + 1)]
 
     def cut(start: int, stop: int) -> Any:

@@ -13,6 +13,10 @@ from drivetrain_parallel.compat import changes_in_place, changes_shape_in_place,
 from drivetrain_parallel.errors import ParallelPlanError
 
 
+class AbsentValueError(ParallelPlanError):
+    """An error of an operation that needs the values of an absent tensor."""
+
+
 class AbsentTensor(Tensor):
     """A tensor whose values another stage has. Operations on it give the shapes, on the meta device.
 
@@ -20,7 +24,7 @@ class AbsentTensor(Tensor):
         of: The name of the parameter or the block that it follows from.
 
     Raises:
-        ParallelPlanError: An operation asks for its values, or writes them to a tensor of this stage.
+        AbsentValueError: An operation asks for its values, or writes them to a tensor of this stage.
     """
 
     of: str
@@ -40,6 +44,14 @@ class AbsentTensor(Tensor):
         """Return the shape, in place of values."""
         return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype}, of={self.of})"
 
+    def tolist(self) -> Any:
+        """Refuse to return values."""
+        raise AbsentValueError(_read("tolist()", self))
+
+    def numpy(self, **_: Any) -> Any:
+        """Refuse to return values."""
+        raise AbsentValueError(_read("numpy()", self))
+
     @classmethod
     def __torch_dispatch__(
         cls,
@@ -58,19 +70,21 @@ class AbsentTensor(Tensor):
             on_meta[1]["device"] = torch.device("meta")
         is_written = changes_in_place(func)
         if is_written and (given[0] is not source or changes_shape_in_place(func)):
-            raise ParallelPlanError(
-                f"{func} writes what follows from {source.of}, of another stage, in place"
-            )
+            raise AbsentValueError(f"{func} writes what follows from {source.of}, of another stage, in place")
         try:
             found = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:
-            raise ParallelPlanError(
-                f"{func} reads values that follow from {source.of}, which another stage has: compute and read them "
-                "outside of the model and of the loss function"
-            ) from error
+            raise AbsentValueError(_read(func, source)) from error
         if is_written:
             return source
         return tree_map_only(Tensor, lambda one: AbsentTensor(one, torch.device(device), source.of), found)
+
+
+def _read(operation: object, tensor: AbsentTensor) -> str:
+    return (
+        f"{operation} reads values that follow from {tensor.of}, which another stage has: a model in stages reads no "
+        "values between its blocks"
+    )
 
 
 def _on_meta(one: Tensor, given: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stages send to each other over process groups."""
+"""The links between stages over process groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -37,7 +37,7 @@ class StageRunner:
 
     Args:
         model: The stages of this rank.
-        schedule: The schedule.
+        schedule: The order of forwards and backwards.
         links: The way to the other stages.
         num_ranks: The number of ranks that hold stages.
     """

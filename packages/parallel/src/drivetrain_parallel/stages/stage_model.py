@@ -1,9 +1,9 @@
 """A model of which a rank holds some stages: its forward runs whole, on what this rank has.
 
 Outside of the running stage nothing is computed: parameters, blocks and what follows from them are absent tensors.
-The first block of a stage takes what the stage before sent, in place of the hidden states that would be absent; what
-the first block of the next stage is called with is sent there. The loss of the last stage follows from what it computed alone, or
-an absent tensor would reach it, which is an error.
+The first block of a stage takes what the stage before sent, in place of the hidden states that would be absent. What
+the first block of the next stage is called with is sent there. The loss of the last stage follows from what it
+computed alone, or an absent tensor would reach it, which is an error.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +20,7 @@ from drivetrain_parallel.layers.divided_layers import with_forward
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
 from drivetrain_parallel.sequences.block_calls import BlockCall
-from drivetrain_parallel.stages.absent import AbsentTensor, absent_like
+from drivetrain_parallel.stages.absent import AbsentTensor, AbsentValueError, absent_like
 from drivetrain_parallel.stages.stage_plan import StagePlan
 from drivetrain_parallel.streams import RankStream
 
@@ -41,12 +41,12 @@ def keep_stages(model: nn.Module, plan: StagePlan, rank: int, *, device: torch.d
     for name, module in list(model.named_modules(remove_duplicate=False)):
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks_gone)
         prefix = f"{name}." if name else ""
-        for key, parameter in list(module._parameters.items()):  # pyright: ignore[reportPrivateUsage]
-            if parameter is not None and rank not in plan.holders[prefix + key]:
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if rank not in plan.holders[prefix + key]:
                 delattr(module, key)
                 vars(module)[key] = _absent(parameter, device, prefix + key)
-        for key, buffer in list(module._buffers.items()):  # pyright: ignore[reportPrivateUsage]
-            if buffer is not None and (inside or name in gone):
+        for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if inside or name in gone:
                 delattr(module, key)
                 vars(module)[key] = _absent(buffer, device, prefix + key)
     return StageModel(model, plan, rank, device)
@@ -117,7 +117,7 @@ class StageModel:
         """Run a call of the model, of which one stage computes.
 
         Args:
-            stage: The stage.
+            stage: The stage that computes.
             call: The function that calls the model.
             receive: A function that returns what the stage before has sent; its argument has the same shape, dtype
                 and device.
@@ -134,6 +134,10 @@ class StageModel:
         try:
             with self.running(stage):
                 found = call()
+        except AbsentValueError:
+            if self._output is None or self._receive is not None:
+                raise
+            found = None  # as in a loss that picks some logits: the last stage computes it
         finally:
             self._stream.close()
         output, self._output = self._output, None
@@ -141,8 +145,8 @@ class StageModel:
         if self._receive is not None or not (is_last or output is not None):
             missing = self.plan.blocks_of(stage if self._receive is not None else stage + 1)[0]
             raise ParallelPlanError(
-                f"a forward did not call {missing}, where a stage begins: a model that leaves blocks out does not train "
-                "in stages; leave parallel.pipeline out"
+                f"a forward did not call {missing}, where a stage begins: a model that leaves blocks out does not "
+                "train in stages; leave parallel.pipeline out"
             )
         if isinstance(output, AbsentTensor):
             raise ParallelPlanError(f"{self.plan.blocks_of(stage + 1)[0]} takes {not_handed_on(output)}")

@@ -65,7 +65,7 @@ def plan_stages(
         >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
         >>> plan = plan_stages(model, [0, 1])
         >>> plan.blocks_of(0), plan.blocks_of(1), plan.holders["0.weight"]
-        (('1.0', '1.1'), ('1.2',), (0,))
+        (('1.0',), ('1.1', '1.2'), (0,))
     """
     kind, number = type(model).__name__, len(ranks)
     blocks = find_blocks(model, number, setting="parallel.pipeline").blocks
@@ -143,7 +143,7 @@ def _balanced(costs: Sequence[float], number: int) -> tuple[int, ...]:
 
     Example:
         >>> _balanced([1, 1, 1, 1, 1, 3], 3)
-        (0, 3, 5)
+        (0, 2, 5)
     """
     before, length = [0.0, *accumulate(costs)], len(costs)
     # Of the first `end` items in so many runs: the least sum of squares, and where the last run starts.
