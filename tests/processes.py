@@ -349,7 +349,8 @@ def _noted_groups() -> list[Callable[[], Any]]:
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         group = new_group(*args, **kwargs)
-        if "drivetrain_backends" in sys._getframe(1).f_code.co_filename:
+        is_in_it = isinstance(group, dist.ProcessGroup)  # this process
+        if is_in_it and "drivetrain_backends" in sys._getframe(1).f_code.co_filename:
             found.append(weakref.ref(group))
         return group
 

@@ -85,6 +85,7 @@ SELECTION = (
     "tests/throughput/flops/test_compat.py",
     "tests/launcher/test_compat.py",
     "tests/memory/test_compat.py",
+    "tests/parallel/stages/test_compat.py",
     "tests/parallel/test_compat.py",
     "tests/plan/test_compat.py",
     "tests/precision/test_compat.py",

@@ -54,6 +54,7 @@ WORLD: Mapping[str, str] = MappingProxyType(
         "state_dict/full_tensors.py::load_full_state_dict": _WHOLE,
         "composed/backend.py::ComposedBackend.__init__": "only whether there is a group",
         "composed/prepared.py::ComposedPrepared._gather": _TOGETHER,
+        "composed/stages.py::KeepStages._group_of": "some ranks of a pipeline, which no view of the mesh names",
     }
 )
 

@@ -15,7 +15,7 @@ from drivetrain_backends import AccumulationError
 from drivetrain_backends.composed.stages import cut_batch
 from drivetrain_state import ParallelDims
 
-WIDTH, STEPS = 8, 20
+WIDTH, STEPS = 8, 12
 
 
 class Block(nn.Module):
@@ -33,8 +33,9 @@ class Model(nn.Module):
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
+        self.words = nn.Embedding(9, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 9)
         self.head.weight = self.words.weight
         self.blocks[0].requires_grad_(False)
 
@@ -161,7 +162,7 @@ def recomputed(kind: str) -> list[Tensor]:
     """The weights after some steps with dropout, with or without recomputation."""
     with Accelerator(
         cpu=True, backend="fsdp", parallelism=ParallelDims(pipeline=2), seed=0,
-        fsdp={"strategy": "no_shard", "activation_checkpointing": kind},
+        sections={"fsdp": {"strategy": "no_shard", "activation_checkpointing": kind}},
     ) as accelerator:  # fmt: skip
         model = build(0.5)
         model, _ = accelerator.prepare(model, optimizer_of(model))

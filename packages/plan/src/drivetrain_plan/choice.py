@@ -117,6 +117,8 @@ class PlanChoice:
         }
         if self.sequence:
             said["sequence"] = True
+        if self.pipeline > 1:  # whose micro-batches are pieces of one batch
+            said["pipeline_micro_batches"] = self.accumulation
         if said:
             said |= {axis: size for axis in ("data", "shard") if (size := getattr(self, axis)) > 1}
         return ParallelDims(**said) if said else None
@@ -129,7 +131,7 @@ class PlanChoice:
     def sections(self, mixed_precision: str = "no") -> dict[str, dict[str, Any]]:
         """Return the settings that train so, by section and field, as a settings file has them."""
         run: dict[str, Any] = {"backend": self.backend, "mixed_precision": mixed_precision}
-        if self.accumulation > 1:
+        if self.accumulation > 1 and self.pipeline == 1:
             run["gradient_accumulation_steps"] = self.accumulation
         found: dict[str, dict[str, Any]] = {"run": run}
         if (dims := self.dims()) is not None:

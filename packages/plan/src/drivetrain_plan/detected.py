@@ -116,16 +116,18 @@ def _rates(context: Context, name: str, cache: Path) -> dict[str, float]:
 
 
 def _measure(context: Context) -> dict[str, float]:
-    """Measure the rates of this rank, together with the others."""
+    """Measure the rates of this rank, each at the same time as the others: they may share its cores and memory."""
     device, group = context.device, context.ranks("counts")
     found: dict[str, float] = {}
     for field, dtype in (("flops", torch.bfloat16), ("fp32_flops", torch.float32)):
+        _meet(group)
         taken, width = _product(device, dtype, _WIDTH), _WIDTH
         if taken < _SOON:
             taken, width = _product(device, dtype, _MOST_WIDTH), _MOST_WIDTH
         found[field] = 2 * width**3 / taken
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    _meet(group)
     found["memory_rate"] = 2 * _COPIED_BYTES / _seconds(device, lambda: target.copy_(source))
     # Not initialised, which would draw from the loop's own generator.
     layers = nn.Sequential(*(skip_init(nn.Linear, 1, 1, device=device) for _ in range(_NUM_LAYERS)))
@@ -134,10 +136,16 @@ def _measure(context: Context) -> dict[str, float]:
     one = torch.ones(1, 1, device=device)
     with StepTally() as tally:
         layers(one).backward()
+    _meet(group)
     found["operation_seconds"] = _seconds(device, lambda: layers(one).backward()) / tally.num_operations
     if group.size > 1:
         found |= _measure_links(device, group)
     return found
+
+
+def _meet(group: RankGroup) -> None:
+    if group.size > 1:
+        dist.barrier(group.process_group)
 
 
 def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:

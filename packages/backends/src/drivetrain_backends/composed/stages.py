@@ -171,6 +171,8 @@ class KeepStages(ModelTransform):
 
     def _group_of(self, holders: Sequence[int]) -> ProcessGroup:
         """Return the group of some ranks of this pipeline. Called on all ranks."""
+        if len(holders) == self._ranks.size:
+            return cast("ProcessGroup", self._ranks.process_group)
         made = [dist.new_group(ranks=[part[at] for at in holders]) for part in self._ranks.parts]
         group = next((one for one in made if isinstance(one, ProcessGroup)), None)
         if group is not None:

@@ -207,11 +207,10 @@ def _as_text(table: PlanTable, arguments: PlanTrainingArguments) -> str:
     held = ", ".join(f"{name} {format_size(int(getattr(best.memory, name)))}" for name in _COMPONENTS)
     lines += [f"  memory  {held}", f"  time    {_times(best)}", f"  sent    {_sent(best)}", ""]
     if best.choice.pipeline > 1:
-        lines.append("  no backend trains a pipeline yet: pin pipeline=1 for a plan that can be launched")
-    else:
-        precision = _precision(arguments.mode)
-        lines.append(launch_line(best.choice, table.hardware.num_hosts, precision))
-        lines += ["", settings_text(best.choice, precision)]
+        lines.append("  the loop calls accelerator.train_step, with a whole batch of a process\n")
+    precision = _precision(arguments.mode)
+    lines.append(launch_line(best.choice, table.hardware.num_hosts, precision))
+    lines += ["", settings_text(best.choice, precision)]
     return "\n".join(lines)
 
 
