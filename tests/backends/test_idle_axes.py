@@ -13,7 +13,7 @@ from plain_loop.backends import context
 
 BACKENDS = {"ddp": DDPBackend, "fsdp": FSDPBackend}
 MESHES = {
-    "pipeline 2 x data 2": ParallelDims(pipeline=2, data=2),
+    "data 2 x whole layers 2": ParallelDims(data=2, tensor=2, tensor_styles={"*": "whole"}),
 }
 CASES = ("count, accumulated, clipped, uneven tails, 20 steps", "fp16, count, accumulated, clipped")
 
@@ -33,19 +33,19 @@ def check(kind: str, mesh: str, is_whole: bool) -> int:
 @pytest.mark.parametrize("is_whole", [False, True], ids=["two cases", "whole"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.default_cases("pipeline 2 x data 2-two cases")
+@pytest.mark.default_cases("data 2 x whole layers 2-two cases")
 def test_the_contract_holds_on_a_mesh(run_ranks, kind: str, mesh: str, is_whole: bool) -> None:
     run_ranks(check, kind, mesh, is_whole, num_processes=4, timeout_seconds=170)
 
 
 def first_weights(kind: str) -> list[list[float]]:
-    with context(parallelism=MESHES["pipeline 2 x data 2"]) as where:
+    with context(parallelism=MESHES["data 2 x whole layers 2"]) as where:
         torch.manual_seed(where.topology.rank)
-        model = nn.Linear(2, 2)
+        model = nn.Sequential(nn.Linear(2, 2))
         backend = BACKENDS[kind](where, choose_policy("no", where.device), window=AccumulationWindow(1))
         (prepared,) = backend.prepare([model], [SGD(model.parameters(), lr=0.1)], [])
         with prepared.gathered():
-            found = gather(where, model.weight.detach()[None].clone())
+            found = gather(where, model[0].weight.detach()[None].clone())
         backend.close()
         return found.flatten(1).tolist()
 

@@ -8,13 +8,14 @@ from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.stages.schedules import (
     SCHEDULES,
     Action,
+    Kind,
     bubble,
     find_schedule,
     plan_order,
     simulate,
 )
 
-SECONDS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
+SECONDS: dict[Kind, float] = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 3, 4, 7, 8, 16])
@@ -40,7 +41,9 @@ def test_each_stage_runs_each_piece_once(name: str, num_ranks: int, num_pieces: 
 def test_more_pieces_make_a_smaller_bubble_and_interleaving_a_smaller_one_still() -> None:
     def share(name: str, num_pieces: int) -> float:
         schedule = SCHEDULES[name]
-        per_stage = {kind: seconds / schedule.stages_per_rank for kind, seconds in SECONDS.items()}
+        per_stage: dict[Kind, float] = {
+            kind: seconds / schedule.stages_per_rank for kind, seconds in SECONDS.items()
+        }
         order = plan_order(schedule, 4, num_pieces)
         return bubble(simulate(order, 4 * schedule.stages_per_rank, per_stage))
 

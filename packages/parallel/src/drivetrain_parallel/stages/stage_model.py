@@ -71,7 +71,7 @@ class StageModel:
         self.stages = tuple(stage for stage, one in enumerate(plan.ranks) if one == rank)
         self._running: int | None = None
         self._receive: Callable[[Tensor], Tensor] | None = None
-        self._output: Tensor | None = None
+        self._outputs: list[Tensor] = []  # of the running stage: at most one
         self._is_hooked = False
         self._known: dict[object, Any] = {}  # what blocks of other stages return, by their make and the shape
         self._model = model
@@ -129,18 +129,18 @@ class StageModel:
             ParallelPlanError: The call needs what another stage computes, or does not run the stage's blocks.
         """
         self._hook()
-        self._receive, self._output = (receive if stage else None), None
+        self._receive, self._outputs = (receive if stage else None), []
         self._stream.forget()
         try:
             with self.running(stage):
                 found = call()
         except AbsentValueError:
-            if self._output is None or self._receive is not None:
+            if not self._outputs or self._receive is not None:
                 raise
             found = None  # as in a loss that picks some logits: the last stage computes it
         finally:
             self._stream.close()
-        output, self._output = self._output, None
+        output = self._outputs.pop() if self._outputs else None
         is_last = stage == self.plan.num_stages - 1
         if self._receive is not None or not (is_last or output is not None):
             missing = self.plan.blocks_of(stage if self._receive is not None else stage + 1)[0]
@@ -158,8 +158,8 @@ class StageModel:
 
         def forward(block: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if stage != self._running:
-                if is_first and stage - 1 == self._running and self._output is None:
-                    self._output = BlockCall(args, kwargs).states
+                if is_first and stage - 1 == self._running and not self._outputs:
+                    self._outputs.append(BlockCall(args, kwargs).states)
                 return self._pass_over(name, make, block, whole, args, kwargs)
             if (missing := find_absent((args, kwargs))) is not None:
                 raise ParallelPlanError(f"{name}, of stage {stage}, takes {not_handed_on(missing)}")
