@@ -1,0 +1,197 @@
+"""Models in stages train as whole ones under every strategy and schedule, save and load, or are refused."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain import Accelerator
+from drivetrain_backends import AccumulationError
+from drivetrain_state import ParallelDims
+
+WIDTH, STEPS = 8, 12
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Eight blocks between an embedding and a head of the same weight; some are frozen."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 9)
+        self.head.weight = self.words.weight
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x)}
+
+
+def loss_of(model: nn.Module, tokens: Tensor, *, counted: bool) -> Any:
+    logits, targets = model(tokens)["logits"].flatten(0, 1), tokens.flatten()
+    if counted:
+        is_counted = targets > 2
+        return F.cross_entropy(logits, targets, reduction="none")[is_counted].sum(), is_counted.sum()
+    return F.cross_entropy(logits, targets)
+
+
+def build(dropout: float = 0.0) -> Model:
+    torch.manual_seed(0)
+    return Model(dropout=dropout).double()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    first, rest = trained[:3], trained[3:]
+    return torch.optim.AdamW([{"params": rest}, {"params": first, "lr": 2e-3}], lr=1e-2)
+
+
+def tokens_of(step: int, num_readers: int) -> Tensor:
+    """Return the tokens of a step: of most 7 for each reader, of any length."""
+    rows, length = (7, 7, 3, 1)[step % 4], (6, 4)[step // 2 % 2]
+    return torch.randint(9, (rows * num_readers, length), generator=torch.Generator().manual_seed(step))
+
+
+def train_plainly(
+    counted: bool, accumulation: int, num_readers: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = build()
+    optimizer, norms = optimizer_of(model), list[float]()
+    for start in range(0, STEPS, accumulation):
+        window = [tokens_of(step, num_readers)[r::num_readers] for step in range(start, start + accumulation)
+                  for r in range(num_readers)]  # fmt: skip
+        total = sum(int((tokens > 2).sum()) for tokens in window)
+        for tokens in window:
+            loss = loss_of(model, tokens, counted=counted)
+            (loss[0] / total if counted else loss / len(window)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.state_dict()
+
+
+def check(sizes: dict[str, Any], backend: str, folder: str, options: dict[str, Any]) -> None:
+    """Train in each way, save half way, go on from there, and evaluate."""
+    for counted, accumulation in ((False, 1), (True, 2)):
+        with Accelerator(
+            cpu=True,
+            backend=None if backend == "usual" else backend,
+            parallelism=ParallelDims(**sizes),
+            gradient_accumulation_steps=accumulation,
+            project_dir=f"{folder}/{accumulation}",
+            **options,
+        ) as accelerator:
+            model = build()
+            model, _ = accelerator.prepare(model, optimizer_of(model))
+            reads, norms = accelerator.context.ranks("reads"), list[float]()
+            for step in range(STEPS):
+                if step == STEPS // 2:
+                    accelerator.save_state()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.add_(1)
+                    accelerator.load_state()
+                tokens = tokens_of(step, reads.size)[reads.index :: reads.size]
+                found = accelerator.train_step(tokens, loss=partial(loss_of, counted=counted), max_norm=0.05)
+                norms += [found.grad_norm.item()] if found.grad_norm is not None else []
+            expected, weights = train_plainly(counted, accumulation, reads.size)
+            assert norms == pytest.approx(expected, abs=1e-9)
+            for name, value in accelerator.get_state_dict(model, everywhere=True).items():
+                torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-8)
+            whole = build().eval()
+            whole.load_state_dict(weights)
+            with torch.no_grad():
+                logits = model.eval()(tokens)["logits"]
+                torch.testing.assert_close(logits, whole(tokens)["logits"], rtol=0, atol=1e-8)
+            with (
+                accelerator.accumulate(model),
+                pytest.raises(AccumulationError, match=r"accelerator\.train_step"),
+            ):
+                accelerator.backward(logits.sum())
+
+
+MESHES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "pipeline 2": ({"pipeline": 2}, "usual", 2),
+    "pipeline 4": ({"pipeline": 4}, "usual", 4),
+    "pipeline 2 x data 2": ({"pipeline": 2, "data": 2}, "ddp", 4),
+    "pipeline 2 x shard 2": ({"pipeline": 2, "shard": 2}, "fsdp", 4),
+    "pipeline 2 x replicas": ({"pipeline": 2, "data": 2}, "fsdp", 4),
+    "pipeline 2 x tensor 2": (
+        {"pipeline": 2, "tensor": 2, "tensor_styles": {"*.up": "column", "*.down": "row"}}, "usual", 4,
+    ),
+}  # fmt: skip
+SPLIT = {"interleaved_zero_bubble", "zbv", "dual_pipe_v"}
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *sorted(SPLIT))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.default_cases("pipeline 2-1f1b", "pipeline 2-zbv")
+def test_stages_train_as_the_whole_model(run_ranks, tmp_path: Path, mesh: str, schedule: str) -> None:
+    sizes, backend, num_ranks = MESHES[mesh]
+    if num_ranks == 4 and sizes["pipeline"] == 4 and schedule not in ("gpipe", "1f1b"):
+        sizes = {**sizes, "pipeline_micro_batches": 4}
+    sizes = {**sizes, "pipeline_schedule": schedule}
+    if backend == "fsdp" and schedule in SPLIT:
+        with pytest.raises(BaseException, match="FSDP reduces gradients at the end of whole backwards"):
+            run_ranks(check, sizes, backend, str(tmp_path), {}, num_processes=num_ranks, timeout_seconds=60)
+        return
+    run_ranks(check, sizes, backend, str(tmp_path), {}, num_processes=num_ranks, timeout_seconds=170)
+
+
+def recomputed(kind: str) -> list[Tensor]:
+    """The weights after some steps with dropout, with or without recomputation."""
+    with Accelerator(
+        cpu=True, backend="fsdp", parallelism=ParallelDims(pipeline=2), seed=0,
+        sections={"fsdp": {"strategy": "no_shard", "activation_checkpointing": kind}},
+    ) as accelerator:  # fmt: skip
+        model = build(0.5)
+        model, _ = accelerator.prepare(model, optimizer_of(model))
+        for step in range(3):
+            accelerator.train_step(tokens_of(step, 1), loss=partial(loss_of, counted=False))
+        return list(accelerator.get_state_dict(model, everywhere=True).values())
+
+
+@pytest.mark.slow
+def test_recomputed_blocks_drop_what_they_dropped(run_ranks) -> None:
+    plain, *_ = run_ranks(recomputed, "none", num_processes=2)
+    again, *_ = run_ranks(recomputed, "full", num_processes=2)
+    torch.testing.assert_close(plain, again, rtol=0, atol=1e-12)
+
+
+def refused(sizes: dict[str, Any], said: str) -> None:
+    with Accelerator(cpu=True, parallelism=ParallelDims(pipeline=2, **sizes)) as accelerator:
+        model = build()
+        with pytest.raises(ValueError, match=said):
+            accelerator.prepare(model, optimizer_of(model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"pipeline_splits": ("blocks.9",)},
+            "pipeline_splits=.'blocks.9'.: 2 stages take the names of 1 blocks",
+        ),
+        ({"pipeline_last": ("nowhere",)}, "'nowhere' matches no module of Model"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(run_ranks, sizes: dict[str, Any], said: str) -> None:
+    run_ranks(refused, sizes, said, num_processes=2)
