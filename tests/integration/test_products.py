@@ -1,4 +1,4 @@
-"""A run goes on at any other product of tensor, context, expert, shard and data, as if it had never stopped."""
+"""A run goes on at any other product of the dimensions of a mesh, as if it had never stopped."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ PRODUCTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "fsdp", 4),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "ddp", 4),
     "shard 2": ({"shard": 2}, "fsdp", 2),
+    "pipeline 2": ({"pipeline": 2}, "usual", 2),
+    "pipeline 2 x shard 2": ({"pipeline": 2, "shard": 2}, "fsdp", 4),
+    "pipeline 2 x tensor 2": ({"pipeline": 2, "tensor": 2}, "usual", 4),
     "expert 2": ({"shard": 2, "expert": 2}, "fsdp", 2),
     "expert 3": ({"shard": 3, "expert": 3}, "fsdp", 3),
     "expert 2 x shards": ({"shard": 4, "expert": 2}, "fsdp", 4),
@@ -58,6 +61,11 @@ def build(model_of: str) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0)).double()
 
 
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=batch[:, :-1])[0]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
 def train(
     product: str, model_of: str, folder: str, resume: bool, num_steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -84,12 +92,15 @@ def train(
         begin = accelerator.get_state_dict(model)
         steps: list[tuple[float, float]] = []
         for batch in loader:
-            logits = model(input_ids=batch[:, :-1])[0]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            if "pipeline" in sizes:
+                found = accelerator.train_step(batch, loss=loss_of, max_norm=1.0)
+                loss, norm = found.loss, found.grad_norm
+            else:
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
             mean = accelerator.reduce(loss.detach(), "mean")
             steps.append((mean.item(), norm.item()))
             if len(steps) == num_steps:
@@ -108,6 +119,8 @@ def train(
         ["single", "tensor 2 x shard 2"],
         ["context 2", "tensor 2 x shard 2", "context 2 x tensor 2"],
         ["context 2 x shard 2", "context 3 gathered"],
+        ["pipeline 2", "single", "pipeline 2 x shard 2"],
+        ["tensor 2 x shard 2", "pipeline 2 x tensor 2", "ddp 3", "pipeline 2"],
         ["expert 2", "single"],
         ["expert 2 x shards", "shard 2", "expert 2"],
         ["expert 3", "expert 2", "expert 2 x shards"],
