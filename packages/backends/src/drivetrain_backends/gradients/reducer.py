@@ -79,8 +79,8 @@ class GradientReducer:
         an AccumulationError.
         """
         del models
-        is_scaled = self.scaler is None or options.gradient is not None  # which follows from a scaled loss
-        options.run(loss if is_scaled or self.scaler is None else self.scaler.scale(loss))
+        scaler = self.scaler if options.gradient is None else None  # a gradient follows from a scaled loss
+        options.run(loss if scaler is None else scaler.scale(loss))
 
     def leaves(self, models: Sequence[nn.Module]) -> list[Tensor]:
         """Return the leaves of these models in a loss's graph: the parameters, or tensors that replace them."""
