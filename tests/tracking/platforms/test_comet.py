@@ -22,8 +22,6 @@ comet_ml, offline = import_later("comet_ml"), import_later("comet_ml.offline")
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No API key is configured."""
-    # Else the import makes experiments of what other tests of this process log to MLflow.
-    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     monkeypatch.setenv("COMET_CONFIG", str(tmp_path / "none.config"))
 
