@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import RESULTS, report
+from rounds import RESULTS, found_by_ranks, report
 from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,7 +91,7 @@ def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     found: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
-        found[name] = train(arguments.out.parent, way, arguments.steps)
+        found[name] = train(arguments.folder, way, arguments.steps)
         if dist.get_rank() == 0:
             print(name, found[name], file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
@@ -106,7 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Replicas that train apart against data parallelism.")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each way")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder the table is written to")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    for name in ("--out", "--folder"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(rounds=1)
     arguments = parser.parse_args()
     if arguments.out:
@@ -114,12 +114,9 @@ def main() -> None:
         return
     with TemporaryDirectory() as folder:
         write_tokens(Path(folder))
-        out = Path(folder) / "found.json"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        own = ["--out", str(out), "--steps", str(arguments.steps)]
-        command = [sys.executable, *launcher, sys.argv[0], *own]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found: dict[str, dict[str, float]] = json.loads(out.read_text())
+        found: dict[str, dict[str, float]] = found_by_ranks(
+            2, "--folder", folder, "--steps", str(arguments.steps)
+        )
     base = found["DDP"]
     lines = ["| | loss | to DDP | bytes a step | to DDP | ms a step |", "|---|---:|---:|---:|---:|---:|"]
     for name, one in found.items():

@@ -12,8 +12,6 @@ The second part plans meshes of many ranks, and models of many layers.
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +23,7 @@ import parallel_by_hand as by_hand
 import torch
 import torch.distributed as dist
 from parallel_models import ITEMS, TOKENS, Step, llama, loop, make, make_long, make_routed, mesh
-from rounds import RESULTS, Goal, Table, repeated, report, take_turns
+from rounds import RESULTS, Goal, Table, found_by_ranks, repeated, report, take_turns
 from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
@@ -162,25 +160,11 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace, contestant: str = "") -> dict[str, list[float]]:
-    """Run this script as two ranks under torch's own launcher, which favours no contestant."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [
-            sys.argv[0],
-            "--out",
-            str(out),
-            "--rounds",
-            str(arguments.rounds),
-            "--contestant",
-            contestant,
-            "--only",
-            arguments.only,
-        ]
-        # glibc's heap keeps holes between large tensors, other ones in each process, which would count as tensors.
-        heap = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if contestant else {}
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **heap})
-        return json.loads(out.read_text())
+    """Run this script as two ranks."""
+    own = ["--rounds", str(arguments.rounds), "--contestant", contestant, "--only", arguments.only]
+    # glibc's heap keeps holes between large tensors, other ones in each process, which would count as tensors.
+    heap = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if contestant else {}
+    return found_by_ranks(2, *own, **heap)
 
 
 def plan_mesh(num_ranks: int) -> None:

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rounds import RESULTS, report
+from rounds import RESULTS, found_by_ranks, report
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -243,13 +242,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def run_ranks(folder: Path, num_ranks: int, only: str) -> dict[str, Found]:
-    """Run the pairs of so many ranks under torch's own launcher; return what rank 0 found, by name."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    out = folder / f"{num_ranks}.json"
-    own = ["--folder", str(folder), "--out", str(out), "--only", only]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *launcher, sys.argv[0], *own], check=True, env=environment)
-    return {name: Found(**found) for name, found in json.loads(out.read_text()).items()}
+    """Run the pairs of so many ranks; return what rank 0 found, by name."""
+    ran = found_by_ranks(num_ranks, "--folder", str(folder), "--only", only)
+    return {name: Found(**found) for name, found in ran.items()}
 
 
 def work(arguments: argparse.Namespace) -> None:

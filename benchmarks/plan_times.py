@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rounds import RESULTS, report
+from rounds import RESULTS, found_by_ranks, report
 
 from drivetrain_dispatch.cli.huggingface import read_config
 from drivetrain_plan import MODES, RunHardware, find_source, measure_hardware
@@ -179,16 +178,6 @@ def predict_times(
     }
 
 
-def run_ranks(folder: Path, num_ranks: int, only: str) -> dict[str, Any]:
-    """Run the cases on so many ranks under torch's own launcher; return what rank 0 found."""
-    out = folder / f"{num_ranks}.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    own = ["--folder", str(folder), "--out", str(out), "--only", only]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *launcher, sys.argv[0], *own], check=True, env=environment)
-    return json.loads(out.read_text())
-
-
 NOTE = f"""A step of AdamW in fp32 over gloo, all processes on the cores of one CPU; seconds on rank 0, the median of
 {STEPS} steps after {WARM}. Predicted from the rank's program and the rates that the same processes measured before
 the case. The last table holds, for each case, the first plan by predicted time against the fastest."""
@@ -223,7 +212,7 @@ def main() -> None:
             (Path(scratch) / name).mkdir()
             (Path(scratch) / name / "config.json").write_text(json.dumps(case.config))
         for num_ranks in NUM_RANKS:
-            ran = run_ranks(Path(scratch), num_ranks, arguments.only)
+            ran = found_by_ranks(num_ranks, "--folder", scratch, "--only", arguments.only)
             for name, case in chosen(arguments.only):
                 hardware = RunHardware(**ran["hardware"][name])
                 print(hardware, file=sys.stderr)

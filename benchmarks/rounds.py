@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import json
 import math
 import os
 import platform
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 # Whose versions a table names.
@@ -197,6 +200,22 @@ def parse_arguments(description: str, *, rounds: int, only: str | None = None) -
     if only is not None:
         parser.add_argument("--only", default="", help=only)
     return parser.parse_args()
+
+
+def found_by_ranks(num_ranks: int, *own: str, **environment: str) -> Any:
+    """Run this script again as ranks under torch's own launcher, and return what rank 0 found.
+
+    Args:
+        num_ranks: The number of processes, a thread each.
+        *own: The script's arguments, beside `--out FILE`, where rank 0 writes JSON.
+        **environment: Variables of the processes.
+    """
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, *launcher, sys.argv[0], "--out", str(out), *own]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        return json.loads(out.read_text())
 
 
 def on_two_ranks(description: str, measure: Callable[[argparse.Namespace], None], *, rounds: int) -> None:

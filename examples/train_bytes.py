@@ -5,6 +5,7 @@ Nothing is downloaded: every machine that runs Python has the text. The same fil
     python examples/train_bytes.py                              # one process, on the CPU or the GPU
     drivetrain launch --num-processes 2 examples/train_bytes.py
     drivetrain launch --num-processes 8 --mixed-precision bf16 examples/train_bytes.py --width 768 --layers 12
+    drivetrain launch --num-processes 2 --parallel-pipeline 2 examples/train_bytes.py
 
 Ctrl-C saves and stops; the same command with --resume goes on, also on another number of processes.
 """
@@ -89,13 +90,15 @@ class GPT(nn.Module):
         self.position = nn.Embedding(block_size, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, 256, bias=False)
+        self.logits.weight = self.byte.weight  # a byte's embedding is also what it is recognised by
         nn.init.normal_(self.byte.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits; a byte's embedding is also what it is recognised by."""
+        """Give the logits."""
         x = self.byte(tokens) + self.position.weight[: tokens.shape[1]]
-        return F.linear(self.norm(self.blocks(x)), self.byte.weight)
+        return self.logits(self.norm(self.blocks(x)))
 
 
 def window_losses(model: nn.Module, windows: Tensor) -> Tensor:
@@ -103,6 +106,11 @@ def window_losses(model: nn.Module, windows: Tensor) -> Tensor:
     windows = windows.long()
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).mean(1)
+
+
+def mean_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """The loss to train by. Every window has as many bytes; where counts differ, return a sum and its count."""
+    return window_losses(model, windows).mean()
 
 
 @torch.no_grad()
@@ -139,7 +147,7 @@ def make_model(args: argparse.Namespace) -> tuple[GPT, AdamW, LambdaLR]:
 def train(accelerator: Accelerator, args: argparse.Namespace) -> GPT | None:
     """Train, or go on training. Called on all ranks; returns the model, or None where Ctrl-C came first."""
     loader, validation = accelerator.prepare(*make_loaders(accelerator, args))
-    model, optimizer, scheduler = accelerator.prepare(*make_model(args))
+    model, _, scheduler = accelerator.prepare(*make_model(args))
     step = accelerator.load_state() if args.resume else 0
     accelerator.init_trackers("train_bytes", {name: str(value) for name, value in vars(args).items()})
     for stopping in (signal.SIGINT, signal.SIGTERM):
@@ -150,17 +158,8 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> GPT | None:
     with show_progress(accelerator, step, args.steps) as progress:
         say = accelerator.on_main_process(progress.console.print)
         while step < args.steps:
-            batch = next(batches)
-            with accelerator.accumulate(model):
-                # Every window has as many bytes, so the plain mean is right; where counts differ, pass the sum and
-                # count=, as token_counts.py does.
-                loss = window_losses(model, batch).mean()
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())
+            # Backward, clipping and the steps of optimizer and scheduler in one call, which every backend has.
+            losses.append(accelerator.train_step(next(batches), loss=mean_loss, max_norm=1.0).loss)
             if not accelerator.sync_gradients:
                 continue  # --gradient-accumulation-steps of the launcher: no step yet
 

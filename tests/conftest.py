@@ -20,7 +20,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 # The lanes share the cores: the threads of more than one lane's operators would wait for each other in busy loops.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where transformers imports Comet, it would begin an experiment for all that later tests of the process log to MLflow.
+# Where transformers imports Comet, it would begin experiments of what later tests of the process log to MLflow.
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
 
 # Machines differ and are shared: no example has a deadline, the whole test has pytest's. Each run draws other

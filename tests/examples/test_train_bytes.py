@@ -19,7 +19,7 @@ TINY = (
     "--width",
     "64",  # two heads, which two ranks divide: whole ones read positions that a rank lacks
     "--layers",
-    "1",
+    "2",  # for two stages
     "--validation-windows",
     "11",
 )
@@ -105,6 +105,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
         pytest.param(("--backend", "deepspeed", "--deepspeed-stage", "3"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2"), 4, marks=pytest.mark.slow),
+        pytest.param(("--parallel-pipeline", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-tensor", "2", "--parallel-sequence"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-context", "2"), 2, marks=pytest.mark.slow),
         pytest.param(("--parallel-context", "2", "--parallel-tensor", "2"), 4, marks=pytest.mark.slow),

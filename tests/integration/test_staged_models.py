@@ -1,5 +1,7 @@
 """Models in stages train as whole ones under every strategy and schedule, save and load, or are refused."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,66 @@ def test_recomputed_blocks_drop_what_they_dropped(run_ranks) -> None:
     plain, *_ = run_ranks(recomputed, "none", num_processes=2)
     again, *_ = run_ranks(recomputed, "full", num_processes=2)
     torch.testing.assert_close(plain, again, rtol=0, atol=1e-12)
+
+
+def generated() -> tuple[list[int], list[int]]:
+    """The tokens that a model writes whole, and in stages."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        eos_token_id=None,
+    )  # fmt: skip
+    whole, prompt = LlamaForCausalLM(config).eval(), torch.randint(32, (2, 4))
+    say = partial(whole.generate, prompt, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)
+    expected = say().flatten().tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    with Accelerator(cpu=True, parallelism=ParallelDims(pipeline=2)) as accelerator:
+        accelerator.prepare(whole)
+        return expected, say().flatten().tolist()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+def test_a_model_in_stages_writes_what_the_whole_one_does(run_ranks) -> None:
+    for expected, found in run_ranks(generated, num_processes=2):
+        assert found == expected
+
+
+FAILING = """
+import torch
+from torch import nn
+from drivetrain import Accelerator
+
+class Block(nn.Linear):
+    def forward(self, x):
+        if self.is_last and (x == 3).all():
+            raise ArithmeticError("a third micro-batch")
+        return super().forward(x)
+
+blocks = nn.Sequential(*(Block(2, 2) for _ in range(2)))
+for at, block in enumerate(blocks):
+    block.is_last = at == 1
+    nn.init.eye_(block.weight), nn.init.zeros_(block.bias)
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(blocks, torch.optim.SGD(blocks.parameters()))
+batch = torch.arange(4.0)[:, None].expand(4, 2) + 1
+accelerator.train_step(batch, loss=lambda model, x: model(x).mean())
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_launch_names_the_rank_with_its_stage_and_micro_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    command = [sys.executable, "-m", "drivetrain_launcher", "launch", "--cpu", "--num-processes", "2"]
+    done = subprocess.run(
+        [*command, "--parallel-pipeline", "2", str(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "in the forward of stage 1 on micro-batch 3 of 4" in done.stderr
+    first = done.stderr[done.stderr.rindex("drivetrain:") :]
+    assert "rank 1" in first, done.stderr
+    assert "ArithmeticError" in first, done.stderr
 
 
 def refused(sizes: dict[str, Any], said: str) -> None:

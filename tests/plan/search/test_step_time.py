@@ -97,3 +97,24 @@ def test_what_shards_send_follows_from_their_strategy_and_not_from_the_program_o
     assert sent["DDP 2, recomputed"] == {summed: 50.0}
     counted = traffic_of(MODEL, PlanChoice(shard=2, strategy="full_shard"), of_two, is_counted=True)
     assert counted.payloads == of_two.payloads
+
+
+@pytest.mark.parametrize(("stages", "pieces"), [(2, 2), (4, 8), (8, 32)])
+def test_a_simulated_pipeline_waits_as_equal_stages_do_and_longer_where_links_are_slow(
+    stages: int, pieces: int
+) -> None:
+    choice = PlanChoice(pipeline=stages, accumulation=pieces)
+    work = StepFigures(flops=CPU.fp32_flops)  # a second of each micro-batch
+
+    def of(sent: float, *, is_simulated: bool) -> StepTime:
+        traffic = Traffic(
+            payloads={("pipeline", "send"): sent * CPU.peer_rate}, calls={("pipeline", "send"): 0}
+        )
+        return step_time(MODEL, choice, work, traffic, CPU, in_half=False, is_simulated=is_simulated)
+
+    quiet = of(0, is_simulated=True)
+    assert quiet.bubble == pytest.approx(stages - 1)
+    assert quiet.seconds == pytest.approx(of(0, is_simulated=False).seconds)
+    slow = of(2.0 * pieces, is_simulated=True)
+    assert slow.bubble > quiet.bubble
+    assert "pipeline" not in slow.exposed

@@ -193,7 +193,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     ),
     Counterpart(
         names="prepare_pippy",
-        here="there is none here yet",
+        here="`Accelerator(parallelism=ParallelDims(pipeline=2))` divides a model into stages, to train too",
     ),
     Counterpart(
         names="utils state logging tracking data_loader big_modeling scheduler optimizer",

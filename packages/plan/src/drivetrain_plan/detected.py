@@ -4,8 +4,10 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,19 +118,17 @@ def _rates(context: Context, name: str, cache: Path) -> dict[str, float]:
 
 
 def _measure(context: Context) -> dict[str, float]:
-    """Measure the rates of this rank, each at the same time as the others: they may share its cores and memory."""
+    """Measure rates, each at the same time on all ranks, which may share cores and memory. Called on all ranks."""
     device, group = context.device, context.ranks("counts")
     found: dict[str, float] = {}
     for field, dtype in (("flops", torch.bfloat16), ("fp32_flops", torch.float32)):
-        _meet(group)
-        taken, width = _product(device, dtype, _WIDTH), _WIDTH
-        if taken < _SOON:
-            taken, width = _product(device, dtype, _MOST_WIDTH), _MOST_WIDTH
+        taken, width = _product(device, group, dtype, _WIDTH), _WIDTH
+        if _least(group, taken) < _SOON:
+            taken, width = _product(device, group, dtype, _MOST_WIDTH), _MOST_WIDTH
         found[field] = 2 * width**3 / taken
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    _meet(group)
-    found["memory_rate"] = 2 * _COPIED_BYTES / _seconds(device, lambda: target.copy_(source))
+    found["memory_rate"] = 2 * _COPIED_BYTES / _seconds(device, group, lambda: target.copy_(source))
     # Not initialised, which would draw from the loop's own generator.
     layers = nn.Sequential(*(skip_init(nn.Linear, 1, 1, device=device) for _ in range(_NUM_LAYERS)))
     for parameter in layers.parameters():
@@ -136,16 +136,20 @@ def _measure(context: Context) -> dict[str, float]:
     one = torch.ones(1, 1, device=device)
     with StepTally() as tally:
         layers(one).backward()
-    _meet(group)
-    found["operation_seconds"] = _seconds(device, lambda: layers(one).backward()) / tally.num_operations
+    taken = _seconds(device, group, lambda: layers(one).backward())
+    found["operation_seconds"] = taken / tally.num_operations
     if group.size > 1:
         found |= _measure_links(device, group)
     return found
 
 
-def _meet(group: RankGroup) -> None:
-    if group.size > 1:
-        dist.barrier(group.process_group)
+def _least(group: RankGroup, value: float) -> float:
+    """Return the least of a number of each rank. Called on all ranks."""
+    if group.size == 1:
+        return value
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return min(values)
 
 
 def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:
@@ -158,7 +162,7 @@ def _measure_links(device: torch.device, group: RankGroup) -> dict[str, float]:
         "all_gather": (lambda: dist.all_gather_into_tensor(whole, part, group=pg), sent),
         "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=pg), sent),
     }
-    found = {name: sent / _seconds(device, work, repeats=6) for name, (work, sent) in works.items()}
+    found = {name: sent / _seconds(device, group, work, repeats=6) for name, (work, sent) in works.items()}
     return found | {"latency_seconds": _wait(device, pg) / (group.size - 1).bit_length()}
 
 
@@ -176,9 +180,9 @@ def _wait(device: torch.device, group: dist.ProcessGroup | None) -> float:
     return fmean(taken[1:])
 
 
-def _product(device: torch.device, dtype: torch.dtype, width: int) -> float:
+def _product(device: torch.device, group: RankGroup, dtype: torch.dtype, width: int) -> float:
     one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
-    return _seconds(device, lambda: one @ other)
+    return _seconds(device, group, lambda: one @ other)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -186,15 +190,29 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _seconds(device: torch.device, work: Callable[[], object], *, repeats: int | None = None) -> float:
-    """Return the mean time of some work after the first; collectives are done `repeats` times on all ranks.
+def _seconds(
+    device: torch.device, group: RankGroup, work: Callable[[], object], *, repeats: int | None = None
+) -> float:
+    """Return the mean time of some work that all ranks repeat as often, until the last of them is done.
 
-    The mean, since ranks that share cores or links wait for each other in a step too.
+    In a step, too, ranks that share cores wait for the one that got them last. Called on all ranks.
     """
-    number, begun = 0, 0.0
-    while number < (repeats or 3) or (repeats is None and time.perf_counter() - begun < _SECONDS):
+    begun = 0.0
+    for _ in range(2):  # the first warms up
+        begun = time.perf_counter()
         work()
         _synchronize(device)
-        begun = begun or time.perf_counter()  # the first warms up
-        number += 1
-    return max((time.perf_counter() - begun) / (number - 1), 1e-9)
+    once = _least(group, max(time.perf_counter() - begun, 1e-9))
+    number = repeats or max(3, ceil(_SECONDS / once))
+    begun = _meet(group)
+    for _ in range(number):
+        work()
+        _synchronize(device)
+    return max((_meet(group) - begun) / number, 1e-9)
+
+
+def _meet(group: RankGroup) -> float:
+    """Return the time at which all ranks are here."""
+    if group.size > 1:
+        dist.barrier(group.process_group)
+    return time.perf_counter()

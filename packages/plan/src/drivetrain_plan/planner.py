@@ -23,6 +23,7 @@ from drivetrain_plan.program.figures import StepFigures, extrapolate
 from drivetrain_plan.program.rank_step import run_rank
 from drivetrain_plan.search.candidates import LEAST_TOKENS, TrainingJob, check_pins, divisors
 from drivetrain_plan.search.formula import formula_figures
+from drivetrain_plan.search.memory import figures_of_rank
 from drivetrain_plan.search.model_figures import BatchFigures, ModelFigures
 from drivetrain_plan.search.ranking import (
     SPARE,
@@ -251,7 +252,11 @@ def _run_best(
     while rest and len(done) < number:
         plan = rest.pop(0)
         choice = plan.choice
-        if choice.by_stages or choice.pipeline > 1 or choice.expert > 1 or choice.offload != "none":
+        if choice.pipeline > 1:  # no program here runs stages
+            figures = figures_of_rank(model, choice)
+            done.append(predict(model, choice, hardware, in_half=in_half, figures=figures, is_simulated=True))
+            continue
+        if choice.by_stages or choice.expert > 1 or choice.offload != "none":
             done.append(plan)  # an engine's own, or what no program here runs
             continue
         try:

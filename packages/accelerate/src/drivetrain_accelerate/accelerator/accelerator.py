@@ -157,8 +157,8 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Raise a NotImplementedError, as Accelerate does: there is no pipeline parallel dimension."""
-        raise NotImplementedError("pipeline_parallel_rank: drivetrain has no pipeline parallel dimension yet")
+        """Raise a NotImplementedError, as Accelerate does: a ParallelismConfig has no such dimension."""
+        raise NotImplementedError("pipeline_parallel_rank: ask inner.context.ranks('pipeline').index")
 
     @property
     def context_parallel_rank(self) -> int:

@@ -117,7 +117,7 @@ class KeepStages(ModelTransform):
             for name, ranks in staged.holders.items()
             if len(ranks) > 1 and self._ranks.index in ranks
         }
-        with_forward(inner, partial(self._forward, staged, plan))
+        with_forward(inner, partial(self._forward, staged))
         compare_first_input(inner, self._context, over="pipeline")
         self.models[inner] = staged
         kept = [f"{plan.blocks_of(one)[0]} to {plan.blocks_of(one)[-1]}" for one in stages.stages]
@@ -133,7 +133,6 @@ class KeepStages(ModelTransform):
     def _forward(
         self,
         staged: StagedModel,
-        plan: StagePlan,
         model: nn.Module,
         whole: Callable[..., Any],
         *args: Any,
@@ -142,9 +141,14 @@ class KeepStages(ModelTransform):
         """Run a forward through all stages, unless a stage is running; return on all ranks what the last computes."""
         if staged.runner.model.is_running:
             return whole(model, *args, **kwargs)
-        found = staged.runner.evaluate(partial(whole, model, *args, **kwargs))
-        source, group = self._ranks.ranks[plan.ranks[-1]], self._ranks.process_group
-        is_here, device = self._ranks.index == plan.ranks[-1], self._context.device
+        (found,) = staged.runner.evaluate([partial(whole, model, *args, **kwargs)])
+        return self.share(found, staged)
+
+    def share(self, found: Any, staged: StagedModel) -> Any:
+        """Return on all ranks what the last stage computed. Called on all ranks."""
+        last = staged.runner.model.plan.ranks[-1]
+        source, group = self._ranks.ranks[last], self._ranks.process_group
+        is_here, device = self._ranks.index == last, self._context.device
         # What other stages' blocks return is absent there too, such as the hidden states of all layers.
         known: list[Any] = [[one.of if isinstance(one, AbsentTensor) else "" for one in _tensors_of(found)]]
         dist.broadcast_object_list(known, source, group=group)

@@ -5,7 +5,7 @@ Hooks around the forward, such as hooks that gather parameters, run outside the 
 """
 
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, cast
 
 import torch
@@ -65,6 +65,7 @@ def _make_checkpointed_class(original: type[nn.Module], kind: Checkpointing) -> 
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     run = checkpoint if kind == "full" else partial(checkpoint, context_fn=contexts)
 
+    @wraps(original.forward)  # whose signature callers may read
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original.forward(self, *args, **kwargs)

@@ -7,7 +7,7 @@ kind says along which dimensions of its weight outputs and inputs lie, and how i
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from itertools import count
 from types import MappingProxyType
@@ -172,6 +172,7 @@ def with_forward(module: nn.Module, forward: Forward, **members: object) -> None
     """Exchange the class of a module for a subclass with another forward, and with further members."""
     kind = type(module)
 
+    @wraps(kind.forward)  # whose signature callers read, such as `generate` for what it may pass
     def exchanged(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, kind.forward, *args, **kwargs)
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from drivetrain_parallel.stages.compat import backward_to_input, backward_to_weights
 from drivetrain_parallel.stages.schedules import Action, Schedule, plan_order
@@ -67,31 +68,29 @@ class StageRunner:
         actions = plan_order(self.schedule, self._num_ranks, len(pieces))[self.model.rank]
         last = max(at for at, action in enumerate(actions) if action.kind in ("backward", "weight"))
         for at, action in enumerate(actions):
+            said = f"{action.kind} of stage {action.stage} on micro-batch {action.piece + 1}"
             try:
-                run.do(action, is_last=at == last)
+                with record_function(said):  # a span in the trace of a profiler
+                    run.do(action, is_last=at == last)
             except Exception as error:
-                error.add_note(
-                    f"in the {action.kind} of stage {action.stage} on micro-batch {action.piece + 1} of {len(pieces)}"
-                )
+                error.add_note(f"in the {said} of {len(pieces)}")
                 raise
         run.finish()
 
-    def evaluate(self, call: Callable[[], Any]) -> Any:
-        """Run a forward through all stages; return what the call returned on this rank. Called on all ranks.
+    def evaluate(self, pieces: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run a forward of each piece through all stages; return what the calls returned on this rank.
 
-        What the call returned is whole where the last stage is, and absent elsewhere.
+        Called on all ranks. What a call returned is whole where the last stage is, and absent elsewhere.
         """
-        found: Any = None
+        found: list[Any] = [None] * len(pieces)
         sent: list[Callable[[], object]] = []
-        last = self.model.plan.num_stages - 1
-        for stage in self.model.stages:
-            receive = partial(self._links.receive, source=stage - 1, stage=stage, tag=0)
-            with torch.no_grad():
-                result, output = self.model.run(stage, call, receive)
-            if output is not None:
-                sent.append(self._links.send(output, to=stage + 1, stage=stage, tag=0))
-            if found is None or stage == last:
-                found = result
+        for stage in self.model.stages:  # the last of them is the last of all, where a rank holds that
+            for piece, call in enumerate(pieces):
+                receive = partial(self._links.receive, source=stage - 1, stage=stage, tag=piece)
+                with torch.no_grad():
+                    found[piece], output = self.model.run(stage, call, receive)
+                if output is not None:
+                    sent.append(self._links.send(output, to=stage + 1, stage=stage, tag=piece))
         for wait in sent:
             wait()
         return found
@@ -136,7 +135,7 @@ class _Step:
 
     def _forward(self, stage: int, piece: int) -> None:
         def receive(like: Tensor) -> Tensor:
-            taken = self._links.receive(like, source=stage - 1, stage=stage, tag=2 * piece)
+            taken = self._receive(like, stage - 1, stage, 2 * piece)
             self._taken[stage, piece] = taken.requires_grad_()
             return taken
 
@@ -150,7 +149,11 @@ class _Step:
     def _gradient(self, stage: int, piece: int, output: Tensor) -> Tensor | None:
         if stage == self._last:
             return None
-        return self._links.receive(output, source=stage + 1, stage=stage, tag=2 * piece + 1)
+        return self._receive(output, stage + 1, stage, 2 * piece + 1)
+
+    def _receive(self, like: Tensor, source: int, stage: int, tag: int) -> Tensor:
+        with record_function(f"wait for stage {source}"):
+            return self._links.receive(like, source=source, stage=stage, tag=tag)
 
     def _send_back(self, stage: int, piece: int, taken: Tensor | None) -> None:
         if taken is not None:

@@ -79,14 +79,15 @@ def predict(
     in_half: bool,
     figures: StepFigures,
     basis: str = "formula",
+    is_simulated: bool = False,
 ) -> TrainingPlan:
-    """Return a plan, from the figures of its rank."""
+    """Return a plan, from the figures of its rank; see `step_time`."""
     traffic = traffic_of(model, choice, figures, is_counted=basis == "program")
     return TrainingPlan(
         choice=choice,
         memory=memory_of(choice, figures),
         traffic=traffic,
-        time=step_time(model, choice, figures, traffic, hardware, in_half=in_half),
+        time=step_time(model, choice, figures, traffic, hardware, in_half=in_half, is_simulated=is_simulated),
         basis=basis,
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
 
+from drivetrain_parallel.stages.schedules import SCHEDULES, Kind, plan_order, simulate
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.hardware import Collective, RunHardware
 from drivetrain_plan.program.figures import StepFigures
@@ -188,6 +189,7 @@ def step_time(
     hardware: RunHardware,
     *,
     in_half: bool,
+    is_simulated: bool = False,
 ) -> StepTime:
     """Return the time of an optimizer step: a roofline of the operations, and collectives by size and latency.
 
@@ -198,6 +200,8 @@ def step_time(
         traffic: The collectives of its optimizer step.
         hardware: The devices and their rates.
         in_half: Whether matrix products are computed in half precision.
+        is_simulated: Whether the waits of a pipeline are those of its simulated schedule, or of equal stages by
+            arithmetic, which takes no time and leaves out what sending adds.
     """
     times = choice.accumulation
     flops = hardware.flops if in_half else hardware.fp32_flops
@@ -216,7 +220,10 @@ def step_time(
             hidden = work if beside == "blocks" else _BACKWARD * work / times
             exposed[view] = max(0.0, taken - hidden) + taken / max(1, model.num_blocks)
     bubble = 0.0
-    if choice.pipeline > 1:
+    if choice.pipeline > 1 and is_simulated:
+        sending = exposed.pop("pipeline", 0.0)
+        bubble = _simulated_bubble(choice, (work + sum(exposed.values())) / times, sending / (2 * times))
+    elif choice.pipeline > 1:
         bubble = (choice.pipeline - 1) / times * (work + sum(exposed.values()))
     optimizer = figures.stepped / (hardware.memory_rate * hardware.efficiency)
     offload = 0.0
@@ -233,3 +240,17 @@ def step_time(
         optimizer=optimizer,
         offload=offload,
     )
+
+
+def _simulated_bubble(choice: PlanChoice, seconds: float, transfer: float) -> float:
+    """Return how long a stage waits in a step, by the order of a pipeline's default schedule.
+
+    Args:
+        choice: The number of stages and of micro-batches.
+        seconds: The time of a micro-batch in a stage, forward and backward.
+        transfer: The time until what one stage sends has come to the next.
+    """
+    order = plan_order(SCHEDULES["1f1b"], choice.pipeline, choice.accumulation)
+    parts: dict[Kind, float] = {"forward": (1 - _BACKWARD) * seconds, "backward": _BACKWARD * seconds}
+    times = simulate(order, choice.pipeline, parts, transfer=transfer)
+    return max(one.end for each in times for one in each) - choice.accumulation * seconds

@@ -8,6 +8,7 @@ stays in fp32 too.
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -99,6 +100,7 @@ def restore_island(module: nn.Module) -> None:
 def _island_class(
     original: type[nn.Module], device_type: str, outside: torch.dtype | None
 ) -> type[nn.Module]:
+    @wraps(original.forward)  # whose signature callers may read
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = next((each.dtype for each in floating_tensors((args, kwargs))), outside)
         wide_args = cast_floating(args, torch.float32, only=HALF)
