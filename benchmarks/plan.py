@@ -15,7 +15,8 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain_dispatch.cli.huggingface import read_config
 from drivetrain_dispatch.errors import CostError
+from drivetrain_memory import record_peak
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.model.huggingface import training_inputs
 from drivetrain_plan.model.source import BuiltSource, ConfigSource
@@ -138,10 +140,12 @@ class Found:
 
     Attributes:
         peak: The most bytes that it holds at once.
+        kernel: The most resident memory of the process, beyond what it had before the model was built.
         sent: The bytes of collectives by kind.
     """
 
     peak: float
+    kernel: float = 0
     sent: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -196,7 +200,33 @@ def build(folder: Path, mode: TrainingMode) -> nn.Module:
 
 
 def run(folder: Path, pair: Pair) -> Found:
-    """Train four real steps in this process, one of the ranks; return what the last one allocates and sends."""
+    """Train real steps in this process, one of the ranks; return what the last one allocates and sends.
+
+    They are trained twice: with a count of storages, and then for the kernel alone, once libraries hold what they hold.
+    """
+    with trained(folder, pair) as ((model, held), step), StepTally() as tally:
+        tally.add(_local(one) for one in held if isinstance(one, Tensor))
+        tally.follow(gathered_parameters(model))
+        held.clear()
+        step()
+        gc.collect()
+        tally.restart()
+        tally.clear_counts()
+        step()
+    sent: defaultdict[str, float] = defaultdict(float)
+    for (_, kind), payload in tally.payloads.items():
+        sent[kind] += payload
+    gc.collect()
+    with record_peak() as peak, trained(folder, pair) as (_, step):
+        step()
+    return Found(
+        peak=tally.peak_bytes, kernel=peak.host_bytes - peak.host_before_bytes, sent=dict(sent)
+    )
+
+
+@contextmanager
+def trained(folder: Path, pair: Pair) -> Generator[tuple[tuple[nn.Module, list[Any]], Callable[[], None]]]:
+    """Train two steps; give the model, what a rank holds between steps, and the function of another step."""
     from drivetrain import Accelerator
 
     choice = pair.choice
@@ -219,22 +249,9 @@ def run(folder: Path, pair: Pair) -> Found:
 
     for _ in range(2):
         step()
-    tally = StepTally()
-    with tally:
-        states = [leaf for state in optimizer.optimizer.state.values() for leaf in state.values()]
-        held = [*model.parameters(), *model.buffers(), *inputs.values(), *states]
-        tally.add(_local(one) for one in held if isinstance(one, Tensor))
-        tally.follow(gathered_parameters(model))
-        step()
-        gc.collect()
-        tally.restart()
-        tally.clear_counts()
-        step()
-    sent: defaultdict[str, float] = defaultdict(float)
-    for (_, kind), payload in tally.payloads.items():
-        sent[kind] += payload
+    states = [leaf for state in optimizer.optimizer.state.values() for leaf in state.values()]
+    yield (model, [*model.parameters(), *model.buffers(), *inputs.values(), *states]), step
     accelerator.end_training()
-    return Found(peak=tally.peak_bytes, sent=dict(sent))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -243,7 +260,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 def run_ranks(folder: Path, num_ranks: int, only: str) -> dict[str, Found]:
     """Run the pairs of so many ranks; return what rank 0 found, by name."""
-    ran = found_by_ranks(num_ranks, "--folder", str(folder), "--only", only)
+    # glibc's heap keeps holes between large tensors, which would count as tensors.
+    heap = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    ran = found_by_ranks(num_ranks, "--folder", str(folder), "--only", only, **heap)
     return {name: Found(**found) for name, found in ran.items()}
 
 
@@ -278,7 +297,7 @@ def row(pair: Pair, predicted: Found | CostError, counted: Found) -> str:
     sent = [
         _both(predicted.sent.get(kind, 0) if is_known else None, counted.sent.get(kind, 0)) for kind in KINDS
     ]
-    cells = [pair.name, said, _megabytes(counted.peak), ratio, *sent]
+    cells = [pair.name, said, _megabytes(counted.peak), ratio, _megabytes(counted.kernel), *sent]
     return f"| {' | '.join(cells)} |"
 
 
@@ -297,8 +316,8 @@ def _megabytes(size_bytes: float) -> str:
 
 NOTE = f"""Each pair is a model and a plan. MB, of rank 0. Models have 5 blocks of width 128 (T5 4 and 4, Mixtral 4);
 a micro-batch has {BATCH} samples, of {TOKENS} tokens or of a picture of 64 x 64, and AdamW steps parameter by
-parameter. The ratio is what the run holds to what was predicted, in storages of tensors: what the allocator and
-libraries hold beside them counts in neither. Gloo's reduce-scatter is the exception: it copies its input to a tensor
+parameter. The ratio is what the run holds to what was predicted, in storages of tensors; the kernel's peak is that of
+the same training in the same process, from before its model was built, with what allocator and libraries hold. Gloo's reduce-scatter is the exception: it copies its input to a tensor
 that the run's mode sees, and no program has; mixed precision, whose gradients are reduced in fp32, peaks there.
 Whole gradients that micro-batches add up under FSDP are predicted to stand beside a micro-batch's own peak in full.
 
@@ -325,7 +344,7 @@ def main() -> None:
     if arguments.out:
         work(arguments)
         return
-    headings = ["", "predicted", "counted", "ratio", *(kind.replace("_", "-") for kind in KINDS)]
+    headings = ["", "predicted", "counted", "ratio", "kernel's", *(kind.replace("_", "-") for kind in KINDS)]
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     reasons: list[str] = []
     with TemporaryDirectory() as scratch:
