@@ -178,6 +178,72 @@ def test_recomputed_blocks_drop_what_they_dropped(run_ranks) -> None:
     torch.testing.assert_close(plain, again, rtol=0, atol=1e-12)
 
 
+def norms_of(kind: str, is_whole: bool) -> list[float]:
+    """The norms of the gradients of some steps of a small decoder, whole or in stages."""
+    import transformers
+
+    is_routed, sizes, options = kind == "experts", dict[str, Any](pipeline=2), dict[str, Any]()
+    backend = "usual"
+    if is_routed:
+        sizes, backend = {"pipeline": 2, "shard": 2, "expert": 2}, "fsdp"
+    if kind in ("bf16", "fp16", "fp8"):
+        options["mixed_precision"] = kind
+    name = "Mixtral" if is_routed else "Llama"
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{name}ForCausalLM")(config)
+    if kind == "adapters":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    if is_whole:
+        sizes, backend = {}, "usual"
+    with Accelerator(
+        cpu=True, backend=None if backend == "usual" else backend,
+        parallelism=ParallelDims(**sizes) if sizes else None, **options,
+    ) as accelerator:  # fmt: skip
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        compiled: Any = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+        accelerator.prepare(compiled, optimizer)
+        reads, norms = accelerator.context.ranks("reads"), list[float]()
+        for step in range(3):
+            drawn = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(step))
+            found = accelerator.train_step(
+                drawn[reads.index :: reads.size],
+                loss=lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
+                max_norm=1.0,
+            )
+            assert found.grad_norm is not None
+            norms.append(found.grad_norm.item())
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "tolerance"),
+    [("bf16", 2, 1e-3), ("fp16", 2, 1e-3), ("fp8", 2, 2e-2), ("adapters", 2, 1e-5), ("experts", 4, 1e-5)],
+)
+@pytest.mark.slow
+def test_stages_compose_with_precisions_adapters_and_experts(
+    run_ranks, kind: str, num_ranks: int, tolerance: float
+) -> None:
+    if kind == "adapters":
+        pytest.importorskip("peft")
+    (expected,) = run_ranks(norms_of, kind, True, num_processes=1)
+    for found in run_ranks(norms_of, kind, False, num_processes=num_ranks):
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_compiled_model_trains_in_stages(run_ranks) -> None:
+    (expected,) = run_ranks(norms_of, "plain", True, num_processes=1)
+    for found in run_ranks(norms_of, "compiled", False, num_processes=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def generated() -> tuple[list[int], list[int]]:
     """The tokens that a model writes whole, and in stages."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -209,31 +209,65 @@ def test_replicas_become_equal_at_the_end_and_then_train_together() -> None:
                 torch.testing.assert_close(of_ranks[0], of_ranks[1], rtol=0, atol=0)
 
 
+OF_TWO = [
+    pytest.param("ddp", ParallelDims(data=2, tensor=2), {}, id="tensor"),
+    pytest.param("fsdp", ParallelDims(data=2, shard=2), {}, id="shard"),
+    pytest.param("fsdp", ParallelDims(data=2, context=2), {"fsdp": {"shard_size": 2}}, id="context"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-def test_ranks_of_one_replica_go_on_talking() -> None:
+@pytest.mark.parametrize(("backend", "dims", "sections"), OF_TWO)
+def test_ranks_of_one_replica_go_on_talking(backend: str, dims: ParallelDims, sections: Any) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=16
     )
     found: list[dict[str, Tensor]] = []
-    for dims in (ParallelDims(data=2, tensor=2), ParallelDims(data=4)):
-        with accelerator_of("ddp", parallelism=dims) as accelerator:
+    for name, sizes, said in ((backend, dims, sections), ("ddp", ParallelDims(data=4), {})):
+        with accelerator_of(name, parallelism=sizes, sections=said) as accelerator:
             torch.manual_seed(0)
             model: Any = transformers.LlamaForCausalLM(config).double()
             model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
             # Of four replicas two and two read the same, so that their mean is that of two.
-            replica = accelerator.context.ranks("data").index % 2
+            replica, shards = accelerator.context.ranks("data").index % 2, accelerator.context.ranks("shard")
             with accelerator.local_updates(model, every=4, fragments=2, outer=OUTER):
                 for step in range(STEPS):
                     drawn = torch.Generator().manual_seed(100 * step + replica)
-                    words = torch.randint(16, (2, 8), generator=drawn)
+                    words = torch.randint(16, (2, 8), generator=drawn)[shards.index :: shards.size]
                     with accelerator.accumulate(model):
                         accelerator.backward(model(input_ids=words, labels=words).loss)
                         optimizer.step()
                         optimizer.zero_grad()
             found.append(weights_of(accelerator, model))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)  # the model's norms compute in fp32
+
+
+def in_shards(folder: Path, parts: tuple[int, ...], loads: bool) -> dict[str, Tensor]:
+    """The weights of two replicas of two shards, whose last layer has fewer rows than shards; see `trained`."""
+    dims = ParallelDims(data=2, shard=2)
+    with accelerator_of("fsdp", project_dir=folder, parallelism=dims) as accelerator:
+        model: Any = model_of()
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+        local = accelerator.local_updates(model, every=4, fragments=2, outer=OUTER)
+        if loads:
+            accelerator.load_state(folder / "checkpoints" / f"step-{parts[0]}")
+        begun = local.num_steps
+        with local:
+            for end in parts[loads:]:
+                train(accelerator, model, optimizer, range(begun, end))
+                begun = end
+                accelerator.save_state()
+        return weights_of(accelerator, model)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_go_on_from_a_save(run_ranks: Any, tmp_path: Path) -> None:
+    whole, *_ = run_ranks(in_shards, tmp_path / "whole", (5, STEPS), False, num_processes=4)
+    run_ranks(in_shards, tmp_path / "part", (5,), False, num_processes=4)
+    again, *_ = run_ranks(in_shards, tmp_path / "part", (5, STEPS), True, num_processes=4)
+    assert_equal_weights(again, whole)
 
 
 class Branches(nn.Module):
@@ -309,7 +343,9 @@ def test_what_cannot_train_apart_is_refused() -> None:
     with accelerator_of("fsdp") as accelerator:
         model: Any = model_of()
         model, _ = accelerator.prepare(model, AdamW(model.parameters()))
-        with pytest.raises(RuntimeError, match="no rank holds a model of its own to step; use backend='ddp'"):
+        with pytest.raises(
+            RuntimeError, match=r"replicas are not those of the run's mesh; say parallel\.data"
+        ):
             accelerator.local_updates(model, every=2)
     with accelerator_of("ddp") as accelerator:
         model = accelerator.prepare(model_of())

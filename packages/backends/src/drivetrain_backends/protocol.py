@@ -127,12 +127,12 @@ class SupportsReplicas(Protocol):
 
 @runtime_checkable
 class SupportsLocalSteps(Protocol):
-    """A prepared model whose ranks can train apart from each other, each on its own gradients."""
+    """A prepared model whose replicas can train apart from each other, each on its own gradients."""
 
     def trained_alone(self) -> AbstractContextManager[None]:
-        """Step on this rank's own gradients in the block. Called on all ranks.
+        """Step on this replica's own gradients in the block. Called on all ranks.
 
-        The ranks' weights drift apart: the caller makes them equal again, at the latest before the block ends.
+        The replicas' weights drift apart: the caller makes them equal again, at the latest before the block ends.
 
         Raises:
             RuntimeError: A setting of the backend does not allow steps without averaging.

@@ -269,6 +269,10 @@ class ReplicatedGradients(ParameterGradients):
         if replica is None:
             yield
             return
+        if self._context.ranks("counts").size != self._context.ranks("data").size:
+            raise RuntimeError(
+                "DDP averages gradients over parallel.context by the same means as over replicas; use backend='fsdp'"
+            )
         if self._settings.check_drift_every is not None:
             raise RuntimeError(
                 "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"

@@ -4,13 +4,18 @@ torch has no public API for these names. They are the same in torch 2.9 to 2.15 
 tests/backends/fsdp/test_compat.py tests the behaviour that is relied on; docs/platforms.md lists the names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # pyright: ignore[reportMissingTypeStubs]
+    FSDPMeshInfo,
+    HSDPMeshInfo,
     TrainingState,
 )
 from torch.distributed.tensor import DTensor
@@ -193,6 +198,26 @@ def mixed_precision(block: FSDPModule) -> MixedPrecisionPolicy:
 def reshards_after_forward(group: Any) -> bool:
     """Return whether a group releases its gathered parameters after the forward."""
     return bool(group._reshard_after_forward)
+
+
+def replica_ranks(group: Any) -> tuple[int, ...]:
+    """Return the ranks that hold the same shards of a group's parameters, this one among them."""
+    if not isinstance(group.mesh_info, HSDPMeshInfo):
+        return (dist.get_rank(),)
+    return tuple(dist.get_process_group_ranks(group.mesh_info.replicate_process_group))
+
+
+@contextmanager
+def reduced_in_replica(group: Any) -> Generator[None]:
+    """Have a group's gradients reduced over the shards of one replica alone in the block."""
+    before, after = group.mesh_info, group.post_forward_mesh_info
+    own = copy(before)
+    own.__class__ = FSDPMeshInfo  # which knows no replicas
+    group.mesh_info, group.post_forward_mesh_info = own, own if after is before else after
+    try:
+        yield
+    finally:
+        group.mesh_info, group.post_forward_mesh_info = before, after
 
 
 def needs_gradient_dtypes(group: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +29,6 @@ from drivetrain_precision import LossScaler
 class ShardedGradients(ParameterGradients):
     """The gradients that FSDP leaves in `.grad`: shards of the mean over ranks; full ones for plain parameters."""
 
-    not_alone = "no rank holds a model of its own to step; use backend='ddp' for steps without averaging"
     not_joined = (
         "sharded ranks wait for each other in every forward, so none may run out early; prepare the loader, whose "
         "tails keep ranks in step, or use backend='ddp'"
@@ -42,7 +41,7 @@ class ShardedGradients(ParameterGradients):
     def __init__(self, scaler: LossScaler | None, run: ShardedRun) -> None:
         super().__init__(scaler)
         self._device = run.context.device
-        self._ranks = run.context.ranks("counts")
+        self._context = run.context
         self._run, self._models = run, run.models
         # Blocks that have not run their first forward; weak, because a program may drop a model that never ran.
         self._without_dtypes: WeakSet[FSDPModule] = WeakSet()
@@ -50,6 +49,7 @@ class ShardedGradients(ParameterGradients):
         self._holding: set[nn.Module] = set()  # the models whose backwards are not reduced at present
         # The models whose last backward was not reduced: their gradients are full, and not in `.grad`.
         self._held: set[nn.Module] = set()
+        self._alone: set[nn.Module] = set()  # the models whose replicas step apart
 
     def watch(self, model: ShardedModel) -> None:
         """Set the gradient dtypes of blocks that are frozen at their first forward, and trained later.
@@ -112,6 +112,25 @@ class ShardedGradients(ParameterGradients):
             self._holding.discard(model)
             root.set_requires_gradient_sync(True)
 
+    @contextmanager
+    def alone(self, model: nn.Module) -> Generator[None]:
+        """Step each replica on its own gradients in the block; see `SupportsLocalSteps`."""
+        groups = [
+            group for block in self._models[model].sharded.blocks for group in compat.parameter_groups(block)
+        ]
+        if any(compat.replica_ranks(group) != self._context.ranks("data").ranks for group in groups):
+            raise RuntimeError(
+                f"{class_name(model)}: its replicas are not those of the run's mesh; say parallel.data, their "
+                "number, and parallel.shard, or fsdp.shard_size where context alone divides one; leave "
+                "parallel.expert out"
+            )
+        with ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(compat.reduced_in_replica(group))
+            self._alone.add(model)
+            stack.callback(self._alone.discard, model)
+            yield
+
     def steps_together(self, model: nn.Module) -> bool:
         """Return True, because every rank holds a part of the model."""
         del model
@@ -143,8 +162,10 @@ class ShardedGradients(ParameterGradients):
                 )
         sharded = [self._models[model].sharded for model in models]
         parameters = [p for one in sharded for p in one.parameters.values() if p.requires_grad]
-        plain = [p for one in sharded for p in one.plain.values() if p.requires_grad]
-        average(plain, self._device, group=self._ranks.process_group, dtype=self._dtype)
+        for model, one in zip(models, sharded, strict=True):
+            ranks = self._context.ranks("fsdp" if model in self._alone else "counts")
+            if plain := [p for p in one.plain.values() if p.requires_grad]:
+                average(plain, self._device, group=ranks.process_group, dtype=self._dtype)
         if factor is None and self.scaler is None:
             return False
         gradients = [local(p.grad) for p in parameters if p.grad is not None]

@@ -54,7 +54,7 @@ class Fragment:
             part.copy_(one.reshape(-1))
         for outer, part in zip(self.outer, parts, strict=False):
             torch.sub(outer.reshape(-1), part, out=part)
-        alone = self._group is None
+        alone = self._group is None or not flat.numel()  # of shards, this rank may have none
         self._sent = flat, None if alone else dist.all_reduce(flat, group=self._group, async_op=True)
         self.sent_bytes += 0 if alone else flat.nbytes
 

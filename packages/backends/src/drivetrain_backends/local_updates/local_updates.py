@@ -54,10 +54,14 @@ class LocalUpdates:
     ) -> None:
         model = prepared.unwrap()
         replicas = context.ranks("data")
-        if not isinstance(prepared, SupportsLocalSteps) or context.ranks("counts").size != replicas.size:
+        if replicas.size == 1 < context.ranks("counts").size:
             raise ValueError(
-                f"local updates of {type(model).__name__}: the ranks of one replica average gradients by the same "
-                "means as replicas do; use backend='ddp', without parallel.shard and parallel.context"
+                f"local updates of {type(model).__name__}: all {context.ranks('counts').size} ranks train one "
+                "replica; say parallel.data=2 or more, the number of replicas that train apart"
+            )
+        if not isinstance(prepared, SupportsLocalSteps):
+            raise ValueError(
+                f"local updates of {type(model).__name__}: this backend has no steps apart; use ddp or fsdp"
             )
         with prepared.trained_alone():  # which says what the backend does not allow
             pass

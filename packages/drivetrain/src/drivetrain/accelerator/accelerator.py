@@ -324,7 +324,7 @@ class Accelerator(Ranks, Training, Saving, Results):
         found = LocalUpdates(prepared, self.context, plan, outer)
         taken = (*self._registered.shared, *self._registered.per_rank)
         number = sum(name.startswith("local_updates_") for name in taken)
-        is_divided = self.context.ranks("replica").size > 1
+        is_divided = self.context.ranks("data").size < self.context.topology.world_size
         self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{number}": found})
         self.register_checkpoint_hook(EqualReplicas(found))
         return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain_parallel.compat import exchanged_parameters
 from drivetrain_parallel.errors import ParallelPlanError
-from drivetrain_parallel.layers.divided_layers import with_forward
+from drivetrain_parallel.layers.divided_layers import holds_experts, with_forward
 from drivetrain_parallel.planning.found_styles import make_of
 from drivetrain_parallel.planning.regions import drops
 from drivetrain_parallel.sequences.block_calls import BlockCall
@@ -188,9 +188,16 @@ class StageModel:
             return self._known[key]
         absent = partial(absent_like, of=name)
         changed = BlockCall(args, kwargs).changed(lambda one: absent(one) if one is states else one)
+
+        def like_tokens(*args: Any, **kwargs: Any) -> Tensor:
+            return absent(next(_leaves((args, kwargs))))
+
         with torch.no_grad(), ExitStack() as stack:
             for module in block.modules():
                 stack.enter_context(exchanged_parameters(module, absent, with_buffers=True))
+                if holds_experts(module):  # whose exchange asks how many tokens go where
+                    vars(module)["forward"] = like_tokens
+                    stack.callback(vars(module).pop, "forward")
             output = whole(block, *changed[0], **changed[1])
         if all(isinstance(one, AbsentTensor) for one in _leaves(output)):
             self._known[key] = output
