@@ -9,6 +9,7 @@ one before its counts begin.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -202,7 +203,7 @@ def build(folder: Path, mode: TrainingMode) -> nn.Module:
 def run(folder: Path, pair: Pair) -> Found:
     """Train real steps in this process, one of the ranks; return what the last one allocates and sends.
 
-    They are trained twice: with a count of storages, and then for the kernel alone, once libraries hold what they hold.
+    They are trained twice: with a count of storages, and then for the kernel alone, when libraries are loaded.
     """
     with trained(folder, pair) as ((model, held), step), StepTally() as tally:
         tally.add(_local(one) for one in held if isinstance(one, Tensor))
@@ -217,11 +218,10 @@ def run(folder: Path, pair: Pair) -> Found:
     for (_, kind), payload in tally.payloads.items():
         sent[kind] += payload
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the heap holds of before is not there for it
     with record_peak() as peak, trained(folder, pair) as (_, step):
         step()
-    return Found(
-        peak=tally.peak_bytes, kernel=peak.host_bytes - peak.host_before_bytes, sent=dict(sent)
-    )
+    return Found(peak=tally.peak_bytes, kernel=peak.host_bytes - peak.host_before_bytes, sent=dict(sent))
 
 
 @contextmanager
@@ -317,8 +317,10 @@ def _megabytes(size_bytes: float) -> str:
 NOTE = f"""Each pair is a model and a plan. MB, of rank 0. Models have 5 blocks of width 128 (T5 4 and 4, Mixtral 4);
 a micro-batch has {BATCH} samples, of {TOKENS} tokens or of a picture of 64 x 64, and AdamW steps parameter by
 parameter. The ratio is what the run holds to what was predicted, in storages of tensors; the kernel's peak is that of
-the same training in the same process, from before its model was built, with what allocator and libraries hold. Gloo's reduce-scatter is the exception: it copies its input to a tensor
-that the run's mode sees, and no program has; mixed precision, whose gradients are reduced in fp32, peaks there.
+the same training in the same process, from before its model was built, with what allocator and libraries hold.
+
+Gloo's reduce-scatter copies its input to a tensor that the run's mode sees, and no program has; mixed precision,
+whose gradients are reduced in fp32, peaks there.
 Whole gradients that micro-batches add up under FSDP are predicted to stand beside a micro-batch's own peak in full.
 
 Traffic is the bytes of what is summed, gathered, scattered or exchanged, as a whole; one number where prediction and

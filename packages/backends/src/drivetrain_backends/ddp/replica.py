@@ -12,15 +12,14 @@ Three values of a replica say what becomes of its gradients: `is_armed`, whether
 | never | either | `prepare` with `reduce="at_close"` | stays local | averages all of `.grad` |
 
 To clear gradients changes none of them: a rank that clears alone takes part in the average of the others. Inside
-`join_uneven_inputs`, local gradients at a step or clip are an error, and `at_close` is refused.
+`join_uneven_inputs`, local gradients at a step or clip are an error, and `at_close` is refused. Until DDP has learnt
+a static graph, `no_sync` holds nothing, and `trained_alone` is refused.
 
 | syncs | in | a forward | a step or clip |
 |---|---|---|---|
 | on | other code | arms the reducer; with `at_close`, has the next forward share buffers | as above |
 | held | `no_sync` | does neither | as above, but a program that steps itself finds local gradients |
 | alone | `trained_alone` | does neither | takes `.grad` as it is, which is then not local after the block |
-
-Until DDP has learnt a static graph, `no_sync` holds nothing, and `trained_alone` is refused.
 """
 
 import logging
@@ -269,18 +268,12 @@ class ReplicatedGradients(ParameterGradients):
         if replica is None:
             yield
             return
-        if self._context.ranks("counts").size != self._context.ranks("data").size:
-            raise RuntimeError(
-                "DDP averages gradients over parallel.context by the same means as over replicas; use backend='fsdp'"
-            )
-        if self._settings.check_drift_every is not None:
-            raise RuntimeError(
-                "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"
-            )
-        if compat.awaits_static_graph(replica):
-            raise RuntimeError(
-                "--ddp-static-graph: train one step together first, from which DDP learns the graph"
-            )
+        drifts = "replicas that are trained alone drift apart: leave --ddp-check-drift-every out"
+        learns = "--ddp-static-graph: train one step together first, from which DDP learns the graph"
+        if self._context.ranks("context").size > 1:
+            raise RuntimeError("DDP averages gradients over parallel.context too; use backend='fsdp'")
+        if self._settings.check_drift_every is not None or compat.awaits_static_graph(replica):
+            raise RuntimeError(learns if self._settings.check_drift_every is None else drifts)
         try:
             with replica.no_sync(is_alone=True):
                 yield
