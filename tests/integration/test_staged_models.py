@@ -304,6 +304,19 @@ def test_a_failed_launch_names_the_rank_with_its_stage_and_micro_batch(tmp_path:
     assert "ArithmeticError" in first, done.stderr
 
 
+def refused_mesh(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="parts of sequences do not pass between stages yet"):
+        Accelerator(cpu=True, parallelism=ParallelDims(pipeline=2, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"context": 2}, {"tensor": 2, "sequence": True}], ids=["context", "sequence"]
+)
+def test_parts_of_sequences_are_refused(run_ranks, sizes: dict[str, Any]) -> None:
+    run_ranks(refused_mesh, sizes, num_processes=4)
+
+
 def refused(sizes: dict[str, Any], said: str) -> None:
     with Accelerator(cpu=True, parallelism=ParallelDims(pipeline=2, **sizes)) as accelerator:
         model = build()
@@ -321,5 +334,5 @@ def refused(sizes: dict[str, Any], said: str) -> None:
         ({"pipeline_last": ("nowhere",)}, "'nowhere' matches no module of Model"),
     ],
 )
-def test_settings_that_name_nothing_are_refused(run_ranks, sizes: dict[str, Any], said: str) -> None:
+def test_settings_that_do_not_fit_the_model_are_refused(run_ranks, sizes: dict[str, Any], said: str) -> None:
     run_ranks(refused, sizes, said, num_processes=2)

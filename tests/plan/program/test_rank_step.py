@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drivetrain_dispatch.errors import CostError
 from drivetrain_plan.choice import PlanChoice
 from drivetrain_plan.model.layers import num_blocks
-from drivetrain_plan.model.source import BuiltSource, ModuleSource
+from drivetrain_plan.model.source import BuiltSource, ModuleSource, find_source
 from drivetrain_plan.model.training_modes import MODES
 from drivetrain_plan.planner import run_extrapolated
 from drivetrain_plan.program.figures import StepFigures
@@ -56,6 +56,23 @@ def test_the_peak_of_a_step_is_what_a_real_one_allocates(source: BuiltSource, tm
         optimizer.step()
     assert found.peak == pytest.approx(tally.peak_bytes, rel=0.01)
     assert found.flops == tally.flops
+
+
+def test_tokens_are_multiplied_by_each_expert_that_they_choose(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    flops: list[float] = []
+    for number in (1, 2):
+        config = transformers.MixtralConfig(
+            architectures=["MixtralForCausalLM"], hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, vocab_size=64, num_local_experts=4,
+            num_experts_per_tok=number, use_cache=False,
+        )  # fmt: skip
+        config.save_pretrained(tmp_path / str(number))
+        flops.append(
+            figures(BuiltSource(find_source(str(tmp_path / str(number))), MODES["fp32"]), WHOLE).flops
+        )
+    # Gate, up and down, in forward and twice in backward.
+    assert flops[1] - flops[0] == 2 * 3 * BATCH * TOKENS * (3 * 32 * 64) * 2
 
 
 def test_sharded_parameters_are_gathered_twice_and_reduced_once(source: BuiltSource) -> None:

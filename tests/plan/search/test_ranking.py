@@ -133,6 +133,16 @@ def test_sequences_alone_may_shard() -> None:
     assert (found.name, found.num_dividing) == ("FSDP x context 8", 8)
 
 
+def test_parts_of_sequences_pass_between_no_stages() -> None:
+    model = model_of(20 * GB, tensor=(1, 2))
+    model = replace(model, halves={**model.halves, "context": model_of(GB).plain.first}, num_tokens=8192)
+    plans, rejected = search(model, parse_hardware("8x80GB h100"), TrainingJob(batch=64), in_half=True)
+    found = [plan.choice for plan in (*plans, *rejected)]
+    assert any(one.context > 1 for one in found)
+    assert any(one.sequence for one in found)
+    assert not [one.name for one in found if one.pipeline > 1 and (one.context > 1 or one.sequence)]
+
+
 def test_tensor_stays_within_a_host() -> None:
     model = model_of(200 * GB, tensor=(1, 2, 4, 8))
     plans, rejected = search(

@@ -88,10 +88,13 @@ def across_axes(strategy: Strategy, context: Context) -> Strategy:
 
 def refuse_divided_sequences(context: Context) -> None:
     """Refuse to divide the sequences of a model in stages."""
-    if (size := context.ranks("context").size) > 1:
+    size = context.ranks("context").size
+    divides_between = context.parallelism is not None and context.parallelism.sequence
+    if size > 1 or divides_between:
+        said = "sequence=True" if divides_between else f"context={size}"
         raise ValueError(
-            f"parallel.context={size} with parallel.pipeline={context.ranks('pipeline').size}: parts of sequences do "
-            "not pass between stages yet; leave one of the two out"
+            f"parallel.{said} with parallel.pipeline={context.ranks('pipeline').size}: parts of sequences do not "
+            "pass between stages yet; leave one of the two out"
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from drivetrain_dispatch.compat import GROUPED_PRODUCT
 from drivetrain_plan.compat import (
     Args,
     FakeTensor,
@@ -137,9 +138,22 @@ class StepTally(TorchDispatchMode):
         self.num_operations += 1
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += count(*args, **said, out_val=result)
+        elif name == GROUPED_PRODUCT:  # which torch 2.15 does not count
+            self.flops += _grouped_flops(*args[:2])
         elif not _is_view(given, made) and "empty" not in name:
             self.moved_bytes += sum(map(_size_bytes, given)) + sum(map(_size_bytes, made))
         return result
+
+
+def _grouped_flops(first: Tensor, other: Tensor) -> int:
+    """Return the operations of a grouped product, whose groups are together the rows or the columns.
+
+    Example:
+        >>> _grouped_flops(torch.empty(10, 4), torch.empty(3, 4, 5))  # ten rows, each by one of three matrices
+        400
+    """
+    num_alike = len(first) if first.dim() == 3 > other.dim() else 1
+    return 2 * first.numel() // num_alike * other.shape[-1]
 
 
 def _exchanged(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:

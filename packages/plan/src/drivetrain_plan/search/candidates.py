@@ -144,7 +144,9 @@ def _meshes(
                 continue
             stages = [n for n in divisors(rest) if n == 1 or model.num_blocks % n == 0]
             for pipeline in sizes("pipeline", stages):
-                if rest % pipeline:
+                if rest % pipeline or (
+                    pipeline > 1 and context > 1
+                ):  # parts of sequences pass between no stages
                     continue
                 readers = rest // pipeline
                 if job.batch % readers:
@@ -192,7 +194,8 @@ def _ways(
         for checkpointing in model.sharded if not strategy.startswith("zero") else ("none",):
             for sequence in (True, False) if mesh.tensor > 1 else (False,):
                 if sequence and (
-                    mesh.context > 1 or mesh.expert > 1 or "tensor and sequence" not in model.halves
+                    mesh.pipeline * mesh.context * mesh.expert > 1
+                    or "tensor and sequence" not in model.halves
                 ):
                     continue
                 if mesh.tensor > 1 and not sequence and "tensor" not in model.halves:
