@@ -158,6 +158,103 @@ def test_stages_train_as_the_whole_model(run_ranks, tmp_path: Path, mesh: str, s
     run_ranks(check, sizes, backend, str(tmp_path), {}, num_processes=num_ranks, timeout_seconds=170)
 
 
+class Normed(Model):
+    """A model whose statistics its first and its last module keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(9, affine=False)
+        self.words, stem = nn.Sequential(self.words, nn.Flatten(0, 1)), self.first
+        del self.first
+        self.words.append(stem)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(tokens)["logits"]
+        return {"logits": self.last(logits).unflatten(0, tokens.shape)}
+
+
+def statistics(schedule: str | None) -> dict[str, Tensor]:
+    """The statistics after a step on two micro-batches, whose means are their own; whole for no schedule."""
+    sizes = None if schedule is None else ParallelDims(
+        pipeline=2, pipeline_schedule=schedule, pipeline_micro_batches=2
+    )  # fmt: skip
+    with Accelerator(
+        cpu=True, parallelism=sizes, gradient_accumulation_steps=1 if sizes else 2
+    ) as accelerator:
+        torch.manual_seed(0)
+        model: Any = Normed().double()
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        tokens = torch.randint(9, (6, 4), generator=torch.Generator().manual_seed(0))
+        for part in (tokens,) if sizes else tokens.split(3):
+            accelerator.train_step(part, loss=partial(loss_of, counted=False))
+        state = accelerator.get_state_dict(model, everywhere=True)
+        return {name: value for name, value in state.items() if "running" in name or "tracked" in name}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
+@pytest.mark.default_cases("zbv")
+def test_statistics_are_those_of_the_stage_that_computes_them(run_ranks, schedule: str) -> None:
+    (expected,) = run_ranks(statistics, None, num_processes=1)
+    assert len(expected) == 6
+    for found in run_ranks(statistics, schedule, num_processes=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def rows_of(reader: int, step: int) -> Tensor:
+    """Return the samples of a reader: the second one has fewer, and than micro-batches, too."""
+    drawn = torch.randint(9, (5, 4), generator=torch.Generator().manual_seed(step))
+    return drawn[:3] if reader == 0 else drawn[3:]
+
+
+def trained_unevenly(is_whole: bool) -> list[float]:
+    sizes = None if is_whole else ParallelDims(pipeline=2, shard=2)
+    with Accelerator(cpu=True, backend="single" if is_whole else "fsdp", parallelism=sizes) as accelerator:
+        model: Any = build()
+        model, _ = accelerator.prepare(model, optimizer_of(model))
+        readers = range(2) if is_whole else [accelerator.context.ranks("reads").index]
+        norms: list[float] = []
+        for step in range(3):
+            tokens = torch.cat([rows_of(reader, step) for reader in readers])
+            found = accelerator.train_step(tokens, loss=partial(loss_of, counted=True), max_norm=0.05)
+            assert found.grad_norm is not None
+            norms.append(found.grad_norm.item())
+        return norms
+
+
+@pytest.mark.slow
+def test_shards_read_other_numbers_of_samples(run_ranks) -> None:
+    (expected,) = run_ranks(trained_unevenly, True, num_processes=1)
+    for found in run_ranks(trained_unevenly, False, num_processes=4):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def trained_frozen(is_whole: bool) -> list[float]:
+    """The norms of a model whose embedding and first two blocks are frozen: a stage has no backward."""
+    sizes = None if is_whole else ParallelDims(pipeline=2, pipeline_schedule="interleaved_1f1b")
+    with Accelerator(cpu=True, backend="single" if is_whole else "fsdp", parallelism=sizes) as accelerator:
+        model: Any = build()
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        for part in (model.words, *model.blocks[:2]):
+            part.requires_grad_(False)
+        model, _ = accelerator.prepare(model, optimizer_of(model))
+        norms: list[float] = []
+        for step in range(3):
+            found = accelerator.train_step(
+                tokens_of(4 * step, 1), loss=partial(loss_of, counted=False), max_norm=0.05
+            )
+            assert found.grad_norm is not None
+            norms.append(found.grad_norm.item())
+        return norms
+
+
+@pytest.mark.slow
+def test_a_frozen_stage_of_two_leaves_the_other_to_reduce(run_ranks) -> None:
+    (expected,) = run_ranks(trained_frozen, True, num_processes=1)
+    for found in run_ranks(trained_frozen, False, num_processes=2):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 def recomputed(kind: str) -> list[Tensor]:
     """The weights after some steps with dropout, with or without recomputation."""
     with Accelerator(
@@ -186,8 +283,11 @@ def norms_of(kind: str, is_whole: bool) -> list[float]:
     backend = "usual"
     if is_routed:
         sizes, backend = {"pipeline": 2, "shard": 2, "expert": 2}, "fsdp"
-    if kind in ("bf16", "fp16", "fp8"):
-        options["mixed_precision"] = kind
+    precision, _, schedule = kind.partition(", ")
+    if precision in ("bf16", "fp16", "fp8"):
+        options["mixed_precision"] = precision
+    if schedule:
+        sizes["pipeline_schedule"] = schedule
     name = "Mixtral" if is_routed else "Llama"
     config = getattr(transformers, f"{name}Config")(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
@@ -223,7 +323,14 @@ def norms_of(kind: str, is_whole: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "tolerance"),
-    [("bf16", 2, 1e-3), ("fp16", 2, 1e-3), ("fp8", 2, 2e-2), ("adapters", 2, 1e-5), ("experts", 4, 1e-5)],
+    [
+        ("bf16", 2, 1e-3),
+        ("fp16", 2, 1e-3),
+        ("fp16, zbv", 2, 1e-3),
+        ("fp8", 2, 2e-2),
+        ("adapters", 2, 1e-5),
+        ("experts", 4, 1e-5),
+    ],
 )
 @pytest.mark.slow
 def test_stages_compose_with_precisions_adapters_and_experts(

@@ -1,9 +1,9 @@
 """Published runs, as a check from outside: the way in which they trained is among the planner's first.
 
-torchtitan's docs/performance.md tells of Llama 3 on 64 A100 with 80 GB: 8 B at 1 sample a rank, 70 B recomputed; of
-Llama 3.1 8 B on 8 H100 with 96 GB, at 2 samples a rank, recomputed selectively; and of 405 B, recomputed, on 128
-H100 with 94 GB by shards of 16 x tensor 8, where shards alone did not fit. NVIDIA's guide to Megatron Core tells of
-Mixtral 8x7B on 64 H100 with 80 GB by 4 stages and 8 ranks for the experts, whose time follows here by arithmetic alone.
+torchtitan's docs/performance.md tells of Llama 3 on 64 A100 with 80 GB: 8 B at 1 sample a rank, 70 B recomputed;
+of Llama 3.1 8 B on 8 H100 with 96 GB, at 2 samples a rank, recomputed selectively; and of 405 B, recomputed, on
+128 H100 with 94 GB by shards of 16 x tensor 8, where shards alone did not fit. NVIDIA's guide to Megatron Core tells
+of Mixtral 8x7B on 64 H100 with 80 GB by 4 stages and 8 ranks for the experts, whose time is by arithmetic alone here.
 """
 
 import json

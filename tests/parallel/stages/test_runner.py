@@ -98,13 +98,22 @@ def test_a_model_goes_through_its_blocks_in_any_way_or_is_refused(name: str, spl
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("scales by what was embedded", "blocks.2, of stage 1, takes what follows from words.weight"),
+        ("scales by what was embedded", "blocks.2, of stage 1, takes what follows from words"),
         ("reads a value", "reads values that follow from words"),
     ],
 )
 def test_what_stages_do_not_hand_on_is_refused(fault: str, said: str) -> None:
     with pytest.raises(ParallelPlanError, match=said):
         assert_staged(Model(fault=fault).double(), batches((2, 5)), loss_of)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_rank_with_the_first_and_the_last_stage_hands_nothing_on_beside_the_others(is_tied: bool) -> None:
+    model = Model(fault="scales by what was embedded").double()
+    if is_tied:  # which the last rank holds too
+        model.head.weight = model.words.weight
+    with pytest.raises(ParallelPlanError, match="takes what follows from words"):
+        assert_staged(model, batches((2, 5), (2, 5)), loss_of, schedule="1f1b" if is_tied else "zbv")
 
 
 def test_a_frozen_beginning_and_a_tied_head_train_as_on_one_device() -> None:
@@ -117,7 +126,7 @@ def test_a_frozen_beginning_and_a_tied_head_train_as_on_one_device() -> None:
     assert_staged(frozen, batches((2, 5), (1, 5)), loss_of, num_ranks=4)
 
 
-REFUSED = {"t5": "attend to what", "bart": "attend to what", "whisper": "attend to what", "swin": "blocks"}
+REFUSED = {"t5": "attend to what", "bart": "attend to what", "whisper": "attend to what"}
 LAST: dict[str, tuple[str, ...]] = {"opt": ("*.final_layer_norm",)}
 
 

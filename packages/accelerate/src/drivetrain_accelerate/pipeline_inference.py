@@ -12,7 +12,7 @@ from drivetrain_accelerate.states.partial_state import current_context
 from drivetrain_accelerate.tensors.nested_tensors import concatenate, send_to_device
 from drivetrain_backends.composed.stages import KeepStages, cut_batch
 from drivetrain_parallel.layers.divided_layers import with_forward
-from drivetrain_state import ParallelDims
+from drivetrain_state import ParallelDims, broadcast_object
 
 
 def prepare_pippy(
@@ -26,8 +26,8 @@ def prepare_pippy(
 ) -> nn.Module:
     """Divide a model into stages, one for each rank, in place; its forward passes through all of them.
 
-    Called on all ranks, with a model on the CPU, as are calls of the model. A call cuts its batch into chunks, which
-    run through the stages at a time. It returns the joined output on the last rank, and None on the others.
+    Called on all ranks, with a model on the CPU, as are calls of the model. A call cuts the first rank's batch into
+    chunks, which run through the stages at a time. It returns the joined output on the last rank, and None elsewhere.
 
     Args:
         model: The model, of which no block is ever divided.
@@ -58,13 +58,19 @@ def prepare_pippy(
             return whole(model, *args, **kwargs)
         batch = send_to_device((args, {**keeps_none, **kwargs}), context.device)
         pieces = [
-            partial(model.forward, *given, **named)
-            for (given, named), _ in cut_batch(batch, num_chunks or size)
+            partial(model.forward, *args, **kwargs)
+            for (args, kwargs), _ in cut_batch(batch, num_chunks or size)
         ]
         found = concatenate(staged.runner.evaluate(pieces))
         if gather_output:
             return stages.share(found, staged)
         return found if context.topology.rank == size - 1 else None
 
+    def take_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return broadcast_object(
+            context, (args, kwargs)
+        )  # ranks need not have the same batch, as under Accelerate
+
+    model.register_forward_pre_hook(take_first, prepend=True, with_kwargs=True)
     with_forward(model, forward)
     return model

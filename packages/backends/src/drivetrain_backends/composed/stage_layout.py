@@ -115,9 +115,9 @@ class StageLayout(StateLayout):
         return self._inner.parameters(model)
 
     def chosen(self, model: nn.Module, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-        """Return the parameters to clip; where a stage has none of those that were given, all that it holds."""
+        """Return the parameters to clip: of those that were given, what this rank holds."""
         given = None if parameters is None else list(parameters)
-        return self._inner.chosen(model, given or None)
+        return [] if given == [] else self._inner.chosen(model, given)
 
     def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients; what several stages hold counts once. Called on all ranks."""

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backends.composed.prepared import ComposedPrepared
-from drivetrain_backends.composed.stages import KeepStages, StagedModel, cut_batch
+from drivetrain_backends.composed.stages import KeepStages, StagedModel, cut_batch, num_samples
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.gradients.reducer import BackwardOptions
 from drivetrain_backends.modules.compile import unwrap_compiled
 from drivetrain_backends.state_dict.dtensor import local
 from drivetrain_parallel.stages.stage_model import find_absent, not_handed_on
+from drivetrain_state import reduce
 
 BY_TRAIN_STEP = (
     "backward() under parallel.pipeline: micro-batches go forward and backward by turns, and no rank has the whole "
@@ -37,7 +38,7 @@ class StagedPrepared(ComposedPrepared):
         stages, tracker = self._stages, self._tracker
         assert isinstance(stages, KeepStages)
         staged: StagedModel = stages.models[unwrap_compiled(self.unwrap())]
-        cuts = cut_batch(batch, stages.num_pieces)
+        cuts = cut_batch(batch, self._num_pieces(batch, stages.num_pieces))
         losses = PieceLosses(
             [share for _, share in cuts], tracker.begin_pieces(self.group), self._context.device
         )
@@ -48,11 +49,18 @@ class StagedPrepared(ComposedPrepared):
                 def backward(output: Tensor, gradient: Tensor | None, *, is_last: bool) -> None:
                     if is_last and self._window.closing:
                         held.close()  # the last backward of this rank reduces the gradients of all
-                    options = BackwardOptions(gradient=gradient)
+                    # Of the loss, too: it is scaled where it begins, which a backward in two parts does by itself.
+                    options = BackwardOptions(
+                        gradient=torch.ones_like(output) if gradient is None else gradient
+                    )
                     self._gradients.backward(output, self.group.models, options=options)
 
+                def root(piece: int, found: Any) -> Tensor:
+                    value, scaler = losses.root(piece, found), self._gradients.scaler
+                    return value if scaler is None else scaler.scale(value)
+
                 pieces = [partial(loss, model, piece) for piece, _ in cuts]
-                staged.runner.train(pieces, losses.root, backward)
+                staged.runner.train(pieces, root, backward)
             if self._window.closing:
                 self._add_up_shared(staged)
         finally:
@@ -62,6 +70,11 @@ class StagedPrepared(ComposedPrepared):
         total, count = losses.sums
         tracker.end_pieces(self.group, count)
         return total
+
+    def _num_pieces(self, batch: Any, most: int) -> int:
+        """Return the number of micro-batches that every rank cuts its batch into: shards gather in each of them."""
+        own = torch.tensor(min(num_samples(batch), most), device=self._context.device)
+        return int(reduce(self._context, own, op="min", over="reads").item())
 
     @torch.no_grad()
     def _add_up_shared(self, staged: StagedModel) -> None:

@@ -184,23 +184,46 @@ class KeepStages(ModelTransform):
         return cast("ProcessGroup", group)  # not used on other ranks
 
 
+def num_samples(batch: Any) -> int:
+    """Return the number of samples of a batch: the length that most of its tensors have.
+
+    Of lengths that as many have, it is that of tensors with more dimensions.
+
+    Raises:
+        ValueError: No tensor has samples, or the tensors do not tell which of their lengths counts samples.
+    """
+    tensors = [one for one in _tensors_of(batch) if one.dim() and len(one)]
+    numbers = Counter(map(len, tensors))
+    if not numbers:
+        raise ValueError("the batch holds no tensor with samples along its first dimension")
+    ranked = sorted(
+        (
+            (numbers[length], max(one.dim() for one in tensors if len(one) == length), length)
+            for length in numbers
+        ),
+        reverse=True,
+    )
+    if len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]:
+        raise ValueError(
+            f"the batch holds tensors of {ranked[1][2]} and of {ranked[0][2]} rows: say which count samples, by a "
+            "batch of which most tensors have a row for each sample"
+        )
+    return ranked[0][2]
+
+
 def cut_batch(batch: Any, number: int) -> list[tuple[Any, float]]:
     """Return a batch in at most `number` pieces of about equal size, each with its share of the samples.
 
-    Tensors of one length, the most common, are cut along their first dimension; all else is in every piece.
+    Tensors with a row for each sample are cut; all else is in every piece.
 
     Raises:
-        ValueError: There is no tensor with samples.
+        ValueError: See `num_samples`.
 
     Example:
         >>> [(piece["x"].tolist(), share) for piece, share in cut_batch({"x": torch.arange(3)}, 2)]
         [([0], 0.3333333333333333), ([1, 2], 0.6666666666666666)]
     """
-    tensors = _tensors_of(batch)
-    lengths = Counter(len(one) for one in tensors if one.dim() and len(one))
-    if not lengths:
-        raise ValueError("the batch of train_step() holds no tensor with samples along its first dimension")
-    rows = max(lengths, key=lambda length: (lengths[length], length))
+    tensors, rows = _tensors_of(batch), num_samples(batch)
     ends = [rows * piece // min(number, rows) for piece in range(min(number, rows) + 1)]
 
     def cut(start: int, stop: int) -> Any:

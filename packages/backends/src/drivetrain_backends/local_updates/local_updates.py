@@ -59,9 +59,10 @@ class LocalUpdates:
                 f"local updates of {type(model).__name__}: all {context.ranks('counts').size} ranks train one "
                 "replica; say parallel.data=2 or more, the number of replicas that train apart"
             )
-        if not isinstance(prepared, SupportsLocalSteps):
+        if not isinstance(prepared, SupportsLocalSteps) or context.ranks("pipeline").size > 1:
             raise ValueError(
-                f"local updates of {type(model).__name__}: this backend has no steps apart; use ddp or fsdp"
+                f"local updates of {type(model).__name__}: this backend, or a pipeline, has no steps apart; use ddp "
+                "or fsdp without parallel.pipeline"
             )
         with prepared.trained_alone():  # which says what the backend does not allow
             pass

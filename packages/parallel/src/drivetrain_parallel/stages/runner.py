@@ -66,12 +66,11 @@ class StageRunner:
         """
         run = _Step(self.model, self._links, pieces, root, backward)
         actions = plan_order(self.schedule, self._num_ranks, len(pieces))[self.model.rank]
-        last = max(at for at, action in enumerate(actions) if action.kind in ("backward", "weight"))
         for at, action in enumerate(actions):
             said = f"{action.kind} of stage {action.stage} on micro-batch {action.piece + 1}"
             try:
                 with record_function(said):  # a span in the trace of a profiler
-                    run.do(action, is_last=at == last)
+                    run.do(action, is_last=not any(map(run.has_backward, actions[at + 1 :])))
             except Exception as error:
                 error.add_note(f"in the {said} of {len(pieces)}")
                 raise
@@ -127,6 +126,13 @@ class _Step:
             self._to_input(stage, piece)
         else:
             self._to_weights(stage, piece, is_last=is_last)
+
+    def has_backward(self, action: Action) -> bool:
+        """Return whether an action runs a backward that reduces gradients; not where all that led to it is frozen."""
+        if action.kind not in ("backward", "weight"):
+            return False
+        output = self._outputs.get((action.stage, action.piece))
+        return output is None or output.requires_grad
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

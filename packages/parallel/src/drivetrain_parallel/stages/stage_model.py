@@ -31,7 +31,7 @@ def keep_stages(model: nn.Module, plan: StagePlan, rank: int, *, device: torch.d
     Parameters and buffers of other ranks' stages are no longer listed by the model. Their attributes are absent
     tensors, which say they are on `device`.
     """
-    gone = {name.rpartition(".")[0] for name, holders in plan.holders.items() if rank not in holders}
+    gone = {name for name, stage in plan.outside.items() if plan.ranks[stage] != rank}
     blocks_gone = tuple(
         block
         for stage in range(plan.num_stages)
@@ -83,6 +83,9 @@ class StageModel:
             for name in plan.blocks_of(stage):
                 make = makes.setdefault(make_of(model.get_submodule(name)), len(makes))
                 self._exchange(name, stage, make)
+        for name, stage in plan.outside.items():
+            if any(one != stage for one in self.stages):
+                self._exchange_outside(name, stage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the object itself: a copy of the model computes the same stages, as its blocks' classes do."""
@@ -171,6 +174,18 @@ class StageModel:
 
         with_forward(self._model.get_submodule(name), forward)
 
+    def _exchange_outside(self, name: str, stage: int) -> None:
+        """Have a module outside of the blocks compute in its own stage alone, though this rank holds its weights."""
+        absent = partial(absent_like, of=name)
+
+        def forward(module: nn.Module, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._running in (None, stage):
+                return whole(module, *args, **kwargs)
+            with exchanged_parameters(module, absent, with_buffers=True):
+                return whole(module, *args, **kwargs)
+
+        with_forward(self._model.get_submodule(name), forward)
+
     def _pass_over(
         self,
         name: str,
@@ -248,6 +263,7 @@ def not_handed_on(tensor: AbsentTensor) -> str:
     """Return why a tensor is absent, and what would do, for an error that begins with what takes it."""
     return (
         f"what follows from {tensor.of}, which another stage has, and stages hand on hidden states alone. If it is "
-        "of a module that runs after the blocks, name that in parallel.pipeline_last; else leave it out of what the "
+        "of a module that runs after the blocks, name that in parallel.pipeline_last; if both ends share it, give it "
+        "to a module after the blocks too, as head.weight = embedding.weight does; else leave it out of what the "
         "last stage computes, or leave parallel.pipeline out"
     )

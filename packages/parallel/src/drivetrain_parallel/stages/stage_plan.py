@@ -21,12 +21,15 @@ class StagePlan:
         ranks: The rank that holds each stage.
         blocks: The names of the model's blocks, in order.
         starts: The index of the first block of each stage.
+        outside: The stage of each module outside of the blocks that has parameters of its own, or buffers in the
+            state dict: the first or the last.
         holders: The ranks that hold each parameter, by each of its names; several for one that stages share.
     """
 
     ranks: tuple[int, ...]
     blocks: tuple[str, ...]
     starts: tuple[int, ...]
+    outside: Mapping[str, int]
     holders: Mapping[str, tuple[int, ...]]
 
     @property
@@ -93,7 +96,13 @@ def plan_stages(
         stage = stage_of[block] if block is not None else number - 1 if owner in after else 0
         found.setdefault(parameter, set()).add(ranks[stage])
     holders = {name: tuple(sorted(found[parameter])) for name, parameter in named}
-    return StagePlan(ranks=tuple(ranks), blocks=blocks, starts=starts, holders=holders)
+    kept = {name.rpartition(".")[0] for name in model.state_dict(keep_vars=True)}
+    owners = {
+        name: number - 1 if name in after else 0
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if name in kept and not _is_inside(name, blocks)
+    }
+    return StagePlan(ranks=tuple(ranks), blocks=blocks, starts=starts, outside=owners, holders=holders)
 
 
 def _names_after(model: nn.Module, first: str, last: Sequence[str]) -> frozenset[str]:
