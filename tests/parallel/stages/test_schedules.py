@@ -25,9 +25,7 @@ def test_each_stage_runs_each_piece_once(name: str, num_ranks: int, num_pieces: 
     schedule = SCHEDULES[name]
     ranks = schedule.ranks(num_ranks)
     order = plan_order(schedule, num_ranks, num_pieces)
-    done = Counter(
-        (a.stage, a.piece, "forward" if a.kind == "forward" else a.kind) for one in order for a in one
-    )
+    done = Counter((a.stage, a.piece, a.kind) for one in order for a in one)
     assert set(done.values()) == {1}
     for stage in range(len(ranks)):
         for piece in range(num_pieces):

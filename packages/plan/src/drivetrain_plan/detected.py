@@ -24,11 +24,8 @@ from drivetrain_state.collectives.collective_errors import on_all_ranks, on_main
 from drivetrain_state.rank_group import RankGroup
 
 _SECONDS = 0.3  # for each rate
-_WIDTH, _MOST_WIDTH = (
-    512,
-    4096,
-)  # of the matrices that are multiplied: the larger ones where the others are soon done
-_SOON = 1e-3
+# Of the matrices that are multiplied: the larger ones where the others are soon done.
+_WIDTH, _MOST_WIDTH, _SOON = 512, 4096, 1e-3
 _WAITS = 21  # of ranks for each other
 _COPIED_BYTES, _SENT_BYTES, _NUM_LAYERS = 64 * 2**20, 8 * 2**20, 20
 # The fields of `RunHardware` that are measured, and kinds of collectives; those of links need several ranks.

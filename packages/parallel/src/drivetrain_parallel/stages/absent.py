@@ -46,11 +46,11 @@ class AbsentTensor(Tensor):
 
     def tolist(self) -> Any:
         """Refuse to return values."""
-        raise AbsentValueError(_read("tolist()", self))
+        raise AbsentValueError(_needs_values("tolist()", self))
 
     def numpy(self, **_: Any) -> Any:
         """Refuse to return values."""
-        raise AbsentValueError(_read("numpy()", self))
+        raise AbsentValueError(_needs_values("numpy()", self))
 
     @classmethod
     def __torch_dispatch__(
@@ -74,13 +74,13 @@ class AbsentTensor(Tensor):
         try:
             found = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:
-            raise AbsentValueError(_read(func, source)) from error
+            raise AbsentValueError(_needs_values(func, source)) from error
         if is_written:
             return source
         return tree_map_only(Tensor, lambda one: AbsentTensor(one, torch.device(device), source.of), found)
 
 
-def _read(operation: object, tensor: AbsentTensor) -> str:
+def _needs_values(operation: object, tensor: AbsentTensor) -> str:
     return (
         f"{operation} reads values that follow from {tensor.of}, which another stage has: a model in stages reads no "
         "values between its blocks"
