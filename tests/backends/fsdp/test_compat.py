@@ -1,12 +1,16 @@
 """Each private name of FSDP2 is what the backend relies on: these tests tell when a new torch changes one."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backends.fsdp import compat
+from drivetrain_state import gather
 from plain_loop.backends import context
 
 
@@ -45,6 +49,23 @@ def test_a_gathered_parameter_is_one_tensor_throughout() -> None:
     assert full.shape == (4, 4)
     model(torch.ones(1, 4))
     assert compat.gathered_parameter(weight) is full
+
+
+def test_replicas_reduce_apart_in_the_block_and_together_after_it() -> None:
+    rank, mesh = context().topology.rank, init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "shard"))
+    model = sharded(mesh=mesh, reshard_after_forward=True)
+    groups = [group for block in model for group in compat.parameter_groups(block)]
+    assert [compat.replica_ranks(group) for group in groups] == [(0, 1)] * 2
+    for is_apart in (True, False):
+        with ExitStack() as stack:
+            for group in groups if is_apart else ():
+                stack.enter_context(compat.reduced_in_replica(group))
+            model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        found = model[0].weight.grad.to_local().clone()
+        model.zero_grad()
+        of_ranks = gather(context(), found[None])
+        assert torch.equal(of_ranks[0], of_ranks[1]) != is_apart
+        torch.testing.assert_close(of_ranks[1], of_ranks[0] * (2 if is_apart else 1))
 
 
 def test_full_gradients_are_held_and_dropped() -> None:
