@@ -60,7 +60,7 @@ def raw_step(training: Training, model: nn.Module, optimizer: torch.optim.Optimi
     return step
 
 
-def drivetrain_accelerator(training: Training, *, backend: str = "auto", **sections: Any) -> Any:
+def drivetrain_accelerator(training: Training, *, backend: str | None = None, **sections: Any) -> Any:
     """An Accelerator of drivetrain."""
     from drivetrain import Accelerator
 

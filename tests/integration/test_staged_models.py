@@ -339,7 +339,7 @@ def test_stages_compose_with_precisions_adapters_and_experts(
     if kind == "adapters":
         pytest.importorskip("peft")
     (expected,) = run_ranks(norms_of, kind, True, num_processes=1)
-    for found in run_ranks(norms_of, kind, False, num_processes=num_ranks):
+    for found in run_ranks(norms_of, kind, False, num_processes=num_ranks, timeout_seconds=170):
         assert found == pytest.approx(expected, rel=tolerance)
 
 
@@ -347,7 +347,7 @@ def test_stages_compose_with_precisions_adapters_and_experts(
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_a_compiled_model_trains_in_stages(run_ranks) -> None:
     (expected,) = run_ranks(norms_of, "plain", True, num_processes=1)
-    for found in run_ranks(norms_of, "compiled", False, num_processes=2):
+    for found in run_ranks(norms_of, "compiled", False, num_processes=2, timeout_seconds=170):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
