@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drivetrain_backends.modules.activation_checkpointing import (
     checkpoint_activations,
@@ -73,10 +72,12 @@ def test_selective_checkpointing_repeats_no_matrix_product() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_block_that_would_keep_keys_and_values_for_generation_keeps_none(kind: str, attention: str) -> None:
+    transformers = pytest.importorskip("transformers")
     found: list[tuple[float, list[Tensor | None]]] = []
     for each in ("none", kind):
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation=attention))
+        config = transformers.LlamaConfig(**SMALL, attn_implementation=attention)
+        model: Any = transformers.LlamaForCausalLM(config)
         checkpoint_activations(model.model.layers, each)
         words = torch.arange(16).reshape(2, 8)
         loss = model(input_ids=words, labels=words).loss
