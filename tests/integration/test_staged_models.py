@@ -327,7 +327,7 @@ def norms_of(kind: str, is_whole: bool) -> list[float]:
         ("bf16", 2, 1e-3),
         ("fp16", 2, 1e-3),
         ("fp16, zbv", 2, 1e-3),
-        ("fp8", 2, 2e-2),
+        ("fp8", 2, 2e-2),  # whose scales are of a micro-batch
         ("adapters", 2, 1e-5),
         ("experts", 4, 1e-5),
     ],

@@ -1,3 +1,4 @@
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -106,3 +107,11 @@ def test_a_module_is_checkpointed_once() -> None:
     module, _ = gradients("full")
     with pytest.raises(ValueError, match="Counting already checkpoints its activations"):
         checkpoint_activations([module], "full")
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_forward_keeps_its_signature(kind: str) -> None:
+    model = Counting()
+    before = signature(model.forward)
+    checkpoint_activations([model], kind)
+    assert signature(model.forward) == before

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from inspect import signature
 
 import pytest
 import torch
@@ -146,3 +147,10 @@ def test_a_forward_of_the_module_itself_is_refused() -> None:
     net.router.forward = net.router.forward
     with pytest.raises(PrecisionError, match="a Router has a forward that was set on the module itself"):
         keep_in_fp32(find_islands([net], ["router"])[net], CPU)
+
+
+def test_a_forward_keeps_its_signature() -> None:
+    router = Router()
+    before = signature(router.forward)
+    keep_in_fp32([router], CPU)
+    assert signature(router.forward) == before

@@ -67,9 +67,8 @@ def prepare_pippy(
         return found if context.topology.rank == size - 1 else None
 
     def take_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return broadcast_object(
-            context, (args, kwargs)
-        )  # ranks need not have the same batch, as under Accelerate
+        # Ranks need not have the same batch, as under Accelerate.
+        return broadcast_object(context, (args, kwargs))
 
     model.register_forward_pre_hook(take_first, prepend=True, with_kwargs=True)
     with_forward(model, forward)

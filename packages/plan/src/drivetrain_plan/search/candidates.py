@@ -144,9 +144,8 @@ def _meshes(
                 continue
             stages = [n for n in divisors(rest) if n == 1 or model.num_blocks % n == 0]
             for pipeline in sizes("pipeline", stages):
-                if rest % pipeline or (
-                    pipeline > 1 and context > 1
-                ):  # parts of sequences pass between no stages
+                # Parts of sequences pass between no stages.
+                if rest % pipeline or (pipeline > 1 and context > 1):
                     continue
                 readers = rest // pipeline
                 if job.batch % readers:
