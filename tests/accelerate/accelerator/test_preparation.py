@@ -154,12 +154,11 @@ def test_what_a_model_returns_is_fp32_and_was_computed_in_bf16_also_if_it_is_not
     assert ours[0][0] is torch.float32
 
 
-@pytest.mark.slow
 def test_a_run_on_one_process_imports_nothing_of_sharding() -> None:
     program = (
         "import sys, torch; from drivetrain_accelerate.accelerator.accelerator import Accelerator\n"
         "Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))\n"
-        "print([name for name in ('fsdp', 'tensor') if f'torch.distributed.{name}' in sys.modules])"
+        "print([name for name in ('fsdp', 'tensor', 'pipelining') if f'torch.distributed.{name}' in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

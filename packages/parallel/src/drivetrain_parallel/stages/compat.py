@@ -1,4 +1,8 @@
-"""The private names of torch's pipelining that this folder uses, the same in torch 2.9 to 2.15."""
+"""The private names of torch's pipelining that this folder uses, the same in torch 2.9 to 2.15.
+
+The functions import them: torch's pipelining loads DTensor and FSDP, which takes a second that runs without stages
+do not pay.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -6,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 _KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
@@ -16,12 +18,16 @@ def backward_to_input(
     output: Tensor, gradient: Tensor | None, taken: Tensor | None, weights: Iterable[nn.Parameter]
 ) -> Any:
     """Run the part of a backward that leads to the input of a stage; return what the part of the weights needs."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     inputs = [] if taken is None else [taken]
     return stage_backward_input((output,), None if gradient is None else [gradient], inputs, iter(weights))[1]
 
 
 def backward_to_weights(weights: Iterable[nn.Parameter], rest: Any) -> None:
     """Run the other part of a backward, which adds to the gradients of the weights."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     held: Iterator[nn.Parameter] = iter(weights)
     stage_backward_weight(held, rest)
 
@@ -34,6 +40,8 @@ def pipeline_order(
     Raises:
         ValueError: The schedule does not take so many pieces.
     """
+    from torch.distributed.pipelining import schedules
+
     stages = [_stage(index, num_ranks, len(ranks)) for index, rank in enumerate(ranks) if rank == 0]
     schedule: Any = getattr(schedules, name)(stages, num_pieces, loss_fn=_stage)  # which is never called
     found: list[list[tuple[Any, int, int]]] = []
