@@ -19,8 +19,11 @@ from drivetrain_clusters.ray.placement import ray_variables
 from drivetrain_clusters.registry import cluster_names, make_cluster
 from drivetrain_clusters.slurm.cluster import Slurm
 from drivetrain_clusters.testing import ClusterContract
+from drivetrain_clusters.tpu_pod.cluster import TpuPod
 from ray_cluster import LocalRay
 from requests_of_jobs import make_request
+
+PLAYED_REMOTE_SHELL = Path(__file__).with_name("played_remote_shell.sh")
 
 
 class SlurmContract(ClusterContract):
@@ -72,6 +75,31 @@ class LocalContract(ClusterContract):
         (script,) = submission.files.values()
         before, _, _ = script.rpartition(" &\n    child=")
         return tuple(shlex.split(before.partition("export DRIVETRAIN_LOCAL_JOB_RESTARTS=$restarts\n")[2]))
+
+
+class TpuPodContract(ClusterContract):
+    runs_jobs = True
+
+    def make(self) -> Cluster:
+        return TpuPod()
+
+    def jobs(self) -> Sequence[Sequence[Mapping[str, str]]]:
+        return [
+            [
+                {"TPU_WORKER_ID": str(n), "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2,10.0.0.3"}
+                for n in range(3)
+            ]
+        ]
+
+    def request(self, directory: Path) -> JobRequest:
+        options = {"hosts": "10.0.0.1", "remote_shell": str(PLAYED_REMOTE_SHELL)}
+        return make_request(folder=directory, log_dir=directory / "logs", num_nodes=1, options=options)
+
+    def words(self, submission: Submission) -> tuple[str, ...]:
+        (script,) = submission.files.values()
+        of_hosts = shlex.split(script.partition("$restarts\n")[2].rpartition(" &\n    child=")[0])[-1]
+        line = of_hosts.partition("pids=\n")[2].partition(" & pids=")[0]
+        return tuple(shlex.split(shlex.split(line)[-1].partition(" && exec env ")[2])[2:])
 
 
 class KubernetesContract(ClusterContract):
@@ -132,7 +160,7 @@ class RayContract(ClusterContract):
 
 @pytest.mark.parametrize(
     "contract",
-    [SlurmContract(), MpiContract(), LocalContract(), KubernetesContract(), RayContract()],
+    [SlurmContract(), MpiContract(), LocalContract(), TpuPodContract(), KubernetesContract(), RayContract()],
     ids=lambda contract: type(contract).__name__,
 )
 def test_a_cluster_passes_the_contract(contract: ClusterContract, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from drivetrain_config.environ import RankEnvironment
 from drivetrain_state.collectives.seed import deterministic_algorithms
 from drivetrain_state.context import Context
 from drivetrain_state.detect import best_device_kind, device_count
+from drivetrain_state.device_traits import traits_of
 from drivetrain_state.errors import ConnectError, DeviceError, GroupMismatchError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.mesh import MeshPlan, ParallelDims
@@ -31,8 +32,6 @@ from drivetrain_state.settings import DeviceChoice, StateSettings
 from drivetrain_state.store_setup import meet
 from drivetrain_state.topology import Topology, topology_from_hosts
 
-# The communication backend for each kind of device; CPU tensors always use gloo.
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 _LETTING_GO_SECONDS = 0.02
 
 logger = getLogger(__name__)
@@ -179,10 +178,11 @@ def _choose_device(kind: str, index: int | None, topology: Topology) -> torch.de
         )
     if kind == "mps":
         return torch.device("mps")
-    place = torch.device(kind, chosen)
+    if kind == "tpu":  # its runtime has bound this process to one of them
+        return torch.device(kind, torch.accelerator.current_device_index())
     if kind != "xla":
         torch.accelerator.set_device_index(chosen)
-    return place
+    return torch.device(kind, chosen)
 
 
 def _join(
@@ -232,18 +232,19 @@ def group_backend(kind: str) -> str:
     Raises:
         ConnectError: If torch has no collectives for this kind of device.
     """
-    if kind not in _BACKENDS:
+    if (found := traits_of(kind).collectives) is None:
         raise ConnectError(
             f"device={kind!r} has no collectives between processes: start one process, or say device='cpu'"
         )
-    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{found}"
 
 
 def _check_group(kind: str) -> None:
     """Raise GroupMismatchError if the group has no backend for a kind of device; warn of an unusual backend."""
-    if dist.get_world_size() == 1 and kind not in _BACKENDS:
+    usual = traits_of(kind).collectives
+    if dist.get_world_size() == 1 and usual is None:
         return
-    ours, usual, existing = group_backend(kind), _BACKENDS[kind], str(dist.get_backend_config())
+    ours, existing = group_backend(kind), str(dist.get_backend_config())
     found = dict(part.split(":") for part in existing.split(",")).get(kind)
     if found is None:
         raise GroupMismatchError(
@@ -262,7 +263,7 @@ def _warn_of_unusual_backend(kind: str, found: str) -> None:
         kind,
         found,
         ", which copies them through host memory" if found == "gloo" else "",
-        _BACKENDS[kind],
+        traits_of(kind).collectives,
         group_backend(kind),
     )
 

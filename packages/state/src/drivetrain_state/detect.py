@@ -12,10 +12,10 @@ import torch
 from drivetrain_messages import format_size
 
 LinkType = Literal["nvlink", "pcie"]
-DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "xla", "cpu"]
+DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "tpu", "xla", "cpu"]
 
 # In order of preference; torch calls AMD's devices cuda too.
-_MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "mps")
+_MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "tpu", "mps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class DeviceGroup:
 _ABILITIES: Mapping[str, DeviceCapability] = {
     **dict.fromkeys(("cpu", "mps", "xpu", "npu", "mlu"), DeviceCapability(fp16=True, bf16=True, fp8=False)),
     "hpu": DeviceCapability(fp16=True, bf16=True, fp8=True),
-    "xla": DeviceCapability(fp16=False, bf16=True, fp8=False),
+    **dict.fromkeys(("tpu", "xla"), DeviceCapability(fp16=False, bf16=True, fp8=False)),
 }
 # The first CUDA compute capability, and the AMD architectures, with units for a dtype.
 _CUDA_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}

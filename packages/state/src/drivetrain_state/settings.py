@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "xla"]
+DeviceChoice = Literal["auto", "cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "tpu", "xla"]
 
 
 def _make_setting(default: Any, text: str, *, needs: str | None = None) -> Any:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
+from drivetrain_launcher.plan.tpu_host import ADDRESSES, HOSTS, TOPOLOGY, TpuHost, find_tpus
 
-# Drivers' files in /dev: NVIDIA (dxg in WSL), AMD, DRI (Intel and others), Google and Habana, Huawei, Cambricon.
-_DEVICE_NODES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon_dev*")
+# Drivers' files in /dev: NVIDIA (dxg in WSL), AMD, DRI (Intel and others), Habana, TPUs, Huawei, Cambricon.
+_DEVICE_NODES = (
+    "nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "vfio/[0-9]*", "davinci[0-9]*", "cambricon_dev*",
+)  # fmt: skip
 # Where the Linux kernel describes processors and devices, below the root.
 _CPUS = Path("sys/devices/system/cpu")
 _NUMA_NODES = Path("sys/devices/system/node")
@@ -53,6 +56,7 @@ class Host:
         omp_num_threads: The value of OMP_NUM_THREADS in the environment; None if unset.
         num_ranks: The number of ranks of another launcher that started this process as a rank; 0 without one.
         cpu_topology: The cores to bind ranks to; None to bind none.
+        tpus: The TPUs of the host, if these are its accelerators.
     """
 
     accelerator: str | None = None
@@ -61,6 +65,7 @@ class Host:
     omp_num_threads: str | None = None
     num_ranks: int = 0
     cpu_topology: CpuTopology | None = None
+    tpus: TpuHost | None = None
 
 
 # The environment variable that restricts the devices visible to a process, by kind.
@@ -96,11 +101,16 @@ def detect_host(device: str) -> Host:
     if kind == "cpu":
         return host
     variable = VISIBILITY_VARIABLES.get(kind)
+    tpus = find_tpus() if kind == "tpu" else None
+    if tpus is not None:
+        said = {name: value for name in (ADDRESSES, HOSTS, TOPOLOGY) if (value := environ.read(name))}
+        tpus = replace(tpus, given=said)
     return replace(
         host,
         accelerator=kind,
         accelerator_count=device_count(kind),
         visible_devices=None if variable is None else environ.read(variable),
+        tpus=tpus,
     )
 
 

@@ -10,6 +10,7 @@ from drivetrain_clusters.protocol import JobPlacement
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import VISIBILITY_VARIABLES, Host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
+from drivetrain_launcher.plan.tpu_host import TpuHost, tpu_environment
 from drivetrain_launcher.settings import DEFAULT_PORT, LaunchSettings
 
 if TYPE_CHECKING:
@@ -82,7 +83,22 @@ def plan_launch(
         )
     else:
         plan = replace(plan, has_ranks=host.num_ranks > 0, master_port=settings.master_port or 0)
+    if host.tpus is not None:
+        plan = _place_on_tpus(plan, host.tpus)
     return _divide_cores(plan, settings, host)
+
+
+def _place_on_tpus(plan: LaunchPlan, tpus: TpuHost) -> LaunchPlan:
+    """Return the plan with what torch_tpu reads in each process."""
+    if plan.preload and plan.mode == "elastic":
+        raise LaunchError(
+            f"--preload {','.join(plan.preload)}: a forked process cannot use a TPU; leave it out"
+        )
+    hosts = () if plan.placement is None else plan.placement.hosts
+    of_tpus = tpu_environment(
+        tpus, num_processes=plan.processes_per_node, num_nodes=plan.num_nodes, hosts=hosts
+    )
+    return replace(plan, environment={**plan.environment, **of_tpus})
 
 
 def _place_task(plan: LaunchPlan, settings: LaunchSettings, place: JobPlacement, host: Host) -> LaunchPlan:

@@ -1,0 +1,1 @@
+"""The hosts of a TPU slice, each of which runs the same launch."""

@@ -1,0 +1,41 @@
+"""What kinds of devices differ in, beside their arithmetic: one row a kind. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTraits:
+    """What torch does with a kind of device.
+
+    Attributes:
+        collectives: The communication backend of processes with such devices, such as "nccl"; None if there is none.
+        copies_aside: Whether the host's memory can be pinned, and copied from on a side stream, beside computation.
+    """
+
+    collectives: str | None = None
+    copies_aside: bool = True
+
+
+_TRAITS: Mapping[str, DeviceTraits] = {
+    "cpu": DeviceTraits(collectives="gloo", copies_aside=False),
+    "cuda": DeviceTraits(collectives="nccl"),
+    "xpu": DeviceTraits(collectives="xccl"),
+    "npu": DeviceTraits(collectives="hccl"),
+    "hpu": DeviceTraits(collectives="hccl"),
+    "mlu": DeviceTraits(collectives="cncl"),
+    "mps": DeviceTraits(copies_aside=False),
+    # Its streams order nothing: XLA executes in the order of the calls.
+    "tpu": DeviceTraits(collectives="tpu_dist", copies_aside=False),
+    "xla": DeviceTraits(copies_aside=False),
+}
+
+
+def traits_of(kind: str) -> DeviceTraits:
+    """Return what torch does with a kind of device, such as "cuda"; the cautious answers for one that is not known.
+
+    Example:
+        >>> traits_of("tpu").copies_aside
+        False
+    """
+    return _TRAITS.get(kind, DeviceTraits(copies_aside=False))
