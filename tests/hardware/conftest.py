@@ -13,18 +13,30 @@ import torch
 from hardware.simulated.device import CAN_BE_MADE, compiled
 from processes import RankPool
 
+_MADE = pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
 _KINDS = [
-    pytest.param(
-        "simulated", marks=pytest.mark.skipif(not CAN_BE_MADE, reason="wants a C++ compiler and ninja")
-    ),
+    pytest.param("simulated", marks=_MADE),
+    pytest.param("as_tpu", marks=_MADE),
     *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []),
 ]
 
+# Of those on the device played as a TPU.
+_BY_DEFAULT = ("test_single_passes_the_contract[as_tpu]", "test_ddp_passes_the_contract[as_tpu-2]")
 
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of this folder time to compile the simulated device, and those for a card alone its mark."""
+    """Give the tests of this folder time to compile the simulated device, and those for a card alone its mark.
+
+    Of the tests on the device played as a TPU, those that are not marked `as_tpu` are left out, and others are slow.
+    """
+    items[:] = [
+        item for item in items if "[as_tpu" not in item.name or item.get_closest_marker("as_tpu") is not None
+    ]
     for item in items:
         if item.path.parent == Path(__file__).parent:
+            if "[as_tpu" in item.name and item.name not in _BY_DEFAULT:
+                item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(600))
             item.add_marker(pytest.mark.costly)
             kind = item.get_closest_marker("only_on")
@@ -39,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package", params=_KINDS)
 def device(request: pytest.FixtureRequest) -> str:
     """The device that the test's bodies have, by its name in `devices.py`."""
-    if request.param == "simulated":
+    if request.param != "cuda":
         compiled()
     return request.param
 

@@ -23,6 +23,7 @@ class CudaDevice:
     """An NVIDIA card, or several; see `hardware.devices.Device`."""
 
     name = "cuda"
+    copies_aside = True
     scale = 16
 
     def prepare(self) -> None:

@@ -38,10 +38,12 @@ class Device(Protocol):
 
     Attributes:
         name: The kind, as torch names it.
+        copies_aside: Whether it copies from pinned memory on side streams; else it executes as it is called.
         scale: How many times larger the memory is that bodies take, so that it exceeds what an allocator rounds to.
     """
 
     name: str
+    copies_aside: bool
     scale: int
 
     def prepare(self) -> None:
@@ -74,9 +76,15 @@ class Device(Protocol):
 
 
 def _simulated() -> Device:
-    from hardware.simulated.device import SimulatedDevice
+    from hardware.simulated.device import NPU, SimulatedDevice
 
-    return SimulatedDevice()
+    return SimulatedDevice(NPU)
+
+
+def _as_tpu() -> Device:
+    from hardware.simulated.device import TPU, SimulatedDevice
+
+    return SimulatedDevice(TPU)
 
 
 def _cuda() -> Device:
@@ -85,7 +93,7 @@ def _cuda() -> Device:
     return CudaDevice()
 
 
-DEVICES: dict[str, Callable[[], Device]] = {"simulated": _simulated, "cuda": _cuda}
+DEVICES: dict[str, Callable[[], Device]] = {"simulated": _simulated, "as_tpu": _as_tpu, "cuda": _cuda}
 
 
 @cache

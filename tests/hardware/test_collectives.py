@@ -1,10 +1,13 @@
 """Collectives, metrics and control objects where tensors are on devices."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from hardware.devices import runs_on_device
+
+pytestmark = pytest.mark.as_tpu
 
 
 @runs_on_device(2)

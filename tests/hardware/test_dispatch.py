@@ -24,6 +24,8 @@ from drivetrain_dispatch import (
 from drivetrain_dispatch.planning.bandwidth import measure_rates
 from hardware.devices import OnDevice, first, here, runs_on_device
 
+pytestmark = pytest.mark.as_tpu
+
 LAYER = 1024 * 1024 * 4
 
 
@@ -102,8 +104,10 @@ def test_the_device_computes_with_what_is_elsewhere(place: str, folder: Path) ->
             assert torch.accelerator.max_memory_allocated() - held < 5 * LAYER
         with here().copies() as copies:
             assert torch.equal(model(x), expected)
-        assert (copies.beside, copies.kept) == (num_layers, num_layers)
-        assert copies.pageable == alone.pageable  # the input, and what operations read
+        beside = num_layers if here().copies_aside else 0
+        assert (copies.beside, copies.kept) == (beside, beside)
+        if beside:
+            assert copies.pageable == alone.pageable  # the input, and what operations read
     assert offload_stats(model).num_missed == 0
     remove_hooks(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

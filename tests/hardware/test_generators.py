@@ -11,6 +11,8 @@ from drivetrain import Accelerator
 from drivetrain_state import connect, load_rng_state, rng_state, set_seed, synchronize_rng_states
 from hardware.devices import OnDevice, runs_on_device
 
+pytestmark = pytest.mark.as_tpu
+
 
 def drawn(place: torch.device) -> list[float]:
     """Numbers of the host and of a device, drawn with and without a module."""

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from drivetrain import Accelerator
 from hardware.devices import OnDevice, here
+
+pytestmark = pytest.mark.as_tpu
 
 
 def logs(folder: str) -> None:
@@ -19,13 +22,14 @@ def logs(folder: str) -> None:
             loss = weight * step + rank
             half = loss.half()
             accelerator.log({"loss": loss, "nested": {"half": half}, "lr": 0.5, "same": loss}, step=step)
-    assert not found, "\n".join(found)
+    assert not found or not here().copies_aside, "\n".join(found)
     if accelerator.num_processes > 1:
         with here().waits() as found:
             for reduce in ("mean", "sum", "max", "min", "per_rank"):
                 accelerator.log({"loss": weight * 4 + rank, "lr": 0.5}, reduce=reduce)
             accelerator.log({"loss": weight + rank}, reduce="mean", count=weight * (1 - rank))
-        assert not [one for one in found if "gloo" not in one], "\n".join(found)
+        waits = [one for one in found if "gloo" not in one]
+        assert not waits or not here().copies_aside, "\n".join(waits)
     for step in range(12, 40):  # a device that is far behind is waited for, so that nothing grows
         accelerator.log(
             {"loss": weight * step + rank, "nested": {"half": step}, "lr": 0.5, "same": step}, step=step

@@ -65,6 +65,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "--module": {"launch.module": True},
     "--monitor_interval 1": {"launch.monitor_interval_seconds": "1"},
     "--multi_gpu": {"state.device": "cuda"},
+    "--tpu": {"state.device": "tpu"},
     "--no_python": {"launch.program": True},
     "--no_tpu_cluster": {},
     "--num_cpu_threads_per_process 2": {"launch.threads_per_process": "2"},
@@ -104,7 +105,7 @@ REFUSED: dict[str, str] = {
     "--deepspeed_inclusion_filter worker-0": "run drivetrain launch on each",
     "--deepspeed_moe_layer_cls_names Moe": "leave it out",
     "--deepspeed_multinode_launcher pdsh": "run drivetrain launch on each",
-    "--downcast_bf16": "it is for TPUs",
+    "--downcast_bf16": "--mixed-precision bf16",
     "--dynamo_backend inductor": "torch.compile(model)",
     "--dynamo_mode default": "torch.compile(model)",
     "--dynamo_use_dynamic": "torch.compile(model)",
@@ -140,12 +141,11 @@ REFUSED: dict[str, str] = {
     "--rdzv_conf store_type=file": "timeout=SECONDS",
     "--role trainer": "leave it out",
     "--tee 1": "--log-dir FOLDER",
-    "--tpu": "--state-device xla",
-    "--tpu_cluster": "--state-device xla",
-    "--tpu_use_sudo": "--state-device xla",
+    "--tpu_cluster": "drivetrain submit --on tpu-pod",
+    "--tpu_use_sudo": "drivetrain submit --on tpu-pod",
     "--use_megatron_lm": "--backend fsdp and --backend deepspeed",
     "--use_parallelism_config": "--parallel-tensor",
-    "--vm x": "--state-device xla",
+    "--vm x": "drivetrain submit --on tpu-pod",
     **{
         f"{name} 1": "--backend fsdp and --backend deepspeed"
         for name in NAMES

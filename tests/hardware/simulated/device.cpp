@@ -48,11 +48,16 @@ void note_synchronisation(const std::string& what) {
     (*watcher)(what);
 }
 
+// Whether it is played as one that executes in the order of the calls, such as a TPU: its streams are all one, and
+// memory of the host cannot be pinned.
+std::atomic<bool> in_order{false};
+
 struct Pinned final : c10::Allocator {
     std::map<const char*, size_t> blocks;
     std::mutex lock;
 
     c10::DataPtr allocate(size_t size) override {
+        TORCH_CHECK(!in_order, "memory of the host cannot be pinned for this device");
         void* data = std::malloc(size ? size : 1);
         std::lock_guard<std::mutex> held(lock);
         blocks[static_cast<char*>(data)] = size ? size : 1;
@@ -202,7 +207,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::DeviceIndex known(c10::Device device) { return device.has_index() ? device.index() : current_device; }
     c10::Stream getStream(c10::Device device) const override { return stream(current_streams[known(device)], known(device)); }
     c10::Stream getDefaultStream(c10::Device device) const override { return stream(0, known(device)); }
-    c10::Stream getNewStream(c10::Device device, int = 0) const override { return stream(new_stream(), known(device)); }
+    c10::Stream getNewStream(c10::Device device, int = 0) const override {
+        return stream(in_order ? 0 : new_stream(), known(device));
+    }
     c10::Stream exchangeStream(c10::Stream given) const override {
         auto old = getStream(given.device());
         current_streams[given.device_index()] = given.id();
@@ -235,6 +242,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
     bool queryStream(const c10::Stream& stream) const override {
+        TORCH_CHECK(!in_order, "a stream of this device does not tell whether it is done");
         const Held held;
         return streams[stream.id()].waiting.empty();
     }
@@ -353,7 +361,10 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
     return (same || moves_in_place) && self.layout() == at::kStrided && from.layout() == at::kStrided;
 }
 
-void record_stream(at::Tensor&, c10::Stream) { ++num_used_elsewhere; }
+void record_stream(at::Tensor&, c10::Stream) {
+    TORCH_CHECK(!in_order, "memory of this device belongs to no stream");
+    ++num_used_elsewhere;
+}
 
 // Operations whose result an accelerator's host must read: a number, or a size.
 bool is_read(const c10::OperatorHandle& operation, const torch::jit::Stack& stack) {
@@ -426,6 +437,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     at::RegisterPrivateUse1HooksInterface(new Hooks());
     module.def("generator", &numbers_of);
     module.def("move_in_place", [](bool whether) { moves_in_place = whether; });
+    module.def("execute_in_order", [] { in_order = true; });
     module.def("collectives", &collectives);
     module.def("watch", [](const py::object& told) {
         auto* before = watcher;

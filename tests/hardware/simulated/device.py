@@ -2,17 +2,20 @@
 
 Its memory is the host's and its operations too, but to torch it is a device: tensors are copied to it and from it,
 from pinned memory or not, on streams, with events, generators, autocast and collectives of its own. `device.cpp` says
-what it does to find those who do not wait. torch calls it "npu", a kind that drivetrain knows, whose collectives are
-named "hccl"; nothing here is of that vendor.
+what it does to find those who do not wait. It has the name of a kind that drivetrain knows, and what torch does with
+that kind: `NPU`, with side streams, pinned memory and a choice of devices, or `TPU`, without; nothing here is of the
+vendors of such.
 """
 
 import fcntl
 import importlib.util
+import os
 import shutil
 import sys
 import traceback
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +28,6 @@ import torch.distributed as dist
 
 from hardware.devices import Copies
 
-NAME = "npu"
 _NUM_DEVICES = 2
 _TORCH = str(Path(torch.__file__).parent)
 _HAS_NINJA = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
@@ -61,8 +63,27 @@ def _compile(library: Path) -> None:
     shutil.rmtree(build)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the device is played as.
+
+    Attributes:
+        name: The kind, as torch names it.
+        collectives: What torch calls the collectives of such devices.
+        in_order: Whether it executes in the order of the calls, and a process has one device that it does not choose.
+    """
+
+    name: str
+    collectives: str
+    in_order: bool = False
+
+
+NPU = Kind("npu", "hccl")
+TPU = Kind("tpu", "tpu_dist", in_order=True)
+
+
 @cache
-def make() -> Any:
+def make(kind: Kind) -> Any:
     """Have this process know the device, for good; what its memory and copies count."""
     library = compiled()
     spec = importlib.util.spec_from_file_location(library.stem, library)
@@ -70,25 +91,34 @@ def make() -> Any:
     assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _device_module(extension))
+    if kind.in_order:
+        extension.execute_in_order()
+    torch.utils.rename_privateuse1_backend(kind.name)
+    torch._register_device_module(kind.name, _device_module(extension, kind))
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("hccl", _collectives(extension), devices=[NAME])
+    dist.Backend.register_backend(kind.collectives, _collectives(extension), devices=[kind.name])
+    if kind.in_order:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     return extension
 
 
-def _device_module(extension: Any) -> ModuleType:
+def _device_module(extension: Any, kind: Kind) -> ModuleType:
     """What is found as `torch.npu`: what torch asks of a device's module."""
 
     def generator(device: Any = None) -> torch.Generator:
-        index = torch.device(NAME if device is None else device).index
+        index = torch.device(kind.name if device is None else device).index
         return extension.generator(-1 if index is None else index)
 
     def manual_seed_all(seed: int) -> None:
         for index in range(_NUM_DEVICES):
-            generator(torch.device(NAME, index)).manual_seed(seed)
+            generator(torch.device(kind.name, index)).manual_seed(seed)
 
-    module = ModuleType(f"torch.{NAME}")
+    def keep_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index not in (None, torch.accelerator.current_device_index()):
+            raise ValueError(f"this process has another {kind.name} than {device}")
+
+    module = ModuleType(f"torch.{kind.name}")
     vars(module).update(
         Event=torch.Event,
         Stream=torch.Stream,
@@ -107,7 +137,7 @@ def _device_module(extension: Any) -> ModuleType:
         is_initialized=lambda: True,
         manual_seed=lambda seed: generator().manual_seed(seed),
         manual_seed_all=manual_seed_all,
-        set_device=torch.accelerator.set_device_index,
+        set_device=keep_device if kind.in_order else torch.accelerator.set_device_index,
         set_rng_state=lambda state, device=None: generator(device).set_state(state),
         stream=lambda stream: nullcontext() if stream is None else stream,
         synchronize=torch.accelerator.synchronize,
@@ -118,12 +148,14 @@ def _device_module(extension: Any) -> ModuleType:
 class SimulatedDevice:
     """The device as the bodies of tests see it; see `hardware.devices.Device`."""
 
-    name = NAME
     scale = 1
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind, self.name, self.copies_aside = kind, kind.name, not kind.in_order
 
     def prepare(self) -> None:
         """Have this process know the device."""
-        make()
+        make(self._kind)
 
     def num_devices(self) -> int:
         """Two."""
@@ -131,18 +163,18 @@ class SimulatedDevice:
 
     def collectives(self) -> str:
         """The backends of a group, as `init_process_group` takes them."""
-        return f"cpu:gloo,{NAME}:hccl"
+        return f"cpu:gloo,{self.name}:{self._kind.collectives}"
 
     def waits(self) -> AbstractContextManager[list[str]]:
         """Inside, list where the host waits for the device."""
-        return synchronisations()
+        return synchronisations(make(self._kind))
 
     @contextmanager
     def copies(self) -> Generator[Copies]:
         """Inside, count the copies to and from the device."""
-        before, found = make().counts(), Copies()
+        before, found = make(self._kind).counts(), Copies()
         yield found
-        after = make().counts()
+        after = make(self._kind).counts()
         found.beside = after["deferred"] - before["deferred"]
         found.pageable = after["from_pageable"] - before["from_pageable"]
         found.to_pinned = after["to_pinned"] - before["to_pinned"]
@@ -150,16 +182,16 @@ class SimulatedDevice:
 
     def bytes_in_use(self) -> int:
         """The bytes of the tensors that are on the device."""
-        return make().counts()["in_use"]
+        return make(self._kind).counts()["in_use"]
 
     @contextmanager
     def limited(self, further_bytes: int) -> Generator[None]:
         """Inside, the device has room for so many bytes more."""
-        make().set_capacity(self.bytes_in_use() + further_bytes)
+        make(self._kind).set_capacity(self.bytes_in_use() + further_bytes)
         try:
             yield
         finally:
-            make().set_capacity(2**62)
+            make(self._kind).set_capacity(2**62)
 
 
 def _collectives(extension: Any) -> Any:
@@ -170,7 +202,7 @@ def _collectives(extension: Any) -> Any:
 
 
 @contextmanager
-def synchronisations() -> Generator[list[str]]:
+def synchronisations(extension: Any) -> Generator[list[str]]:
     """Inside, list where the host waits for the device: on what, and the lines that led there, innermost last."""
     found: list[str] = []
 
@@ -179,7 +211,6 @@ def synchronisations() -> Generator[list[str]]:
         lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-1]]
         found.append(" < ".join([what, *reversed(lines[-4:])]))
 
-    extension = make()
     extension.watch(note)
     try:
         yield found

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from drivetrain_data._nested import leaves_of, to_device
 from drivetrain_data.compat import is_profiled
 from drivetrain_data.sources.batch_source import Reading
+from drivetrain_data.sources.torch_loader import IN_ORDER
 
 
 class DeviceCopies:
@@ -24,7 +25,7 @@ class DeviceCopies:
         self._device = device
         self._non_blocking = non_blocking
         self._num_ahead = num_ahead
-        has_streams = hasattr(getattr(torch, device.type, None), "Stream")
+        has_streams = device.type not in IN_ORDER and hasattr(getattr(torch, device.type, None), "Stream")
         self._stream = torch.Stream(device) if num_ahead and has_streams else None
 
     def copied(self, readings: Iterator[Reading]) -> Generator[Reading]:

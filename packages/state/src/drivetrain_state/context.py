@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain_state.compat import group_by_name
+from drivetrain_state.device_traits import DeviceTraits, traits_of
 from drivetrain_state.errors import ConnectError
 from drivetrain_state.hang.progress_record import ProgressRecord
 from drivetrain_state.mesh import MeshPlan, ParallelDims, View
@@ -110,6 +111,11 @@ class Context:
             self.before_close(partial(end_group, group.group_name))
         self._group_names[ranks] = group.group_name
         return group
+
+    @property
+    def traits(self) -> DeviceTraits:
+        """What torch does with this kind of device."""
+        return traits_of(self.device.type)
 
     def applied(self) -> dict[str, object]:
         """Return the settings in effect, read back from torch, for an effective plan."""

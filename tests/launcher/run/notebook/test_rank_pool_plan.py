@@ -41,7 +41,9 @@ def test_settings_become_variables() -> None:
 def test_a_tpu_runtime_is_refused_unless_the_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-8")
-    with pytest.raises(LaunchError, match="this Kaggle runtime has a TPU, which drivetrain does not drive"):
+    with pytest.raises(
+        LaunchError, match="this Kaggle runtime has a TPU, which torch does not see: install drivetrain"
+    ):
         plan_rank_pool(None)
     assert plan_rank_pool(2, cpu=True).num_processes == 2
 

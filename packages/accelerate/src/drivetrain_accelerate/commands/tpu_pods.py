@@ -15,7 +15,7 @@ class PodArguments:
 def run(arguments: PodArguments) -> int:  # noqa: ARG001 any is refused alike
     """Refuse to set up a TPU pod, and say what to do."""
     raise LaunchError(
-        "accelerate tpu-config: drivetrain has no XLA backend yet, and cannot set up TPU pods: "
-        "train on GPUs or CPUs by `drivetrain launch`; to run commands on each machine of a pod, use `gcloud compute "
-        "tpus tpu-vm ssh NAME --worker=all --command COMMAND`"
+        "accelerate tpu-config: drivetrain sets up no machines: run commands on each machine of a pod by `gcloud "
+        "compute tpus tpu-vm ssh NAME --worker=all --command COMMAND`, or a launch by `drivetrain submit --on "
+        "tpu-pod --option hosts=HOST,HOST`"
     )

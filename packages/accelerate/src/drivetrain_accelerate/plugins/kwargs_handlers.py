@@ -22,10 +22,9 @@ from drivetrain_accelerate.plugins.option_fields import (
     without_effect,
 )
 from drivetrain_config import environ
+from drivetrain_state.device_traits import traits_of
 
 _DYNAMO = "ACCELERATE_DYNAMO_"
-# Each kind of device's library that communicates; others have gloo.
-_COMMUNICATES_BY = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu": "cncl"}
 
 
 class KwargsHandler:
@@ -236,7 +235,7 @@ def scaler_sections(handler: GradScalerKwargs) -> dict[str, object]:
 
 def check_group(handler: InitProcessGroupKwargs, device_type: str) -> None:
     """Refuse a process group other than drivetrain's for this kind of device. `PartialState` takes the timeout."""
-    own = _COMMUNICATES_BY.get(device_type, "gloo")
+    own = traits_of(device_type).collectives or "gloo"
     # The default, "nccl", means what fits the device in Accelerate too.
     if handler.backend not in (None, "nccl", own, f"cpu:gloo,{device_type}:{own}"):
         instead = (

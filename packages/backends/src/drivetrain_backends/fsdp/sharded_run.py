@@ -58,7 +58,7 @@ class ShardedRun:
         """Plan the mesh and the dtypes of a run, and make the mesh. Called on all ranks."""
         shape = plan_mesh(settings, context.topology, context.plan)
         dtypes = plan_dtypes(settings, policy)
-        pins = context.device.type != "cpu" if settings.pin_memory is None else settings.pin_memory
+        pins = context.traits.copies_aside if settings.pin_memory is None else settings.pin_memory
         sharding = Sharding(
             mesh=_mesh(context, shape),
             experts=_experts_mesh(context, shape),

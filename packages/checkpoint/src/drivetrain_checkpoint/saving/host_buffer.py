@@ -11,6 +11,7 @@ from torch import Tensor
 from drivetrain_checkpoint.compat import version_of
 from drivetrain_checkpoint.errors import ChangedWhileCopiedError
 from drivetrain_checkpoint.saving.replicas import Replicas
+from drivetrain_state.device_traits import traits_of
 
 _ALIGNMENT = 64  # bytes; at least the alignment of any dtype
 _SAMPLE = 16  # elements compared per tensor
@@ -145,8 +146,8 @@ def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
 
 
 def _is_accelerated(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the machine's accelerator, which copies to pinned memory asynchronously."""
-    if tensor.device.type == "cpu":
+    """Return whether a tensor is on the machine's accelerator, and that copies to pinned memory asynchronously."""
+    if not traits_of(tensor.device.type).copies_aside:
         return False
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and tensor.device.type == accelerator.type

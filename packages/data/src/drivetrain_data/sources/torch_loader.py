@@ -8,6 +8,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain_data.compat import ITERATOR_METHODS
 from drivetrain_data.state.torchdata_state import torchdata_kind
 
+# Kinds that execute in the order of the calls: side streams order nothing there, and no memory is pinned for them.
+IN_ORDER = ("tpu",)
+
 
 def is_stock(loader: Any) -> bool:
     """Return whether a loader reads as torch's DataLoader does, so that it can be rebuilt with another sampler."""
@@ -27,6 +30,9 @@ def rebuild(
     options = {name: getattr(loader, name) for name in _KEPT}
     if loader.pin_memory_device:
         options["pin_memory_device"] = loader.pin_memory_device
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type in IN_ORDER:
+        options["pin_memory"] = False
     kind = kind or torchdata_kind(loader) or DataLoader
     return kind(dataset, generator=generator, **{**options, **layout})
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.device_copies import copies_aside
 from drivetrain_dispatch.loading.checkpoint_tensors import CheckpointTensors, TensorSpec
 from drivetrain_weights import Box
 
@@ -123,6 +124,6 @@ def pieces_of(
 
 
 def staging_buffer(targets: Iterable[Tensor], *, size_bytes: int = PIECE_BYTES) -> Tensor:
-    """Return a byte buffer on the host, pinned if one of the tensors is on a CUDA device."""
-    pinned = any(target.is_cuda for target in targets)
+    """Return a byte buffer on the host, pinned if one of the tensors is on a device that copies from it."""
+    pinned = any(copies_aside(target.device.type) for target in targets)
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)

@@ -7,6 +7,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.device_copies import copies_aside
 from drivetrain_dispatch.errors import DeviceMapError, WeightFilesError
 from drivetrain_dispatch.model.model_layout import ModelLayout
 from drivetrain_dispatch.model.quantized_tensor import (
@@ -50,6 +51,8 @@ def relocate(
             )
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    pins = accelerator is not None and copies_aside(accelerator.type)
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         for name in names:
@@ -63,7 +66,7 @@ def relocate(
             else:  # one after the other: each move frees the source's memory
                 try:
                     new = [part.data.to(home) for part in parts_of(tensor)]
-                    if not stays and home.type == "cpu":
+                    if pins and not stays and home.type == "cpu":
                         # An accelerator copies from pinned memory without the processor.
                         new = [part.pin_memory() for part in new]
                 # torch.OutOfMemoryError, or a driver's on memory that it cannot pin.

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from drivetrain_dispatch.device_copies import copies_aside
 from drivetrain_dispatch.model.quantized_tensor import made_of, parts_of
 
 _CHUNK_BYTES = 16 << 20  # of pinned memory: enough for the link's full rate
@@ -37,14 +38,14 @@ class TransferRequest(NamedTuple):
         """Return the request for a stored tensor."""
         parts = tuple(parts_of(stored))
         size_bytes = sum(part.nbytes for part in parts)
-        by_host = device.type == "cpu"
+        by_host = not copies_aside(device.type)
         direct = all(part.is_pinned() or part.device.type != "cpu" for part in parts)
         # The pinned chunks belong to the background thread.
         quick = (by_host and size_bytes <= _SMALL_BYTES) or direct
         device_bytes = size_bytes
         if parts[0] is stored and stored.dtype != dtype:
             device_bytes = stored.numel() * dtype.itemsize
-            if stored.device != device and not by_host:
+            if stored.device != device and device.type != "cpu":
                 device_bytes += size_bytes  # it is converted after the transfer
         return cls(stored, parts, device, dtype, quick, size_bytes, device_bytes)
 
@@ -185,14 +186,8 @@ class TransferEngine:
     def _transfer(self, requests: Sequence[TransferRequest]) -> Copies:
         begin = perf_counter()
         device = requests[0].device
-        if device.type == "cpu":
-            # A clone takes half the time of a conversion to the same dtype.
-            tensors = [
-                request.copied(
-                    lambda stored, dtype: stored.clone() if stored.dtype is dtype else stored.to(dtype)
-                )
-                for request in requests
-            ]
+        if not copies_aside(device.type):
+            tensors = [request.copied(partial(_copied_in_order, device)) for request in requests]
             return Copies(tensors, None, (begin, perf_counter()))
         stream = self._streams.get(device)
         if stream is None:
@@ -211,6 +206,12 @@ class TransferEngine:
             return stored.to(device, non_blocking=True).to(dtype)
         self._chunks = self._chunks or _PinnedChunks()
         return self._chunks.copy(stored, device, stream).to(dtype)
+
+
+def _copied_in_order(device: torch.device, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy on a device, made before this returns, or before what is computed next."""
+    # A clone takes half the time of a conversion to the same dtype.
+    return stored.clone() if (stored.device, stored.dtype) == (device, dtype) else stored.to(device, dtype)
 
 
 class _PinnedChunks:
@@ -275,7 +276,7 @@ class TransferWindow:
 
     def release(self, size_bytes: int, cancelled: Completion | None = None) -> None:
         """Release memory that the caller's thread used, or that no one but `cancelled` copies may still fill."""
-        if self._device.type == "cpu":
+        if not copies_aside(self._device.type):
             self._reserved_bytes -= size_bytes
             return
         if cancelled is None:

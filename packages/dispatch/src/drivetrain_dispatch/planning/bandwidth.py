@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from drivetrain_dispatch.device_copies import copies_aside
 from drivetrain_dispatch.planning.pipeline_model import Bandwidths
 from drivetrain_weights.regular_file import read_json
 
@@ -49,7 +50,7 @@ def measure_rates(device: torch.device | str | int, *, cache: Path | None = None
 
 def _link(device: torch.device) -> float:
     """Return the bytes per second from the host's memory to a device."""
-    pinned = device.type not in ("cpu", "mps")
+    pinned = copies_aside(device.type)
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=pinned)
     target = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     taken: list[float] = []

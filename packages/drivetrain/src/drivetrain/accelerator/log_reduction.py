@@ -129,7 +129,7 @@ class LogReducer:
             0.0 if is_there else float(number) for number, is_there in zip(numbers, there, strict=True)
         ]
         # Pinned, so that the copy waits for nothing that the device still computes.
-        pinned = torch.tensor(on_host, dtype=torch.float64, pin_memory=device.type != "cpu")
+        pinned = torch.tensor(on_host, dtype=torch.float64, pin_memory=self._context.traits.copies_aside)
         sent = pinned.to(device, non_blocking=True)
         if not any(there):
             return sent

@@ -32,6 +32,7 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--use-fsdp": ("--backend", "fsdp"),
     "--use-deepspeed": ("--backend", "deepspeed"),
     "--use-xpu": ("--state-device", "xpu"),
+    "--tpu": ("--state-device", "tpu"),
     "--mps": ("--state-device", "mps"),
     "--as-accelerate": ("--through", "drivetrain_accelerate"),  # ours: the name is shorter than the module's
     "--standalone": ("--num-nodes", "1"),
@@ -48,7 +49,7 @@ _MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend
 _DIMENSIONS = (
     "say the sizes of the parallel dimensions: --parallel-tensor N, --parallel-shard N, --parallel-data N"
 )
-_TPU = "there is no TPU launcher here yet; --state-device xla trains on a TPU here, if torch-xla is installed"
+_PODS = "the hosts of a slice run a job by `drivetrain submit --on tpu-pod --option hosts=HOST,HOST`"
 _BINDING = "--bind auto gives each rank cores of its own on the NUMA node of its device"
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.
@@ -57,12 +58,13 @@ _REFUSED: Mapping[str, str] = {
     "--megatron-lm": _MEGATRON,
     "--use-parallelism-config": _DIMENSIONS,
     "--parallelism-config": _DIMENSIONS,
-    "--tpu": _TPU,
-    "--vm": _TPU,
+    "--tpu-cluster": _PODS,
+    "--tpu-use-sudo": _PODS,
+    "--vm": _PODS,
     "--env": "set the variables in the shell that starts the launcher: NAME=VALUE drivetrain launch ...",
     "--ipex": "Intel's extension is part of torch by now; --state-device xpu trains on an Intel GPU",
     "--dynamo": "call torch.compile(model) in the script, before accelerator.prepare",
-    "--downcast-bf16": "it is for TPUs, for which there is no launcher here yet",
+    "--downcast-bf16": "TPUs compute in bf16 by --mixed-precision bf16",
     "--numa-binding": _BINDING,
     "--aws": "there is no SageMaker launcher here",
     "--local-ranks-filter": "--show-ranks 0,8 names the ranks to show, counted over all nodes",

@@ -7,6 +7,7 @@ from drivetrain_config import environ
 from drivetrain_launcher.errors import LaunchError
 from drivetrain_launcher.plan.host_detection import detect_host
 from drivetrain_launcher.plan.launch_plan import LaunchPlan, LaunchTarget
+from drivetrain_launcher.plan.tpu_host import tpu_environment
 from drivetrain_launcher.run.notebook.rank_channel import FIGURE_BACKEND
 
 # A variable that a provider sets in each of the notebooks that it hosts, and the provider's name.
@@ -60,15 +61,16 @@ def plan_rank_pool(
     """Plan the ranks on this machine; the arguments are those of `Workers`.
 
     Raises:
-        LaunchError: If there are fewer accelerators than ranks, a number is invalid, or the machine has a TPU.
+        LaunchError: If there are fewer accelerators than ranks, a number is invalid, or torch does not see the
+            machine's TPU.
     """
     if num_processes is not None and (type(num_processes) is not int or num_processes < 1):
         raise LaunchError(
             f"num_processes={num_processes!r}: must be an integer of at least 1, the processes to start"
         )
-    if not cpu:
-        check_supported(environ.child_environment(), num_processes=num_processes)
     host = detect_host("cpu" if cpu else "auto")
+    if not cpu and host.accelerator != "tpu":
+        check_supported(environ.child_environment(), num_processes=num_processes)
     if num_processes is None:
         num_processes = max(1, host.accelerator_count)
     elif host.accelerator is not None and num_processes > host.accelerator_count:
@@ -77,13 +79,15 @@ def plan_rank_pool(
             f"give them; say at most {host.accelerator_count}, or use debug_launcher, which trains on the CPU"
         )
     variables = {} if mixed_precision is None else {"DRIVETRAIN_RUN__MIXED_PRECISION": mixed_precision}
+    if host.tpus is not None:
+        variables |= tpu_environment(host.tpus, num_processes=num_processes, num_nodes=1, hosts=())
     if cpu:
         variables["DRIVETRAIN_STATE__DEVICE"] = "cpu"
     return RankPoolPlan(num_processes=num_processes, variables=variables, master_port=master_port)
 
 
 def check_supported(environment: Mapping[str, str], *, num_processes: int | None) -> None:
-    """Refuse to launch on a TPU, unless the caller asks for this process only.
+    """Refuse to launch where torch does not see the runtime's TPU, unless the caller asks for this process only.
 
     Raises:
         LaunchError: The runtime has a TPU, and `num_processes` is not 1.
@@ -93,7 +97,7 @@ def check_supported(environment: Mapping[str, str], *, num_processes: int | None
         provider = next((name for variable, name in _PROVIDERS.items() if variable in environment), None)
         where = f"this {provider} runtime" if provider else "this machine"
         raise LaunchError(
-            f"num_processes={num_processes}: {where} has a TPU, which drivetrain does not drive; choose a GPU "
-            "runtime, or use debug_launcher, which trains on the CPU; num_processes=1 calls the function in this "
-            "process, whatever it does there"
+            f"num_processes={num_processes}: {where} has a TPU, which torch does not see: install drivetrain[tpu] "
+            "and start the kernel anew, or choose a GPU runtime; debug_launcher trains on the CPU; num_processes=1 "
+            "calls the function in this process, whatever it does there"
         )
