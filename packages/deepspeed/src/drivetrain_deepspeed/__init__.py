@@ -4,8 +4,8 @@ Read in this order: `library` imports DeepSpeed; `config` makes an engine's conf
 it; `checks` and `elementwise` refuse what ZeRO would train wrongly; `backend` starts an engine for each model. The
 user calls `model`; `engine_backward` runs backwards, `reduction_checks` refuses gradients that ZeRO would mix, and
 `gradients` corrects and clips them; `prepared` steps. `master_weights` copies values that a user wrote in place,
-`partitioned_parameter` guards the empty parameters of stage 3, and `state` reads and loads a checkpoint. `compat`
-holds the private names of DeepSpeed.
+`partitioned_parameter` guards the empty parameters of stage 3, and `state` reads and loads a checkpoint. `inference`
+starts an engine without training. `compat` holds the private names of DeepSpeed.
 """
 
 from typing import TYPE_CHECKING
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend as DeepSpeedBackend
     from drivetrain_deepspeed.errors import EngineConfigError as EngineConfigError
+    from drivetrain_deepspeed.inference import infer_with_deepspeed as infer_with_deepspeed
     from drivetrain_deepspeed.settings import DeepSpeedSettings as DeepSpeedSettings
 
 # Module -> its public names.
 _NAMES = {
     "backend": "DeepSpeedBackend",
     "errors": "EngineConfigError",
+    "inference": "infer_with_deepspeed",
     "settings": "DeepSpeedSettings",
 }
 

@@ -89,6 +89,8 @@ def _variables(context: Context):
         RANK=str(topology.rank),
         LOCAL_RANK=str(topology.local_rank),
         WORLD_SIZE=str(topology.world_size),
+        # Its sums over shared memory, in inference, crash the process where this was not set at the start.
+        LOCAL_SIZE=str(topology.local_world_size),
     )
 
 

@@ -20,5 +20,9 @@ class WeightsMismatchError(ValueError):
     """A mismatch between the names or shapes of a checkpoint and those of the model."""
 
 
+class EngineNotFoundError(ValueError):
+    """A name of an engine that no installed package provides."""
+
+
 class LoadError(RuntimeError):
     """A load that failed midway; the model is unchanged."""

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from drivetrain_dispatch.inference_engines import InferenceEngine, find_engine
 from drivetrain_dispatch.loading.checkpoint_tensors import (
     Progress,
     WeightLoadOptions,
@@ -58,6 +59,7 @@ def load_checkpoint_and_dispatch(
     preload_module_classes: Collection[str] = (),
     skip_keys: Collection[str] = (),
     quantization: Quantization | StoredFP8 | None = None,
+    engine: str | None = None,
 ) -> nn.Module:
     """Load and dispatch a model larger than the accelerator or the machine, by a given or a planned device map.
 
@@ -78,8 +80,11 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: Names of module classes whose weights are fetched all at once.
         skip_keys: Keyword arguments of a forward that stay on their device.
         quantization: The packing of weights, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
+        engine: The name of another library's engine that runs the loaded model instead, such as "deepspeed"; called
+            on all ranks, with `offload_folder` and without a device map.
 
     Raises:
+        EngineNotFoundError: No installed package provides the engine.
         DeviceMapError: No map fits the budgets, or the map does not fit the model or the machine.
         ValueError: Another argument is invalid.
     """
@@ -87,6 +92,7 @@ def load_checkpoint_and_dispatch(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
     check_load_dtype(dtype)
+    run_by = None if engine is None else _find_engine(engine, device_map, quantization)
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
     layout = _keep_in_fp32(layout, keep_in_fp32_modules)
@@ -106,6 +112,10 @@ def load_checkpoint_and_dispatch(
         None if device_map is None else placements_of(layout, device_map, offload_buffers=offload_buffers)
     )
     report = load_tensors(layout, opened, placements, options, EachRank())
+    if run_by is not None:
+        return run_by(
+            model, dtype=dtype, offload_folder=None if offload_folder is None else Path(offload_folder)
+        )
     if device_map is None or placements is None:
         return model
     placed = copy(device_map) if isinstance(device_map, dict) else dict(device_map)
@@ -132,6 +142,15 @@ def _keep_in_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
             )
         special.update(dict.fromkeys(names, torch.float32))
     return replace(layout, special_dtypes=special)
+
+
+def _find_engine(engine: str, device_map: object, quantization: object) -> InferenceEngine:
+    """Return an engine, and refuse what it does itself."""
+    if device_map is not None or quantization is not None:
+        raise ValueError(
+            f"engine={engine!r} places the model itself: leave out device_map and quantization, or the engine"
+        )
+    return find_engine(engine)
 
 
 def _check_device_map(

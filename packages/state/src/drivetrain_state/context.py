@@ -114,7 +114,7 @@ class Context:
 
     @property
     def traits(self) -> DeviceTraits:
-        """What torch does with this kind of device."""
+        """The traits of this kind of device."""
         return traits_of(self.device.type)
 
     def applied(self) -> dict[str, object]:

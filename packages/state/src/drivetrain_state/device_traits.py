@@ -1,4 +1,4 @@
-"""What kinds of devices differ in, beside their arithmetic: one row a kind. Pure."""
+"""The traits in which kinds of devices differ, beside their arithmetic: one row a kind. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:
-    """What torch does with a kind of device.
+    """The traits of a kind of device, as torch has it.
 
     Attributes:
         collectives: The communication backend of processes with such devices, such as "nccl"; None if there is none.

@@ -51,8 +51,7 @@ def relocate(
             )
         whole = {key: part for each in parts.values() for key, part in each.items()}
         file = write_offloaded(whole, offload_dir, write_back=write_back)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    pins = accelerator is not None and copies_aside(accelerator.type)
+    pins = copies_aside(getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu"))
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         for name in names:

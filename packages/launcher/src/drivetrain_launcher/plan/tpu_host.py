@@ -30,10 +30,10 @@ class TpuHost:
     """The TPUs of a host.
 
     Attributes:
-        generation: Their generation, such as "v5e".
+        generation: The devices' generation, such as "v5e".
         num_devices: The number of devices that processes may open.
         topologies: The wiring of a number of devices, as torch_tpu reads it.
-        given: What the launcher's own environment says of ADDRESSES, TOPOLOGY and HOSTS, which is kept.
+        given: The values that the launcher's own environment has of ADDRESSES, TOPOLOGY and HOSTS, which is kept.
     """
 
     generation: str
@@ -69,7 +69,7 @@ def tpu_environment(
         tpus: The TPUs of this host; those of all hosts are alike.
         num_processes: The number of processes on each host.
         num_nodes: The number of hosts.
-        hosts: Their names in the order of their ranks; empty where nothing tells.
+        hosts: The hosts' names in the order of their ranks; empty where nothing tells.
 
     Raises:
         LaunchError: So many devices of a host are not wired to each other, or nothing says where the hosts are.
