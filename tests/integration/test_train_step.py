@@ -30,6 +30,7 @@ def trained(*, in_one_call: bool) -> list[float]:
         return accelerator.get_state_dict(model)["weight"].flatten().tolist()
 
 
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.ranks(1)
 def test_one_call_trains_as_the_loop() -> None:
     assert trained(in_one_call=True) == trained(in_one_call=False)

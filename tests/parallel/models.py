@@ -182,6 +182,7 @@ class Routed(nn.Module):
 
 # How a model may go through three blocks, other than from the first to the last.
 ROUTES: Mapping[str, Callable[..., Tensor]] = {
+    "adds what went into a block": lambda x, a, b, c: (x := (x := x + a(x)) + b(x)) + c(x),
     "uses a middle state": lambda x, a, b, c: c(b(x := a(x))) + x,
     "returns all states": lambda x, a, b, c: torch.stack([x, x := a(x), x := b(x), c(x)]).sum(0),
     "leaves early": lambda x, a, b, c: b(a(x)),

@@ -183,11 +183,14 @@ def test_a_run_goes_on_from_a_save_between_exchanges(shared: Path) -> None:
     assert_equal_weights(trained(shared, (STEPS,), loads=True), whole)
 
 
-def test_another_number_of_replicas_goes_on_from_the_same_weights(run_ranks: Any, tmp_path: Path) -> None:
-    saved, _ = run_ranks(trained, tmp_path, (5,))
-    (loaded,) = run_ranks(gone_on, tmp_path, 5, num_processes=1)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_replicas_goes_on_from_the_same_weights(
+    run_ranks: Any, tmp_path: Path, before: int, after: int
+) -> None:
+    saved, *_ = run_ranks(trained, tmp_path, (5,), num_processes=before)
+    loaded, *_ = run_ranks(gone_on, tmp_path, 5, num_processes=after)
     assert_equal_weights(loaded, saved)
-    (later,) = run_ranks(gone_on, tmp_path, 6, num_processes=1)
+    later, *_ = run_ranks(gone_on, tmp_path, 6, num_processes=after)
     assert not torch.equal(later["0.weight"], saved["0.weight"])
 
 

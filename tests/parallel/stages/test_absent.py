@@ -30,6 +30,17 @@ def test_shapes_dtypes_and_devices_are_those_of_the_computation() -> None:
     assert F.cross_entropy(found.float().flatten(0, 1), torch.zeros(6, dtype=torch.long)).shape == ()
 
 
+def test_what_reads_a_tensor_reads_what_was_received_for_it() -> None:
+    x = absent(2, 3)
+    before, x.received = x * 2, torch.ones(2, 3, requires_grad=True)
+    assert isinstance(before, AbsentTensor)
+    found = (x + torch.tanh(x)).sum()
+    found.backward()
+    assert not isinstance(found, AbsentTensor)
+    torch.testing.assert_close(x.received.grad, 2 - torch.tanh(torch.ones(2, 3)) ** 2)
+    assert x.anew().received is None
+
+
 def test_writing_in_place_stays_absent_and_writes_nothing_else() -> None:
     x = absent(2)
     assert x.add_(1) is x

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain_parallel.compat import changes_in_place, changes_shape_in_place, make_wrapper, tree_map_only
+from drivetrain_parallel.compat import (
+    DisableTorchFunctionSubclass,
+    changes_in_place,
+    changes_shape_in_place,
+    make_wrapper,
+    tree_map_only,
+)
 from drivetrain_parallel.errors import ParallelPlanError
 
 
@@ -22,12 +28,14 @@ class AbsentTensor(Tensor):
 
     Attributes:
         of: The name of the parameter or the block that it follows from.
+        received: The values, once the stage that has them has sent them: what reads the tensor then reads these.
 
     Raises:
         AbsentValueError: An operation asks for its values, or writes them to a tensor of this stage.
     """
 
     of: str
+    received: Tensor | None = None
     _like: Tensor  # on meta
 
     @staticmethod
@@ -44,6 +52,10 @@ class AbsentTensor(Tensor):
         """Return the shape, in place of values."""
         return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype}, of={self.of})"
 
+    def anew(self) -> "AbsentTensor":
+        """Return another tensor like this one, without values."""
+        return AbsentTensor(self._like, self.device, self.of)
+
     def tolist(self) -> Any:
         """Refuse to return values."""
         raise AbsentValueError(_needs_values("tolist()", self))
@@ -51,6 +63,22 @@ class AbsentTensor(Tensor):
     def numpy(self, **_: Any) -> Any:
         """Refuse to return values."""
         raise AbsentValueError(_needs_values("numpy()", self))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function, above autograd, with what was received in place of the tensors that stand for it."""
+        del types
+        given = tree_map_only(
+            AbsentTensor, lambda one: one if one.received is None else one.received, (args, kwargs)
+        )
+        with DisableTorchFunctionSubclass():
+            return func(*given[0], **(given[1] or {}))
 
     @classmethod
     def __torch_dispatch__(

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from drivetrain_parallel.compat import exchanged_parameters
+from drivetrain_parallel.compat import exchanged_parameters, tree_map_only
 from drivetrain_parallel.errors import ParallelPlanError
 from drivetrain_parallel.layers.divided_layers import holds_experts, with_forward
 from drivetrain_parallel.planning.found_styles import make_of
@@ -200,7 +200,7 @@ class StageModel:
         plain = [one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | str | None)]
         key = (make, states.dtype, block.training, *(one.shape for one in _leaves((args, kwargs))), *plain)
         if key in self._known:
-            return self._known[key]
+            return _anew(self._known[key])
         absent = partial(absent_like, of=name)
         changed = BlockCall(args, kwargs).changed(lambda one: absent(one) if one is states else one)
 
@@ -214,8 +214,12 @@ class StageModel:
                     vars(module)["forward"] = like_tokens
                     stack.callback(vars(module).pop, "forward")
             output = whole(block, *changed[0], **changed[1])
-        if all(isinstance(one, AbsentTensor) for one in _leaves(output)):
-            self._known[key] = output
+        absents = [one for one in _leaves(output) if isinstance(one, AbsentTensor)]
+        renewed = set(map(id, _leaves(_anew(output))))
+        if absents and renewed.isdisjoint(
+            map(id, _leaves(output))
+        ):  # else a call would receive for another one
+            self._known[key] = _anew(output)
         return output
 
     def _hook(self) -> None:
@@ -239,8 +243,13 @@ class StageModel:
                 f"{self.plan.blocks_of(stage)[0]} takes another tensor than hidden states first, and stages hand on "
                 "hidden states: leave parallel.pipeline out"
             )
-        received = receive(states)
+        received = states.received = receive(states)
         return call.changed(lambda one: received if one is states else one)
+
+
+def _anew(value: Any) -> Any:
+    """Return absent tensors like those of a value, each of which may receive other values."""
+    return tree_map_only(AbsentTensor, lambda one: one.anew(), value)
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
