@@ -154,6 +154,23 @@ def test_each_value_keeps_its_line(tmp_path: Path, text: str, key: tuple[str, st
     assert read_file(path).where(*key) == f"{path}:{line}"
 
 
+def test_a_file_for_megatron_lm_becomes_sizes_of_the_mesh(tmp_path: Path) -> None:
+    megatron = (
+        "megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2, megatron_lm_num_micro_batches: 4, "
+        "megatron_lm_gradient_clipping: 1.0, megatron_lm_sequence_parallelism: true"
+    )
+    text = f"distributed_type: MEGATRON_LM\nmegatron_lm_config: {{{megatron}}}\n"
+    assert read(tmp_path, text) == {
+        "run": {"backend": "megatron"},
+        "parallel": {"tensor": 2, "pipeline": 2, "pipeline_micro_batches": 4},
+    }
+    alone = text.replace("pp_degree: 2", "pp_degree: 1")
+    assert read(tmp_path, alone) == {
+        "run": {"backend": "megatron", "gradient_accumulation_steps": 4},
+        "parallel": {"tensor": 2, "pipeline": 1},
+    }
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -173,8 +190,8 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path, extra: str) -> No
     ("line", "message"),
     [
         (
-            "distributed_type: MEGATRON_LM",
-            r"default_config\.yaml:2 distributed_type: MEGATRON_LM \(here: NO, MULTI_CPU",
+            "distributed_type: XLA",
+            r"default_config\.yaml:2 distributed_type: XLA \(here: NO, MULTI_CPU",
         ),
         ("dynamo_config: {dynamo_backend: INDUCTOR}", "yaml:2 dynamo_config: "),
         ("downcast_bf16: 'yes'", "yaml:2 downcast_bf16: yes"),

@@ -281,7 +281,7 @@ def test_ranks_shard_or_replicate_as_the_launch_or_the_dimensions_say(
         ),
         (
             {"megatron_lm_plugin": object()},
-            "^megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP",
+            "^megatron_lm_plugin=: programs for its engine do not run",
         ),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "is 2, and there are 1 processes"),
         ({"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]}, "communicate by gloo"),

@@ -105,9 +105,9 @@ def test_a_plan_shows_the_interface_in_the_command(folder: Path) -> None:
 
 
 def test_a_flag_without_a_counterpart_is_refused(folder: Path) -> None:
-    done = run(folder, "accelerate", "launch", "--use_megatron_lm", "script.py")
+    done = run(folder, "accelerate", "launch", "--tpu", "script.py")
     assert done.returncode == 2
-    assert "--use_megatron_lm: there is no Megatron backend here yet" in done.stderr
+    assert "--tpu: there is no TPU launcher here yet" in done.stderr
 
 
 @pytest.mark.slow

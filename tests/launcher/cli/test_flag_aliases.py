@@ -24,7 +24,7 @@ def test_a_spelling_is_translated(written: str, known: set[str], meant: tuple[st
 
 
 def test_what_is_not_available_is_named_with_the_way_out() -> None:
-    assert "--backend fsdp and --backend deepspeed shard" in (refusal("--megatron_lm_tp_degree") or "")
+    assert "there is no SageMaker launcher here" in (refusal("--aws_access_key_id") or "")
     assert refusal("--num-proceses") is None
 
 

@@ -96,7 +96,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     Counterpart(
         arguments="megatron_lm_plugin",
         names="MegatronLMPlugin",
-        here='there is no Megatron backend here yet; `backend="fsdp"` and `"deepspeed"` shard the model',
+        here='`backend="megatron"`, with sizes in `parallel` and a model of `megatron_from_transformers`',
     ),
     Counterpart(
         arguments="torch_tp_plugin parallelism_config",

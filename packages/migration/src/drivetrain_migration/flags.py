@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Mapping
 
-from drivetrain_migration.option_families import DEEPSPEED, FP8, FSDP, LAUNCH
+from drivetrain_migration.option_families import DEEPSPEED, FP8, FSDP, LAUNCH, MEGATRON
 from drivetrain_migration.option_meanings import CombinedMeaning, read_words
 
-FAMILIES = (FSDP, DEEPSPEED, FP8, LAUNCH)
+FAMILIES = (FSDP, DEEPSPEED, MEGATRON, FP8, LAUNCH)
 _SHORT = {"-t": "tee", "-r": "redirects"}
 
 

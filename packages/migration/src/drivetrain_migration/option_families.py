@@ -6,6 +6,7 @@ from typing import Any
 
 from drivetrain_migration.option_meanings import (
     NO_CHANGE,
+    UNSAID,
     Family,
     Meaning,
     Reader,
@@ -180,6 +181,74 @@ DEEPSPEED = Family(
     },
     together=_deepspeed_together,
 )
+
+_OF_MODEL = (
+    "it belongs to the model: say it in the script, as megatron_from_transformers(model, options={...})"
+)
+_CLIPPING = "say it in the script: accelerator.clip_grad_norm_(model.parameters(), NORM) before the step"
+_WHOLE_STATES = (
+    "optimizer states are not divided among replicas, which trains the same with more memory; fsdp does"
+)
+_WEIGHTS_ALONE = (
+    "save_model and load_model hold the weights alone; save_state and load_state hold all of a run"
+)
+_OTHER_AXES = (
+    "Megatron's models are divided by tensor and pipeline here; --backend fsdp has --parallel-context N and "
+)
+
+
+def _megatron_together(given: Mapping[str, Any]) -> Mapping[str, Meaning]:
+    """Read the number of micro-batches of a step: a pipeline cuts a batch into them, else they accumulate."""
+    word, number = "megatron_lm_num_micro_batches", given.get("megatron_lm_num_micro_batches")
+    if not is_set(number) or spelled(given.get("megatron_lm_pp_degree", "1")) in ("1", *UNSAID):
+        return {}
+    return {
+        word: Meaning(
+            setting=("parallel", "pipeline_micro_batches"),
+            value=number,
+            notice="a batch is cut into them: give the loader as many times the samples of one",
+        )
+    }
+
+
+MEGATRON = Family(
+    words={
+        "megatron_lm_tp_degree": pass_through("parallel", "tensor"),
+        "megatron_lm_pp_degree": pass_through("parallel", "pipeline"),
+        "megatron_lm_num_micro_batches": pass_through("run", "gradient_accumulation_steps"),
+        "megatron_lm_gradient_clipping": lambda value: notice(_CLIPPING) if is_set(value) else NO_CHANGE,
+        "megatron_lm_use_distributed_optimizer": switch(on=notice(_WHOLE_STATES)),
+        "megatron_lm_sequence_parallelism": switch(on=notice(_OF_MODEL)),
+        "megatron_lm_recompute_activations": switch(on=notice(_OF_MODEL)),
+        **{
+            f"megatron_lm_{name}": lambda value: notice(_OF_MODEL) if is_set(value) else NO_CHANGE
+            for name in (
+                "recompute_granularity", "recompute_method", "recompute_num_layers", "attention_dropout",
+                "hidden_dropout", "attention_softmax_in_fp32",
+            )
+        },
+        "megatron_lm_context_parallel_size": only("1", f"{_OTHER_AXES}--parallel-expert N"),
+        "megatron_lm_expert_model_parallel_size": only("1", f"{_OTHER_AXES}--parallel-expert N"),
+        "megatron_lm_expert_tensor_parallel_size": only("1", f"{_OTHER_AXES}--parallel-expert N"),
+        "megatron_lm_decoder_last_pipeline_num_layers": unless_off("stages have equally many layers; leave it out"),
+        "megatron_lm_attention_backend": unless_off("converted models have Megatron's local attention; leave it out"),
+        "megatron_lm_use_rotary_position_embeddings": switch(on=NO_CHANGE),  # as the model's config says
+        "megatron_lm_calculate_per_token_loss": switch(
+            on=refused("a loss with count= is normalised by its tokens, over all ranks; leave it out")
+        ),
+        "megatron_lm_eod_mask_loss": switch(on=refused("mask labels in the script; leave it out")),
+        "megatron_lm_no_load_optim": switch(on=refused(_WEIGHTS_ALONE)),
+        "megatron_lm_no_save_optim": switch(on=refused(_WEIGHTS_ALONE)),
+        **{
+            f"megatron_lm_{name}": switch(on=refused("Megatron's optimizers are not used; see --backend fsdp"))
+            for name in (
+                "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
+                "use_custom_fsdp",
+            )
+        },
+    },
+    together=_megatron_together,
+)  # fmt: skip
 
 _MSAMP = "MS-AMP is not here; say AO or TE, or --precision-fp8-recipe with the name of a recipe"
 _GATHER = (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_UNSAID = ("", "none", "null", "auto")
+UNSAID = ("", "none", "null", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def spelled(value: Any) -> str:
 
 def is_set(value: Any) -> bool:
     """Return whether a value requests something, i.e. is not null or "auto" in any spelling."""
-    return value is not None and spelled(value) not in _UNSAID
+    return value is not None and spelled(value) not in UNSAID
 
 
 def set_field(section: str, field: str, value: Any) -> Meaning:

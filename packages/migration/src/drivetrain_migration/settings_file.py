@@ -11,7 +11,7 @@ from drivetrain_config import ConfigError
 from drivetrain_config.files.settings_file import Contents
 from drivetrain_launcher import detect_host
 from drivetrain_messages import suggest
-from drivetrain_migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP
+from drivetrain_migration.option_families import DEEPSPEED, FP8_CONFIG, FSDP, MEGATRON
 from drivetrain_migration.option_meanings import Family, read_words
 
 _MARKS = ("compute_environment", "distributed_type")
@@ -40,6 +40,7 @@ _BACKENDS = {
     **{f"MULTI_{kind}": "ddp" for kind in ("CPU", "GPU", "HPU", "MLU", "NPU", "XPU")},
     "FSDP": "fsdp",
     "DEEPSPEED": "deepspeed",
+    "MEGATRON_LM": "megatron",
 }
 
 # Keys that hold options of one kind, with the distributed_type that they require, if any.
@@ -47,6 +48,7 @@ _FAMILIES: Mapping[str, tuple[Family, str | None]] = {
     "fp8_config": (FP8_CONFIG, None),
     "fsdp_config": (FSDP, "FSDP"),
     "deepspeed_config": (DEEPSPEED, "DEEPSPEED"),
+    "megatron_lm_config": (MEGATRON, "MEGATRON_LM"),
 }
 
 # They describe a network property that the rendezvous does not need, or a function that the script itself calls.
@@ -55,7 +57,7 @@ _WITHOUT_EFFECT = ("same_network", "main_training_function")
 # Known keys that are refused unless they are off; listed to tell them from misspelled keys.
 _OFF_ONLY = """
     compute_environment commands command_file downcast_bf16 dynamo_backend dynamo_config ipex_config
-    megatron_lm_config mpirun_config parallelism_config tp_config tpu_cluster tpu_env tpu_name tpu_use_cluster
+    mpirun_config parallelism_config tp_config tpu_cluster tpu_env tpu_name tpu_use_cluster
     tpu_use_sudo tpu_vm tpu_zone
 """
 _OFF = (None, False, "", "no", "NO", "LOCAL_MACHINE", [])

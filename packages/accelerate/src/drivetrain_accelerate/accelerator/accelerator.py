@@ -33,6 +33,10 @@ from drivetrain_precision import TransformerEngineRecipe
 from drivetrain_state import best_device_kind
 
 NOT_SAID = object()
+NO_MEGATRON = (
+    "megatron_lm_plugin=: programs for its engine do not run; drivetrain's own backend='megatron' trains Megatron's "
+    "models by a usual loop, and fsdp_plugin= models of the same sizes as they are"
+)
 
 
 @with_known_fields
@@ -76,7 +80,7 @@ class Accelerator(TrainingMethods, CheckpointMethods, ResultMethods, RankMethods
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("dynamo_plugin= and dynamo_backend=: give only one of them")
         if megatron_lm_plugin is not None:
-            raise NotImplementedError("megatron_lm_plugin=: there is no Megatron backend yet; train by FSDP")
+            raise NotImplementedError(NO_MEGATRON)
         data = dataloader_config or DataLoaderConfiguration()
         if split_batches is not NOT_SAID:
             data = replace(data, split_batches=split_batches)  # the program's own stays as it is

@@ -11,6 +11,8 @@ from packaging.version import Version, parse
 from drivetrain_accelerate.environment_variables import says_yes
 from drivetrain_accelerate.plugins.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
 
+_MEGATRON = "megatron"  # the module of Megatron-LM
+
 
 def is_installed(module: str, distribution: str | None = None, minimum: str | None = None) -> bool:
     """Return whether a module is installed; check the version of its distribution if `minimum` is given."""
@@ -87,7 +89,7 @@ def is_rich_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Return whether Megatron-LM is installed and the launcher chose it by ACCELERATE_USE_MEGATRON_LM."""
-    return says_yes("ACCELERATE_USE_MEGATRON_LM") and importlib.util.find_spec("megatron") is not None
+    return says_yes("ACCELERATE_USE_MEGATRON_LM") and importlib.util.find_spec(_MEGATRON) is not None
 
 
 def is_pippy_available() -> bool:

@@ -39,6 +39,7 @@ class ComposedBackend:
     settings_section: ClassVar[str | None] = None
     settings_type: ClassVar[type[Any] | None] = None
     needs_group: ClassVar[bool] = False
+    staged: ClassVar[type[StagedPrepared]] = StagedPrepared  # what a model in stages is prepared as
 
     def __init__(
         self, context: Context, policy: Policy, *, window: AccumulationWindow, settings: Any = None
@@ -55,7 +56,7 @@ class ComposedBackend:
             settings if settings is not None or self.settings_type is None else self.settings_type()
         )
         self.scaler = None if policy.scaling is None else LossScaler(context.device, policy.scaling)
-        self.strategy = across_axes(self.compose(), context)
+        self.strategy = self.across(self.compose())
         self._tracker = GradientTracker(context, window, self.strategy.gradients, policy.settings)
         self._is_closed = False  # whether models were forgotten
         self._prepared: list[ComposedPrepared] = []
@@ -65,6 +66,10 @@ class ComposedBackend:
     def compose(self) -> Strategy:
         """Return the strategy. Called once, when context, policy, window, settings and scaler are set."""
         raise NotImplementedError(f"{type(self).__name__}.compose()")
+
+    def across(self, strategy: Strategy) -> Strategy:
+        """Return the strategy for a mesh with other axes than those of replicas, along which models are divided."""
+        return across_axes(strategy, self.context)
 
     def building(self) -> AbstractContextManager[Any]:
         """Create parameters in the block where the strategy needs them; see `Backend.building`."""
@@ -167,7 +172,7 @@ class ComposedBackend:
             for transform in reversed(applied):
                 transform.release(model)
             raise
-        kind = ComposedPrepared if self.strategy.stages is None else StagedPrepared
+        kind = ComposedPrepared if self.strategy.stages is None else self.staged
         return kind(called, context=self.context, tracker=self._tracker, strategy=self.strategy)
 
     def release(self, prepared: ComposedPrepared) -> None:

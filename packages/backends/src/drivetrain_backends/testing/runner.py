@@ -64,7 +64,10 @@ class Run:
 def whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     """Return a prepared model's full weights, on the CPU. Called on all ranks."""
     state = full_state_dict(prepared.state_dict()["model"])
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
+    tensors = {
+        name: value for name, value in state.items() if isinstance(value, Tensor)
+    }  # no `get_extra_state`
+    return {name: value.detach().cpu().clone() for name, value in tensors.items()}
 
 
 def clip_and_step(prepared: Prepared, case: Case) -> None:

@@ -31,6 +31,7 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--multi-gpu": ("--state-device", "cuda"),
     "--use-fsdp": ("--backend", "fsdp"),
     "--use-deepspeed": ("--backend", "deepspeed"),
+    "--use-megatron-lm": ("--backend", "megatron"),
     "--use-xpu": ("--state-device", "xpu"),
     "--tpu": ("--state-device", "tpu"),
     "--mps": ("--state-device", "mps"),
@@ -45,7 +46,6 @@ MEANINGS: Mapping[str, tuple[str, ...]] = {
     "--fp8-use-autocast-during-eval": (),  # evaluation computes in fp8 here anyway
 }
 
-_MEGATRON = "there is no Megatron backend here yet; --backend fsdp and --backend deepspeed shard the model"
 _DIMENSIONS = (
     "say the sizes of the parallel dimensions: --parallel-tensor N, --parallel-shard N, --parallel-data N"
 )
@@ -54,8 +54,6 @@ _BINDING = "--bind auto gives each rank cores of its own on the NUMA node of its
 
 # Prefix of their flag -> the reason why it is unsupported, and the alternative.
 _REFUSED: Mapping[str, str] = {
-    "--use-megatron-lm": _MEGATRON,
-    "--megatron-lm": _MEGATRON,
     "--use-parallelism-config": _DIMENSIONS,
     "--parallelism-config": _DIMENSIONS,
     "--tpu-cluster": _PODS,

@@ -1,0 +1,49 @@
+"""Megatron's layers pass the contract of every backend, divided by two and replicated."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+from drivetrain_backends import BackendContract
+from drivetrain_megatron import MegatronBackend, MegatronSettings
+from drivetrain_state import ParallelDims
+from megatron_layers import column_layer, row_layer
+from megatron_on_cpu import megatron_on_cpu
+from plain_loop.backends import context
+
+
+class ColumnContract(BackendContract):
+    backend = MegatronBackend
+    settings: ClassVar[Any] = MegatronSettings(bucket_size_mb=1)
+    modes = ("no",)
+    layer: ClassVar[Callable[..., nn.Module]] = staticmethod(column_layer)
+
+
+class RowContract(ColumnContract):
+    layer: ClassVar[Callable[..., nn.Module]] = staticmethod(row_layer)
+
+
+def check(contract: type[BackendContract], **sizes: int) -> None:
+    with megatron_on_cpu(), context(parallelism=ParallelDims(**sizes)) as where:
+        ran = contract().check_all(where)
+        assert {"check_gan", "check_resume", "tied weights", "frozen layer"} <= set(ran)
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}], ids=str)
+def test_layers_divided_by_columns_pass_the_contract(sizes: dict[str, int]) -> None:
+    check(ColumnContract, **sizes)
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+def test_layers_divided_by_rows_pass_the_contract() -> None:
+    check(RowContract, tensor=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout_seconds=170)
+@pytest.mark.parametrize("contract", [ColumnContract, RowContract])
+def test_replicas_of_divided_layers_pass_the_contract(contract: type[BackendContract]) -> None:
+    check(contract, data=2, tensor=2)
