@@ -2,9 +2,9 @@
 
 Without a name the fast checks run. `--list` says what each one looks at. `alone` takes packages' names too:
 `tools/check.py alone state data`; and `versions` takes versions of torch and Python: `tools/check.py versions 2.11`.
-`alone drawn` and `versions drawn` try some that the commit draws. `test --changed` runs the tests that the changes
-since the last commit can reach by imports, `test --changed main` those since main. `cuda --dry` plays what a card's
-tests and benchmarks show without a card. The exit code is 1 if anything was found.
+`alone drawn`, `versions drawn` and `xla drawn` try some that the commit draws. `test --changed` runs the tests that
+the changes since the last commit can reach by imports, `test --changed main` those since main. `cuda --dry` plays
+what a card's tests and benchmarks show without a card. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from checks import (
     transformer_engine,
     types,
     versions,
+    xla,
 )
 from checks.commits import DRAWN
 from checks.findings import Finding
@@ -96,6 +97,12 @@ CHECKS = (
         looks_at="the tests with Transformer Engine, in envs/te, which compiles it once",
         slow=True,
     ),
+    Check(
+        name="xla",
+        run=xla.check,
+        looks_at="the tests with torch-xla, in envs/xla, on one, two and four devices of its processor",
+        slow=True,
+    ),
 )
 
 
@@ -149,7 +156,9 @@ def choose(
             commit without `test`, or `dry` without `cuda`.
     """
     by_name = {check.name: check for check in CHECKS}
-    packages = tuple(name for name in names if name in known_packages)
+    # A name of both, xla, is the package after `alone`, and the check elsewhere.
+    both = () if "alone" in names else tuple(by_name)
+    packages = tuple(name for name in names if name in known_packages and name not in both)
     tried = tuple(name for name in names if name in versions.WORDS)
     unknown = [name for name in names if name not in (*by_name, *packages, *tried)]
     if unknown:
@@ -157,7 +166,7 @@ def choose(
         raise ValueError(f"{unknown[0]!r} is no check; there are {', '.join(by_name)}{words}")
     if packages and "alone" not in names:
         raise ValueError(f"{packages[0]!r} is a package, which only `alone` takes")
-    drawn = DRAWN in tried and "alone" in names
+    drawn = DRAWN in tried and not {"alone", "xla"}.isdisjoint(names)
     if tried and "versions" not in names and not (drawn and tried == (DRAWN,)):
         raise ValueError(f"{tried[0]!r} is a version, which only `versions` takes")
     if changed_since is not None and "test" not in names:
@@ -169,8 +178,9 @@ def choose(
     by_name["alone"] = replace(by_name["alone"], run=partial(alone.check, packages=packages, drawn=drawn))
     by_name["cuda"] = replace(by_name["cuda"], run=partial(cuda.check, dry=dry))
     by_name["versions"] = replace(by_name["versions"], run=partial(versions.check, words=tried))
+    by_name["xla"] = replace(by_name["xla"], run=partial(xla.check, drawn=drawn))
     by_name["test"] = replace(by_name["test"], run=partial(suite.check, base=changed_since))
-    return tuple(check for name, check in by_name.items() if name in names)
+    return tuple(check for name, check in by_name.items() if name in names and name not in packages)
 
 
 def report(outcomes: Sequence[Outcome]) -> str:

@@ -26,6 +26,7 @@ READ_ALWAYS = {
     "run": "mixed_precision backend gradient_accumulation_steps accumulation_world_size nonfinite_gradients cpu seed "
     "project_dir log_with show_plan verbose",
     "state": "device timeout_seconds watchdog debug deterministic",
+    "xla": "spmd cache_dir",
     "tracking": "throughput throughput_every_steps live_line",
 }
 OURS = {name: kind for name, kind in sections().items() if name not in ("launch", "accelerate")}

@@ -129,6 +129,6 @@ except ValueError as error:
     print(error)
 """
     assert (
-        "must be 'auto' or one of 'ddp', 'deepspeed', 'fsdp', 'megatron', 'single'; a backend of another package"
+        "must be 'auto' or one of 'ddp', 'deepspeed', 'fsdp', 'megatron', 'single', 'xla'; a backend of"
         in run(script, python=python, folder=tmp_path)
     )

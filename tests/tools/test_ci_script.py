@@ -13,7 +13,7 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
 
 def test_the_slow_tests_come_last() -> None:
     stages = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("stage ")]
-    assert stages == ["tests", "checks", "alone", "versions", "slow"]
+    assert stages == ["tests", "checks", "alone", "versions", "xla", "slow"]
 
 
 def test_the_script_is_valid_bash() -> None:

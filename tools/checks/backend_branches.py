@@ -95,8 +95,8 @@ def _named(node: ast.AST, names: Mapping[str, Registered]) -> Iterator[Registere
             sides = [subject, *(part.value for part in patterns if isinstance(part, ast.MatchValue))]
         case _:
             return
-    # device.type == "xla" asks what a device is; torch's devices and our backends may share a name.
-    if any("device" in ast.unparse(side) for side in sides):
+    # device.type == "xla", or a device's kind, asks what a device is; torch's devices and our backends share a name.
+    if any(re.search(r"device|\bkind\b", ast.unparse(side)) for side in sides):
         return
     constants = [part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)]
     yield from (names[value] for value in constants if isinstance(value, str) and value in names)

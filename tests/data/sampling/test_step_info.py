@@ -28,6 +28,33 @@ def test_padding_makes_sizes_equal_and_is_not_whole() -> None:
     assert [PADDED.kept(shard).stop for shard in range(4)] == [3, 2, 0, 0]
 
 
+def test_a_plan_of_padded_batches_keeps_its_real_samples_and_weights() -> None:
+    padded = TAIL.padded_to(3)
+    assert (padded.sizes, padded.real_counts) == ((3,) * 4, TAIL.real_counts)
+    assert not padded.is_whole
+    assert padded.equal_sizes
+    assert [padded.weight(shard) for shard in range(4)] == [TAIL.weight(shard) for shard in range(4)]
+    unknown = replace(TAIL, sizes=None, real_counts=None)
+    assert unknown.padded_to(3) == unknown
+
+
+class PaddedTo4:
+    padded_size = 4
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples + [-1] * (4 - len(samples)))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_loader_knows_of_the_padding_of_its_collate_function(index: int) -> None:
+    loader = shard_loader(DataLoader(range(11), batch_size=4, collate_fn=PaddedTo4()), Shard(index, 2))
+    rows = [(batch.tolist(), loader.current) for batch in loader]
+    assert all(len(batch) == 4 for batch, _ in rows)
+    kept = [one for batch, plan in rows if plan is not None for one in batch[plan.kept(index)]]
+    assert -1 not in kept
+    assert [plan.sizes for _, plan in rows if plan is not None] == [(4, 4)] * len(rows)
+
+
 def test_unknown_sizes_are_not_equal() -> None:
     unknown = replace(TAIL, sizes=None)
     assert not unknown.equal_sizes

@@ -321,7 +321,7 @@ class ShardedLoader(Generic[Batch]):
                 cursor.position += plan.advance
                 if origin is not None:
                     source.note_received(plan, origin)
-                self.current = plan
+                self.current = plan if source.padded_size is None else plan.padded_to(source.padded_size)
                 self.num_received += 1
                 if activity is not None:
                     activity.push(self)

@@ -9,7 +9,9 @@ from typing import Any, Literal, cast
 
 import torch
 
+from drivetrain_config import environ
 from drivetrain_messages import format_size
+from drivetrain_state.errors import DeviceError
 
 LinkType = Literal["nvlink", "pcie"]
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "npu", "hpu", "mlu", "tpu", "xla", "cpu"]
@@ -97,8 +99,7 @@ def device_count(kind: str) -> int:
     if kind == "cpu":
         return 1
     if kind == "xla":
-        runtime = _xla_runtime()
-        return int(runtime.addressable_device_count()) if runtime is not None else 0
+        return _count_xla()
     module = device_module(kind)
     return int(module.device_count()) if module is not None else 0
 
@@ -154,8 +155,30 @@ def describe_environment() -> str:
 
 
 def _xla_runtime() -> Any:
-    is_installed = importlib.util.find_spec("torch_xla") is not None
-    return importlib.import_module("torch_xla.runtime") if is_installed else None
+    """Return torch-xla's runtime; None if torch-xla is not installed, DeviceError if it does not load."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return None
+    try:
+        return importlib.import_module("torch_xla.runtime")
+    except ImportError as error:  # its extension is compiled for exactly one version of torch
+        raise DeviceError(
+            f"torch-xla is installed and does not load with torch {torch.__version__}: {error}. torch-xla 2.9 works "
+            "with torch 2.9 alone: pip install 'torch==2.9.*' 'torch-xla==2.9.*', or uninstall torch-xla"
+        ) from error
+
+
+def _count_xla() -> int:
+    """Return the number of XLA devices of this process; DeviceError if the one that PJRT_DEVICE names is missing."""
+    if (runtime := _xla_runtime()) is None:
+        return 0
+    try:
+        # Not `addressable_device_count`, after which a process can no longer begin SPMD.
+        return int(runtime.addressable_runtime_device_count())
+    except (OSError, RuntimeError) as error:
+        raise DeviceError(
+            f"device='xla': PJRT_DEVICE={environ.read('PJRT_DEVICE')}, and torch-xla finds no such device: {error}. "
+            "PJRT_DEVICE=CPU computes on the processor"
+        ) from error
 
 
 def nvidia_link(uuids: Sequence[str]) -> LinkType | None:

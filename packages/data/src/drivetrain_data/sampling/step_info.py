@@ -1,7 +1,7 @@
 """The plan of a step, which every rank knows without communication."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -41,6 +41,10 @@ class BatchPlan:
     def equal_sizes(self) -> bool:
         """True if all shards are known to hold equally many samples, so that a gather need not exchange shapes."""
         return not self.guessed and self.sizes is not None and len(set(self.sizes)) == 1
+
+    def padded_to(self, num_rows: int) -> "BatchPlan":
+        """Return the plan of batches that are padded to `num_rows` each, with the real samples first."""
+        return self if self.real_counts is None else replace(self, sizes=(num_rows,) * len(self.real_counts))
 
     def weight(self, shard: int) -> float:
         """Return the weight of a shard's mean loss that makes the mean over shards the mean over real samples.

@@ -47,6 +47,8 @@ class BatchSource(ABC):
         self.sharding = sharding
         self.stride = stride
         self.batch_size = batch_size
+        # The rows of every batch where the collate function pads, and says so by this attribute; None elsewhere.
+        self.padded_size: int | None = getattr(getattr(loader, "collate_fn", None), "padded_size", None)
         self._seed = sharding.seed
         self.signatures: dict[Place, Signature] = {}  # of some samples of the first two steps, if asked for
         is_torchdata = torchdata_kind(loader) is not None  # whose loader has states of its own

@@ -1,7 +1,7 @@
 """The sections of a run: read from outside the program and from code, and resolved."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class Sections:
         if backend.settings_section is None:
             return None
         assert backend.settings_type is not None  # a backend defines both or neither
-        return self._resolve(backend.settings_section, backend.settings_type)
+        settings = self._resolve(backend.settings_section, backend.settings_type)
+        return settings if self.run.project_dir is None else _in_project(settings, self.run.project_dir)
 
     def _resolve(self, name: str, kind: type[Any]) -> Any:
         code = self._in_code.pop(name, None)
@@ -143,6 +144,16 @@ class Sections:
             name: resolve(found[name], section=name, code=self._in_code.get(name), layers=self._layers)
             for name in sorted(names)
         }
+
+
+def _in_project(section: Any, project_dir: Path) -> Any:
+    """Return a section whose unset folders are those in the project's folder that their fields name."""
+    unset = {
+        each.name: project_dir / each.metadata["project_folder"]
+        for each in fields(section)
+        if "project_folder" in each.metadata and getattr(section, each.name) is None
+    }
+    return replace(section, **unset) if unset else section
 
 
 def _as_mapping(name: str, section: object) -> Mapping[str, object]:

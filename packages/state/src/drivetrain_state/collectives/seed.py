@@ -6,12 +6,13 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from logging import getLogger
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from drivetrain_config import environ
 from drivetrain_state.collectives.operations import gather_object
+from drivetrain_state.compat import xla_in_use
 from drivetrain_state.context import Context
 from drivetrain_state.mesh import View
 
@@ -91,15 +92,15 @@ def _seed_all(seed: int) -> None:
 
 def _seed_torch(seed: int) -> None:
     torch.manual_seed(seed)  # seeds the accelerators too, once they are initialised
-    if (xla := sys.modules.get("torch_xla")) is not None:
-        cast("Any", xla).manual_seed(seed)
+    if (xla := xla_in_use()) is not None:
+        xla.set_rng_state(seed)
 
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every generator of this process as plain values and tensors, without pickling.
 
-    The keys are python, torch, numpy if it is imported, and accelerator (its `kind` and the `state` of the current
-    device) if there is one.
+    The keys are python, torch, numpy if it is imported, accelerator (its `kind` and the `state` of the current
+    device) if there is one, and torch_xla, a number, if the program computes on XLA.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -118,6 +119,8 @@ def rng_state() -> dict[str, Any]:
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         module = torch.get_device_module(accelerator)
         state["accelerator"] = {"kind": accelerator.type, "state": module.get_rng_state()}
+    if (xla := xla_in_use()) is not None:
+        state["torch_xla"] = int(xla.get_rng_state())
     return state
 
 
@@ -147,6 +150,13 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
         else:
             skipped = "the state holds the generator of %s, but the accelerator here is %s: it is left out"
             logger.warning(skipped, saved["kind"], here)
+    xla = xla_in_use()
+    if "torch_xla" in state and xla is None:
+        logger.warning(
+            "the state holds XLA's generator, but this program does not compute on XLA: it is left out"
+        )
+    elif "torch_xla" in state:
+        xla.set_rng_state(int(state["torch_xla"]))
 
 
 def synchronize_rng_states(

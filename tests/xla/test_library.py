@@ -1,0 +1,102 @@
+"""What does not fit is refused, in a process of its own, since XLA begins once in each."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain_backends import BackendNotInstalledError
+from drivetrain_xla.library import check_installed
+from optional_modules import skip_without
+
+HEAD = """
+import torch
+from drivetrain import Accelerator
+def make(device="xla", **xla):
+    return Accelerator(backend="xla", sections={"state": {"device": device}, "xla": xla})
+"""
+
+
+def run(program: str, **variables: str) -> str:
+    """Run a program and return the last line of its errors."""
+    skip_without("drivetrain")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    finished = subprocess.run(
+        [sys.executable, "-c", HEAD + program],
+        env={**environment, **variables}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 1, finished.stderr
+    return finished.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
+def test_a_missing_library_is_named_with_the_torch_that_it_wants() -> None:
+    with pytest.raises(
+        BackendNotInstalledError, match=r"pip install 'torch==2\.9\.\*' 'torch-xla==2\.9\.\*'"
+    ):
+        check_installed()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch-xla is installed")
+def test_a_device_that_only_torch_xla_brings_is_refused() -> None:
+    message = run("make()")
+    assert "device='xla': this machine has none that torch can use; torch-xla 2.9 brings it" in message
+
+
+def test_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name stands for one that was installed beside another torch."""
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    with pytest.raises(
+        BackendNotInstalledError, match=r"works with torch 2\.9 alone, and this is torch 2\.15\.0"
+    ):
+        check_installed()
+
+
+def test_an_extension_that_does_not_load_is_an_error_of_the_device(tmp_path: Path) -> None:
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN5torch')")
+    message = run("make()", PYTHONPATH=str(tmp_path))
+    assert message.startswith("drivetrain_state.errors.DeviceError: torch-xla is installed and does not load")
+    assert "undefined symbol: _ZN5torch. torch-xla 2.9 works with torch 2.9 alone: pip install" in message
+
+
+@pytest.mark.devices(1, 2)
+@pytest.mark.parametrize(
+    ("program", "variables", "message"),
+    [
+        ("make('cpu')", {}, "backend='xla' on device 'cpu': say --state-device xla"),
+        (
+            "make()",
+            {"PJRT_DEVICE": "TPU"},
+            "PJRT_DEVICE=TPU, and torch-xla finds no such device: libtpu not found",
+        ),
+        (
+            "torch.ones(2, requires_grad=True).sum().backward(); make()",
+            {},
+            "a backward has run in this process before its first tensor on XLA",
+        ),
+        (
+            "import torch_xla; torch.ones(1, device='xla'); make(spmd='data')",
+            {},
+            "xla.spmd='data': a tensor was made on an XLA device before, after which SPMD cannot begin",
+        ),
+        ("make(spmd='data'); make(spmd='off')", {}, "xla.spmd='off': SPMD has begun in this process"),
+    ],
+)
+def test_what_cannot_begin_says_what_would_do(program: str, variables: dict[str, str], message: str) -> None:
+    assert message in run(program, **variables)
+
+
+@pytest.mark.devices(1, 2)
+def test_a_seed_set_before_the_accelerator_is_that_of_xlas_generator() -> None:
+    program = (
+        "torch.manual_seed(7); make(); import torch_xla.core.xla_model as x; exit(str(x.get_rng_state()))"
+    )
+    assert run(program) == "7"
