@@ -31,8 +31,8 @@ from drivetrain_dispatch import (
 )
 from hardware.simulated import device
 
-toy = device.make()
-FIRST, SECOND = (torch.device(device.NAME, index) for index in range(2))
+toy = device.make(device.NPU)
+FIRST, SECOND = (torch.device(device.NPU.name, index) for index in range(2))
 
 
 def on_device(model: nn.Module) -> nn.Module:

@@ -20,8 +20,8 @@ from drivetrain_dispatch import dispatch_model, remove_hooks
 from hardware.simulated import device
 from sweep.model_cases import ModelCase, loss_of
 
-device.make()
-FIRST = torch.device(device.NAME, 0)
+device.make(device.NPU)
+FIRST = torch.device(device.NPU.name, 0)
 NUM_DRAWN = 20  # for a commit
 # What this device cannot compute, and nothing of ours is about.
 NOT_ON_IT = (

@@ -105,9 +105,9 @@ def test_a_plan_shows_the_interface_in_the_command(folder: Path) -> None:
 
 
 def test_a_flag_without_a_counterpart_is_refused(folder: Path) -> None:
-    done = run(folder, "accelerate", "launch", "--tpu", "script.py")
+    done = run(folder, "accelerate", "launch", "--tpu_use_sudo", "script.py")
     assert done.returncode == 2
-    assert "--tpu: there is no TPU launcher here yet" in done.stderr
+    assert "--tpu_use_sudo: the hosts of a slice run a job by `drivetrain submit --on tpu-pod" in done.stderr
 
 
 @pytest.mark.slow

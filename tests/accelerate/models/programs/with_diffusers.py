@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hardware.simulated import device
 
-device.make()
+device.make(device.NPU)
 library = torch.library.Library("aten", "IMPL")
 
 

@@ -15,7 +15,7 @@ ON_ACCELERATOR = sys.argv[2:] == ["npu"]
 if ON_ACCELERATOR:
     from hardware.simulated import device
 
-    device.make()
+    device.make(device.NPU)
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
