@@ -13,6 +13,8 @@ from drivetrain_plan import PlanChoice, PlanError
 from drivetrain_plan.choice import Strategy
 from planned_models import Perceptron
 
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
