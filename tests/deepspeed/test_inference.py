@@ -1,5 +1,6 @@
 """Models that a DeepSpeed engine runs without training: outputs are those of the plain model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def test_what_cannot_run_is_refused(said: dict[str, Any], words: str) -> None:
     context = connect(StateSettings(device="cpu", watchdog=False), needs_group=True)
     with context, pytest.raises(ValueError, match=words):
         infer_with_deepspeed(llama(), context=context, **said)
+
+
+@pytest.mark.ranks(2)
+def test_cut_layers_on_the_cpus_of_several_hosts_are_refused() -> None:
+    with connect(StateSettings(device="cpu", watchdog=False)) as context:
+        own = context.topology
+        apart = replace(own, local_rank=0, local_world_size=1, node_rank=own.rank, num_nodes=2)
+        with pytest.raises(ValueError, match=r"on the CPUs of 2 hosts.* say way='zero'"):
+            infer_with_deepspeed(llama(), context=replace(context, topology=apart), way="tensor")
 
 
 def test_weights_are_kept_on_the_host_or_on_a_disk() -> None:

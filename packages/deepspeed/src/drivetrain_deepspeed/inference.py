@@ -48,12 +48,18 @@ def infer_with_deepspeed(
     way = way or _fitting_way(model, dtype, context, offload_folder)
     if way == "tensor" and offload_folder is not None:
         raise ValueError("offload_folder with way='tensor': ranks hold all their parts; say way='zero'")
+    topology = context.topology
+    if way == "tensor" and context.device.type == "cpu" and topology.num_nodes > 1:
+        raise ValueError(
+            f"way='tensor' on the CPUs of {topology.num_nodes} hosts: DeepSpeed sums over the shared memory of one; "
+            "say way='zero'"
+        )
     if way == "zero" and kernels:
         raise ValueError("kernels=True with way='zero': gathered weights are torch's; say way='tensor'")
     deepspeed: Any = load_deepspeed(context)
     if dtype is not None:
         model = model.to(dtype)
-    size = context.topology.world_size
+    size = topology.world_size
     with entering(context):
         if way == "tensor":
             return deepspeed.init_inference(
@@ -62,11 +68,10 @@ def infer_with_deepspeed(
                 dtype=_dtype_of(model),
                 replace_with_kernel_inject=kernels,
             )
-        engine = deepspeed.initialize(model=model, config=zero_inference_config(model, size, offload_folder))[
-            0
-        ]
+        config = zero_inference_config(model, size, offload_folder)
+        engine = deepspeed.initialize(model=model, config=config)[0]
     if environ.read("LOCAL_RANK") is None:  # stage 3 reads it in every forward, and a single process lacks it
-        environ.put(LOCAL_RANK=str(context.topology.local_rank))
+        environ.put(LOCAL_RANK=str(topology.local_rank))
         context.before_close(partial(environ.put, LOCAL_RANK=None))
     engine.eval()
     return engine
@@ -99,8 +104,10 @@ def _fitting_way(
     model: nn.Module, dtype: torch.dtype | None, context: Context, offload_folder: Path | None
 ) -> Way:
     """Return the way for a model: in parts where the devices hold them with a fifth to spare, else gathered."""
-    if offload_folder is not None or context.device.type == "cpu":
-        return "zero" if offload_folder is not None else "tensor"
+    if offload_folder is not None:
+        return "zero"
+    if context.device.type == "cpu":  # whose memory is the host's, where the model is already
+        return "tensor" if context.topology.num_nodes == 1 else "zero"
     needed = sum(p.numel() * (dtype or p.dtype).itemsize for p in model.parameters())
     free, _ = torch.get_device_module(context.device).mem_get_info(context.device)
     return "tensor" if 1.2 * needed / context.topology.world_size <= free else "zero"

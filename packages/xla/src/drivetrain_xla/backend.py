@@ -1,19 +1,16 @@
 """The backend for torch-xla: one process, on one device or on several by SPMD."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from drivetrain_backends.composed.backend import ComposedBackend
 from drivetrain_backends.composed.strategy import ModelTransform, Strategy
-from drivetrain_backends.composed.transforms import HoldDtypes, PreparedForwards
-from drivetrain_backends.modules.model_checks import check_values
+from drivetrain_backends.composed.transforms import HoldDtypes, MoveToDevice, PreparedForwards
 from drivetrain_backends.protocol import AutoValue
-from drivetrain_state import Context
 from drivetrain_xla.layout import XLALayout
 from drivetrain_xla.library import load_library
 from drivetrain_xla.settings import XLASettings
@@ -71,23 +68,14 @@ class XLABackend(ComposedBackend):
         }
 
 
-class MoveInPlace(ModelTransform):
+class MoveInPlace(MoveToDevice):
     """Move a model to the XLA device, whose parameters stay the objects that optimizers hold."""
-
-    def __init__(self, context: Context) -> None:
-        self._device = context.device
-
-    def plan(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Refuse a model without values."""
-        del optimizers
-        for model in models:
-            check_values(model)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Exchange what the parameters hold; torch would make other parameters on another kind of device."""
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            return model.to(self._device)
+            return super().apply(model)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
