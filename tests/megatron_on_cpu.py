@@ -34,12 +34,18 @@ class _Stream:
         return self
 
 
+def _causal_mask(size: int) -> torch.Tensor:
+    return torch.ones(size, size).triu(diagonal=1).bool()
+
+
 @contextmanager
 def megatron_on_cpu() -> Generator[None]:
     """Run Megatron's layers, models and schedules on the host in the block.
 
     Regions with random numbers of their own are not told apart: that tracker keeps states of CUDA alone.
     """
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -58,6 +64,11 @@ def megatron_on_cpu() -> Generator[None]:
         mock.patch.object(nn.Module, "cuda", lambda module, *args: module),
         # Megatron-Core 0.16.1 asks for this name of Transformer Engine, which it leaves out if that is missing.
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        # What a block that is computed again begins with, beside the host's own state.
+        mock.patch.object(megatron_random, "_get_cuda_rng_state", lambda **options: None),
+        mock.patch.object(megatron_random, "_set_cuda_rng_state", lambda state, **options: None),
+        # The backward that computes a block again leaves modes of functions out.
+        mock.patch.object(fused_softmax, "get_default_causal_mask", _causal_mask),
         HostInsteadOfCuda(),
     ):
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -6,10 +6,13 @@ import pytest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain import Accelerator
 from drivetrain_backends.errors import AccumulationError
 from drivetrain_megatron import megatron_from_transformers, transformers_from_megatron
+from drivetrain_plan import MODES, FactorySource, TrainingJob, parse_hardware, plan_training, run_rank
+from drivetrain_plan.model.source import BuiltSource
 from drivetrain_state import ParallelDims
 from megatron_models import config_of, losses_of, model_of, tokens
 from megatron_on_cpu import megatron_on_cpu
@@ -84,6 +87,27 @@ def test_two_ranks_that_divide_layers_train_as_one_process(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "tied llama"])
 def test_two_ranks_that_divide_sequences_too_train_as_one_process(kind: str) -> None:
     check(kind, ParallelDims(tensor=2), sequence_parallel=True)
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+def test_a_planned_choice_trains_as_one_process_with_the_products_that_were_predicted() -> None:
+    pins = {"backend": "megatron", "tensor": 2, "checkpointing": "full", "sequence": True}
+    built = FactorySource("llama", lambda: model_of("llama"))
+    hardware, job = parse_hardware("2x8GB cpu"), TrainingJob(batch=4, pins=pins)
+    choice = plan_training(built, hardware, job, MODES["fp32"], num_tokens=12).plans[0].choice
+    dims = choice.dims()
+    assert dims == ParallelDims(tensor=2)
+    check("llama", dims, **choice.model_options())
+    predicted = run_rank(
+        BuiltSource(built, MODES["fp32"], fuses_attention=False), choice, MODES["fp32"], num_tokens=12
+    )
+    with megatron_on_cpu():
+        accelerator, model, _ = start("llama", dims, choice.model_options())
+        with FlopCounterMode(display=False) as counted:
+            accelerator.backward(losses_of(model, batch(0)).mean())
+        accelerator.end_training()
+    # The rows that pad a vocabulary are computed too.
+    assert predicted.flops <= counted.get_total_flops() < 1.5 * predicted.flops
 
 
 @pytest.mark.ranks(2, timeout_seconds=170)

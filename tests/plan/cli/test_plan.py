@@ -50,6 +50,24 @@ def test_a_model_that_asks_for_values_is_planned_by_its_sizes_and_says_so(capsys
     assert told["plans"][0]["memory_bytes"]["weights"] == 4 * told["parameters"]
 
 
+def test_the_sizes_of_megatrons_models_are_told_with_how_to_build_them(
+    tmp_path: Path, capsys: Output
+) -> None:
+    pytest.importorskip("transformers")
+    llama_source(tmp_path)
+    pins = ("backend=megatron", "tensor=2", "checkpointing=full", "sequence=true")
+    told = plan(capsys, str(tmp_path), pin=pins)
+    assert "tensor 2, Megatron's layers, sequence, recomputed" in told
+    assert "megatron_from_transformers(model, options={'sequence_parallel': True" in told
+    assert (
+        "drivetrain launch --num-processes 2 --backend megatron --mixed-precision no --parallel-tensor 2"
+        in told
+    )
+    first = json.loads(plan(capsys, str(tmp_path), pin=pins, json=True))["plans"][0]
+    assert first["model_options"]["recompute_granularity"] == "full"
+    assert first["basis"] == "program"
+
+
 @pytest.mark.slow
 def test_a_configuration_alone_is_planned(tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("transformers")

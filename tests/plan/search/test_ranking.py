@@ -120,11 +120,56 @@ def test_pins_hold_and_the_rest_is_chosen() -> None:
         ({"strategy": "zero2"}, 64, "strategy=zero2 is DeepSpeed's: say --deepspeed"),
         ({"micro_batch": 3}, 64, "micro_batch=3 on 1 ranks.*does not divide a batch of 64"),
         ({"tensor": 0}, 64, "tensor=0: a size is a whole number"),
+        ({"backend": "foo"}, 64, "backend=foo: may be single, ddp, fsdp, deepspeed, megatron"),
+        (
+            {"backend": "megatron", "shard": 2},
+            64,
+            "shard=2 with backend=megatron: .* data, tensor and pipeline",
+        ),
+        (
+            {"backend": "megatron", "offload": "host"},
+            64,
+            "offload=host with backend=megatron: .* stay on the dev",
+        ),
+        ({"backend": "megatron", "checkpointing": "selective"}, 64, "selective.*may be none, full"),
     ],
 )
 def test_what_contradicts_itself_says_what_would_do(pins: dict[str, object], batch: int, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         best(model_of(2 * GB), "8x80GB h100", batch, **pins)
+
+
+def test_models_of_megatron_are_replicated_divided_and_put_into_stages_alone() -> None:
+    model = model_of(2 * GB, tensor=(1, 2, 4))
+    plain = model.plain
+    less = BatchFigures(first=plain.first.changed(activations=0), further=plain.further)
+    model = replace(model, sharded={}, unsharded={"none": plain, "full": less})
+    job = TrainingJob(batch=64, pins={"backend": "megatron"})
+    plans, rejected = search(model, parse_hardware("8x80GB h100"), job, in_half=True)
+    found = [plan.choice for plan in (*plans, *rejected)]
+    assert {choice.backend for choice in found} == {"megatron"}
+    assert all(choice.shard == choice.context == choice.expert == 1 for choice in found)
+    assert {(choice.tensor, choice.pipeline) for choice in found} >= {(1, 1), (4, 1), (2, 2), (1, 8)}
+    assert {choice.checkpointing for choice in found} == {"none", "full"}
+    divided = best(model, "8x80GB h100", backend="megatron", tensor=4, sequence=True, checkpointing="full")
+    assert divided.sections() == {
+        "run": {"backend": "megatron", "mixed_precision": "no"},
+        "parallel": {"data": 2, "tensor": 4},
+    }
+    assert divided.model_options() == {
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def test_stages_of_megatron_share_no_weights() -> None:
+    plain = model_of(2 * GB).plain
+    model = replace(model_of(2 * GB), unsharded={"none": plain}, ties_weights=True)
+    assert best(model, "8x80GB h100", backend="megatron").pipeline == 1
+    with pytest.raises(PlanError, match=r"pipeline=2 with backend=megatron: model ties weights"):
+        best(model, "8x80GB h100", backend="megatron", pipeline=2)
 
 
 def test_sequences_alone_may_shard() -> None:

@@ -10,6 +10,8 @@ from drivetrain_state.mesh import MeshPlan, ParallelDims
 Strategy = Literal["none", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "host", "nvme"]
 Checkpointing = Literal["none", "selective", "full"]
+Layers = Literal["own", "megatron"]
+BACKENDS = ("single", "ddp", "fsdp", "deepspeed", "megatron")  # that a choice may be of
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 _STAGE_NAMES = {name: f"ZeRO {stage} of" for name, stage in _STAGES.items()}
@@ -26,6 +28,7 @@ class PlanChoice:
         offload: The memory that keeps parameters and optimizer states between uses; "none" for the devices' own.
         checkpointing: The part of each block that is computed again in backward: "selective" is all but matrix
             products and attention.
+        layers: The layers that compute: the model's own, or those of Megatron-Core, of which the loop builds it.
         sequence: Whether ranks of `tensor` also divide what stands between divided layers.
         micro_batch: The samples of one forward of a rank.
         accumulation: The micro-batches of one optimizer step.
@@ -40,6 +43,7 @@ class PlanChoice:
     strategy: Strategy = "none"
     offload: Offload = "none"
     checkpointing: Checkpointing = "none"
+    layers: Layers = "own"
     sequence: bool = False
     micro_batch: int = 1
     accumulation: int = 1
@@ -73,7 +77,8 @@ class PlanChoice:
     @property
     def by_blocks(self) -> bool:
         """True if FSDP holds the model's blocks, which also computes their activations again."""
-        return not self.by_stages and (self.strategy != "none" or self.checkpointing != "none")
+        asked = self.strategy != "none" or self.checkpointing != "none"
+        return self.layers == "own" and not self.by_stages and asked
 
     @property
     def in_buckets(self) -> bool:
@@ -83,8 +88,8 @@ class PlanChoice:
     @property
     def backend(self) -> str:
         """The name of the backend that trains so."""
-        if self.by_stages:
-            return "deepspeed"
+        if self.layers != "own" or self.by_stages:
+            return "deepspeed" if self.by_stages else self.layers
         return "fsdp" if self.by_blocks else "ddp" if self.in_buckets else "single"
 
     @property
@@ -100,6 +105,7 @@ class PlanChoice:
         for axis in ("context", "tensor", "expert"):
             said += [f"{axis} {getattr(self, axis)}"] if getattr(self, axis) > 1 else []
         name = " x ".join(said) or "one device"
+        name += ", Megatron's layers" if self.layers == "megatron" else ""
         name += ", sequence" if self.sequence else ""
         name += {"none": "", "selective": ", recomputed in part", "full": ", recomputed"}[self.checkpointing]
         return name if self.offload == "none" else f"{name}, offloaded to {self.offload}"
@@ -115,13 +121,24 @@ class PlanChoice:
             for axis in ("pipeline", "context", "tensor", "expert")
             if (size := getattr(self, axis)) > 1
         }
-        if self.sequence:
+        if self.sequence and self.layers == "own":
             said["sequence"] = True
         if self.pipeline > 1:  # whose micro-batches are pieces of one batch
             said["pipeline_micro_batches"] = self.accumulation
         if said:
             said |= {axis: size for axis in ("data", "shard") if (size := getattr(self, axis)) > 1}
         return ParallelDims(**said) if said else None
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the arguments of Megatron's `TransformerConfig` that build a model for this choice."""
+        options: dict[str, Any] = {"sequence_parallel": True} if self.sequence else {}
+        if self.checkpointing == "full":
+            options |= {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        return options
 
     def mesh(self) -> MeshPlan:
         """Return the mesh of this choice, with all axes."""

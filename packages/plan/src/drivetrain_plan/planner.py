@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_dispatch.errors import CostError
 from drivetrain_parallel import ParallelPlanError, named_cuts, plan_experts, plan_model
-from drivetrain_plan.choice import Checkpointing, PlanChoice
+from drivetrain_plan.choice import Checkpointing, Layers, PlanChoice
 from drivetrain_plan.compat import fake_meshes
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
@@ -44,6 +44,13 @@ _WHOLE = 4  # blocks of a make, up to which the program runs whole
 _MOST_TENSOR = 16  # ranks that divide a layer
 _KINDS: tuple[Checkpointing, ...] = ("none", "full")  # that are tried; each takes programs of its own
 _EXACT = 4  # plans whose own program is run
+
+# By the layers that compute: the field of `ModelFigures` that holds their figures by kind of checkpointing, and what
+# their programs divide.
+_MEASURED: Mapping[Layers, tuple[str, Mapping[str, Any]]] = {
+    "own": ("sharded", {"shard": 2, "strategy": "full_shard"}),
+    "megatron": ("unsharded", {"layers": "megatron"}),
+}
 
 _UNDIVIDED = (
     CostError,
@@ -82,7 +89,8 @@ def plan_training(
         PlanError: What is given contradicts itself, or the model cannot be trained; the message says what would do.
     """
     check_pins(hardware, job)
-    built = BuiltSource(source, mode)
+    # Megatron's own attention keeps the scores of all pairs of tokens.
+    built = BuiltSource(source, mode, fuses_attention=not job.is_megatron)
     in_half = (mode.autocast or _dtype_of(built.build())).itemsize < 4
     with fake_meshes() as meshes:
         program = partial(
@@ -90,7 +98,7 @@ def plan_training(
         )
         run = _once(program)
         model = measure_model(
-            built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host, pins=job.pins
+            built, mode, run, num_tokens=num_tokens, most_tensor=hardware.devices_per_host, pins=job.fixed
         )
         plans, rejected = search(model, hardware, job, in_half=in_half)
         if model.basis == "program":
@@ -153,19 +161,20 @@ def measure_model(
         return BatchFigures(first=one, further=two.plus(one, times=-1))
 
     kinds: tuple[Checkpointing, ...] = (pins["checkpointing"],) if "checkpointing" in pins else _KINDS
+    name, way = _MEASURED[pins.get("layers", "own")]
     try:
         plain = of_batches()
-        sharded = {kind: of_batches(shard=2, strategy="full_shard", checkpointing=kind) for kind in kinds}
+        by_kind = {kind: of_batches(checkpointing=kind, **way) for kind in kinds}
     except CostError as error:
         return replace(
             known, **formula_figures(model, num_tokens, known.num_parameters, kinds), why=str(error)
         )
-    known = replace(known, plain=plain, sharded=sharded)
+    known = replace(known, plain=plain, **{name: by_kind})
     if is_undivided:
         return known
     few = source.build(dict.fromkeys(counts, 1))
-    divides_sequences = num_tokens >= 2 * LEAST_TOKENS or pins.get("context", 1) > 1
-    halves, tensor_sizes = _divisions(few, figures, most_tensor, divides_sequences=divides_sequences)
+    ranks = pins.get("context", 2 if num_tokens >= 2 * LEAST_TOKENS else 1)
+    halves, tensor_sizes = _divisions(few, figures, most_tensor, divides_sequences=ranks > 1)
     return replace(known, halves=halves, tensor_sizes=tensor_sizes)
 
 
@@ -193,6 +202,8 @@ def _sizes_of(
         plain=BatchFigures(first=StepFigures(), further=StepFigures()),
         sharded={},
         num_experts=num_experts,
+        ties_weights=len(dict(model.named_parameters(remove_duplicate=False)))
+        > len(list(model.parameters())),
         expert_weights=experts,
     )
 

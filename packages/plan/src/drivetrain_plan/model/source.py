@@ -123,11 +123,21 @@ class ModuleSource(FactorySource):
 
 
 class BuiltSource:
-    """The models of a source, built once for each mode, and copied with all or few of their blocks."""
+    """The models of a source, built once for each mode, and copied with all or few of their blocks.
 
-    def __init__(self, source: ModelSource, mode: TrainingMode) -> None:
+    Args:
+        source: The source.
+        mode: The dtypes of weights and computing.
+        fuses_attention: Whether attention is computed as the model has it; otherwise each step of it by itself, where
+            the model is one of transformers.
+    """
+
+    def __init__(self, source: ModelSource, mode: TrainingMode, *, fuses_attention: bool = True) -> None:
         self.name, self.inputs, self.loss_of = source.name, source.inputs, source.loss_of
         self._whole = source.build(mode)
+        if not fuses_attention and hasattr(self._whole, "set_attn_implementation"):
+            model: Any = self._whole
+            model.set_attn_implementation("eager")
 
     def build(self, kept: Mapping[tuple[str, int], int] | None = None) -> nn.Module:
         """Return a model on meta with `kept` blocks of each make (see `shortened`), or all of them."""

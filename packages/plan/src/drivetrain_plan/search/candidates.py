@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, get_args
 
-from drivetrain_plan.choice import Checkpointing, Offload, PlanChoice, Strategy
+from drivetrain_plan.choice import BACKENDS, Checkpointing, Offload, PlanChoice, Strategy
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.search.model_figures import ModelFigures
@@ -19,7 +19,12 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "offload": get_args(Offload),
     "checkpointing": get_args(Checkpointing),
     "sequence": (True, False),
+    "backend": BACKENDS,
 }
+# What Megatron's layers fix: their models are divided among data, tensor and pipeline, and fit the devices.
+_OF_MEGATRON: Mapping[str, Any] = {
+    "layers": "megatron", "shard": 1, "context": 1, "expert": 1, "strategy": "none", "offload": "none",
+}  # fmt: skip
 _OF_ENGINES = ("zero1", "zero2", "zero3", "nvme")
 LEAST_TOKENS = 1024  # of a rank, where sequences are divided
 _FSDP = [("full_shard", "none"), ("full_shard", "host")]
@@ -49,13 +54,40 @@ class TrainingJob:
             allowed = _WORDS.get(name)
             if allowed is not None and value not in allowed:
                 raise PlanError(f"{name}={value}: may be {', '.join(map(str, allowed))}")
-            if allowed is None and name != "backend" and (type(value) is not int or value < 1):
+            if allowed is None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name}={value}: a size is a whole number of 1 or more")
+        if self.is_megatron:
+            _check_megatron(self.pins)
         by_engine = [f"{name}={value}" for name, value in self.pins.items() if value in _OF_ENGINES]
         if by_engine and not self.engines:
             raise PlanError(
                 f"{by_engine[0]} is DeepSpeed's: say --deepspeed, or engines=True, to plan with it"
             )
+
+    @property
+    def is_megatron(self) -> bool:
+        """True if the model is to be built of Megatron's layers."""
+        return self.pins.get("backend") == "megatron"
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """The parts of a choice that are given: those pinned, and those that follow from its backend."""
+        pins = {name: value for name, value in self.pins.items() if name != "backend"}
+        return {**pins, **_OF_MEGATRON} if self.is_megatron else {**pins, "layers": "own"}
+
+
+def _check_megatron(pins: Mapping[str, Any]) -> None:
+    for name, value in _OF_MEGATRON.items():
+        if pins.get(name, value) != value:
+            raise PlanError(
+                f"{name}={pins[name]} with backend=megatron: its models are divided among data, tensor and pipeline, "
+                "and stay on the devices; leave it out, or plan with another backend"
+            )
+    if pins.get("checkpointing") == "selective":
+        raise PlanError(
+            "checkpointing=selective with backend=megatron: its own selective recomputation is of attention alone, "
+            "and is not planned; may be none, full"
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -72,9 +104,13 @@ def candidates(
     Raises:
         PlanError: The pins contradict each other, the devices or the batch.
     """
-    world, pins = hardware.num_devices, dict(job.pins)
-    backend = pins.pop("backend", None)
+    world, pins, backend = hardware.num_devices, job.fixed, job.pins.get("backend")
     check_pins(hardware, job)
+    if job.is_megatron and model.ties_weights and pins.get("pipeline", 1) > 1:
+        raise PlanError(
+            f"pipeline={pins['pipeline']} with backend=megatron: {model.name} ties weights, which its stages do not "
+            "share; leave it out, or untie them"
+        )
     found = False
     for mesh in _meshes(model, hardware, job, pins):
         for way, sizes in _ways(model, job, mesh, pins):
@@ -143,6 +179,8 @@ def _meshes(
             if world % (tensor * context) or (context > 1 and "context" not in model.halves):
                 continue
             stages = [n for n in divisors(rest) if n == 1 or model.num_blocks % n == 0]
+            if model.ties_weights and job.is_megatron:  # whose stages share no weight
+                stages = [1]
             for pipeline in sizes("pipeline", stages):
                 # Parts of sequences pass between no stages.
                 if rest % pipeline or (pipeline > 1 and context > 1):
@@ -154,8 +192,9 @@ def _meshes(
                     if readers % shard or pins.get("data", readers // shard) != readers // shard:
                         continue
                     mesh = PlanChoice(
-                        pipeline=pipeline, data=readers // shard, shard=shard, context=context, tensor=tensor
-                    )
+                        pipeline=pipeline, data=readers // shard, shard=shard, context=context, tensor=tensor,
+                        layers=pins["layers"],
+                    )  # fmt: skip
                     yield from _with_experts(model, mesh, pins)
 
 
@@ -190,7 +229,8 @@ def _ways(
         strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
         strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
     for strategy, offload in strategies:
-        for checkpointing in model.sharded if not strategy.startswith("zero") else ("none",):
+        kinds = ("none",) if strategy.startswith("zero") else model.kinds(mesh.layers)
+        for checkpointing in kinds:
             for sequence in (True, False) if mesh.tensor > 1 else (False,):
                 if sequence and (
                     mesh.pipeline * mesh.context * mesh.expert > 1

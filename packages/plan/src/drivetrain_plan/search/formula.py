@@ -58,6 +58,7 @@ def formula_figures(
 
     return {
         "plain": of(_KEPT["none"]),
+        "unsharded": {kind: of(_KEPT[kind]) for kind in kinds},
         "sharded": {kind: halved(of(_KEPT[kind])) for kind in kinds},
         "basis": "formula",
     }

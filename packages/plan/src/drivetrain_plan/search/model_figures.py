@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from drivetrain_plan.choice import Checkpointing, PlanChoice
+from drivetrain_plan.choice import Checkpointing, Layers, PlanChoice
 from drivetrain_plan.program.figures import StepFigures
 
 
@@ -33,10 +33,12 @@ class ModelFigures:
         gathered_share: The share of weights' bytes that FSDP gathers: less than 1 where it casts them before.
         plain: The figures of one device.
         sharded: The figures of one of two ranks that FSDP shards it over, by kind of checkpointing.
+        unsharded: The figures of one device by kind of checkpointing, where it needs no FSDP.
         halves: For each axis that divides the model, the figures of its program among two ranks, for one sample.
         tensor_sizes: The numbers of ranks that can divide its layers.
         num_experts: The number of experts of a block; 0 without.
         expert_weights: The bytes of the parameters of all experts.
+        ties_weights: Whether two of its modules share a parameter.
         basis: "program" where the figures were counted, "formula" where they follow from sizes alone.
         why: The reason for a formula.
     """
@@ -50,12 +52,18 @@ class ModelFigures:
     gathered_share: float = 1
     plain: BatchFigures
     sharded: Mapping[Checkpointing, BatchFigures]
+    unsharded: Mapping[Checkpointing, BatchFigures] = field(default_factory=dict[Checkpointing, BatchFigures])
     halves: Mapping[str, StepFigures] = field(default_factory=dict[str, StepFigures])
     tensor_sizes: tuple[int, ...] = (1,)
     num_experts: int = 0
     expert_weights: float = 0
+    ties_weights: bool = False
     basis: str = "program"
     why: str = ""
+
+    def kinds(self, layers: Layers) -> tuple[Checkpointing, ...]:
+        """Return the kinds of checkpointing whose figures are known, for some layers."""
+        return tuple(self.sharded) if layers == "own" else tuple(self.unsharded)
 
     def of(self, choice: PlanChoice) -> StepFigures:
         """Return the figures of a rank that divides layers and sequences as a choice does, and no parameters.
@@ -63,8 +71,8 @@ class ModelFigures:
         Each figure consists of a part that ranks divide and one that each of them has: two runs tell them apart.
         Under FSDP they are those of one of two ranks.
         """
-        batches = self.sharded[choice.checkpointing] if choice.by_blocks else self.plain
-        found, whole = batches.of(choice.micro_batch), self.plain.first
+        by_kind = self.sharded if choice.by_blocks else {"none": self.plain, **self.unsharded}
+        found, whole = by_kind[choice.checkpointing].of(choice.micro_batch), self.plain.first
         axis = "tensor and sequence" if choice.sequence else "tensor"
         for name, size in ((axis, choice.tensor), ("context", choice.context)):
             if size > 1:
