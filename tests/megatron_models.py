@@ -14,10 +14,15 @@ _SIZES = {
     "vocab_size": NUM_TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES),
     "tied llama": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {**_SIZES, "sliding_window": None}),
+    "llama 3": ("LlamaConfig", {**_SIZES, "rope_parameters": _LLAMA3}),
+    "mistral": ("MistralConfig", {**_SIZES, "sliding_window": None, "num_key_value_heads": 4}),
     "qwen2": ("Qwen2Config", _SIZES),
     "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16}),
     "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4}),

@@ -65,8 +65,8 @@ def megatron_on_cpu() -> Generator[None]:
         # Megatron-Core 0.16.1 asks for this name of Transformer Engine, which it leaves out if that is missing.
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         # What a block that is computed again begins with, beside the host's own state.
-        mock.patch.object(megatron_random, "_get_cuda_rng_state", lambda **options: None),
-        mock.patch.object(megatron_random, "_set_cuda_rng_state", lambda state, **options: None),
+        mock.patch.object(megatron_random, "_get_cuda_rng_state", return_value=None),
+        mock.patch.object(megatron_random, "_set_cuda_rng_state"),
         # The backward that computes a block again leaves modes of functions out.
         mock.patch.object(fused_softmax, "get_default_causal_mask", _causal_mask),
         HostInsteadOfCuda(),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -44,9 +45,11 @@ def train_plainly(kind: str) -> tuple[list[float], list[float], dict[str, Tensor
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def start(kind: str, parallelism: ParallelDims, options: dict[str, Any], **more: Any) -> tuple[Any, Any, Any]:
+def start(
+    kind: str, parallelism: ParallelDims, options: dict[str, Any], dtype: Any = None, **more: Any
+) -> tuple[Any, Any, Any]:
     accelerator = accelerator_of("megatron", parallelism=parallelism, **more)
-    model = megatron_from_transformers(model_of(kind).train(), options=options)
+    model = megatron_from_transformers(model_of(kind).to(dtype).train(), options=options)
     return accelerator, *accelerator.prepare(model, optimizer_of(model))
 
 
@@ -155,6 +158,42 @@ def check_stages(kind: str, parallelism: ParallelDims) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_two_stages_train_as_one_process(kind: str) -> None:
     check_stages(kind, ParallelDims(pipeline=2))
+
+
+def train_batch(accelerator: Accelerator, step: int) -> float:
+    result = accelerator.train_step(
+        {"ids": batch(step)}, loss=lambda model, piece: losses_of(model, piece["ids"]).mean(), max_norm=CLIP
+    )
+    return result.loss.item()
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+def test_two_stages_send_what_they_compute_in_half_precision() -> None:
+    expected, _, _ = train_plainly("llama")
+    with megatron_on_cpu():
+        accelerator, *_ = start("llama", ParallelDims(pipeline=2), {}, dtype=torch.bfloat16)
+        losses = [train_batch(accelerator, step) for step in range(NUM_STEPS)]
+        accelerator.end_training()
+        assert losses == pytest.approx(expected, abs=5e-2)
+        # Megatron's layers follow autocast in backward on CUDA alone: here, what a stage is to send.
+        accelerator, model, _ = start("llama", ParallelDims(pipeline=2), {}, mixed_precision="bf16")
+        assert accelerator.unwrap_model(model).config.pipeline_dtype == torch.bfloat16
+        accelerator.end_training()
+
+
+@pytest.mark.ranks(2, timeout_seconds=170)
+def test_a_model_in_stages_is_prepared_again_by_another_accelerator() -> None:
+    with megatron_on_cpu():
+        model = None
+        for _ in range(2):
+            accelerator = accelerator_of("megatron", parallelism=ParallelDims(pipeline=2))
+            model = model or megatron_from_transformers(model_of("llama").train())
+            accelerator.prepare(model, optimizer_of(model))
+            train_batch(accelerator, 0)
+            accelerator.free_memory()
+            accelerator.prepare(model, optimizer_of(model))
+            train_batch(accelerator, 0)
+            accelerator.end_training()
 
 
 @pytest.mark.slow

@@ -8,14 +8,23 @@ from torch import nn
 
 from drivetrain_backends import BackendContract
 from drivetrain_megatron import MegatronBackend, MegatronSettings
+from drivetrain_megatron.groups import close_parallel_state
 from drivetrain_state import ParallelDims
 from megatron_layers import column_layer, row_layer
 from megatron_on_cpu import megatron_on_cpu
 from plain_loop.backends import context
 
 
+class ClosesState(MegatronBackend):
+    """Ends Megatron's state with each backend: without one, the contract's plain loop builds whole layers."""
+
+    def close(self) -> None:
+        super().close()
+        close_parallel_state()
+
+
 class ColumnContract(BackendContract):
-    backend = MegatronBackend
+    backend = ClosesState
     settings: ClassVar[Any] = MegatronSettings(bucket_size_mb=1)
     modes = ("no",)
     layer: ClassVar[Callable[..., nn.Module]] = staticmethod(column_layer)
@@ -40,6 +49,13 @@ def test_layers_divided_by_columns_pass_the_contract(sizes: dict[str, int]) -> N
 @pytest.mark.ranks(2, timeout_seconds=170)
 def test_layers_divided_by_rows_pass_the_contract() -> None:
     check(RowContract, tensor=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3, timeout_seconds=170)
+@pytest.mark.parametrize("contract", [ColumnContract, RowContract])
+def test_layers_divided_by_three_pass_the_contract(contract: type[BackendContract]) -> None:
+    check(contract, tensor=3)  # which divide the contract's layers of 6
 
 
 @pytest.mark.slow

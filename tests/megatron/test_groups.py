@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from drivetrain_backends import AccumulationWindow
 from drivetrain_megatron import MegatronBackend, megatron_from_transformers
+from drivetrain_megatron.compat import own_groups
 from drivetrain_megatron.groups import (
     check_axes,
     check_same_groups,
@@ -34,8 +35,10 @@ from plain_loop.backends import context
 def test_groups_hold_the_ranks_of_the_mesh(sizes: dict[str, int]) -> None:
     with context(parallelism=ParallelDims(**sizes)) as where:
         before = len(dist.distributed_c10d._world.pg_map)
-        assert open_parallel_state(where)
-        assert not open_parallel_state(where)  # what is there is taken as it is
+        open_parallel_state(where)
+        made = own_groups()
+        open_parallel_state(where)  # what is there is taken as it is
+        assert own_groups() == made
         names = {"tensor": "tensor_model", "reads": "data", "pipeline": "pipeline_model"}
         for view, name in names.items():
             group = getattr(parallel_state, f"get_{name}_parallel_group")()
@@ -75,11 +78,14 @@ def test_axes_that_divide_nothing_here_are_refused(sizes: dict[str, int], messag
 
 
 @pytest.mark.ranks(1)
-def test_the_state_lives_as_long_as_the_backend() -> None:
+def test_the_state_lives_as_long_as_the_mesh_for_one_backend_or_two() -> None:
     with pytest.raises(RuntimeError, match=r"before Accelerator\(backend='megatron'\)"):
         megatron_from_transformers(model_of("llama"))
     with context() as where:
-        backend = MegatronBackend(where, choose_policy("no", where.device), window=AccumulationWindow(1))
+        policy = choose_policy("no", where.device)
+        first, second = (MegatronBackend(where, policy, window=AccumulationWindow(1)) for _ in range(2))
         assert parallel_state.is_initialized()
-        backend.close()
-        assert not parallel_state.is_initialized()
+        first.close()
+        second.close()
+        assert parallel_state.is_initialized()
+    assert not parallel_state.is_initialized()

@@ -8,6 +8,8 @@ from drivetrain_megatron.conversion import check_sizes
 from drivetrain_megatron.shapes import shape_of
 from megatron_models import KINDS, config_of
 
+_HALF_AS_LONG = {**config_of("llama 3").rope_parameters, "original_max_position_embeddings": 4096}
+
 
 def test_sizes_and_kinds_are_read() -> None:
     shape = shape_of(config_of("qwen3"))
@@ -28,6 +30,7 @@ def test_sizes_and_kinds_are_read() -> None:
         ("llama", "mlp_bias", True, "mlp_bias=True"),
         ("llama", "attention_bias", True, "attention_bias=True"),
         ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}, r"\['rope_type'\]='linear'"),
+        ("llama 3", "rope_parameters", _HALF_AS_LONG, r"\['original_max_position_embeddings'\]=4096.* compute 8192"),
         ("mistral", "sliding_window", 8, "sliding_window=8"),
         ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise=0.1"),
         ("gpt2", "activation_function", "relu", "activation_function='relu': .* 'gelu_new' or 'gelu_pytorch_tanh'"),

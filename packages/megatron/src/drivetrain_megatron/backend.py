@@ -1,6 +1,5 @@
 """The backend: models of Megatron's layers as replicas of parts, with gradients averaged over replicas by DDP."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,20 +22,18 @@ from drivetrain_backends.state_dict.dtensor import broadcast_parts
 from drivetrain_backends.state_dict.tensor_part import TensorDivision
 from drivetrain_megatron.compat import EXTRA_STATE
 from drivetrain_megatron.divisions import find_cuts
-from drivetrain_megatron.groups import check_axes, close_parallel_state, open_parallel_state
+from drivetrain_megatron.groups import check_axes, open_parallel_state
 from drivetrain_megatron.settings import MegatronSettings
 from drivetrain_megatron.stages import BuiltStageLayout, BuiltStages, ScheduledPrepared
 from drivetrain_messages import format_count
 from drivetrain_precision import is_low_bit
 from drivetrain_state import Context, synchronize_rng_states
 
-logger = logging.getLogger(__name__)
-
 
 class MegatronBackend(DDPBackend):
     """A backend for models of Megatron's layers, which are built after it and hold this rank's parts.
 
-    Megatron's parallel state is made of the mesh, for as long as the backend lives. The step is that of the prepared
+    Megatron's parallel state is made of the mesh, and lives as long as that. The step is that of the prepared
     torch optimizer over each rank's parts.
 
     Raises:
@@ -51,7 +48,7 @@ class MegatronBackend(DDPBackend):
     def compose(self) -> Strategy:
         """Return the strategy of replicas, over models that arrive in parts."""
         check_axes(self.context)
-        self._owns_state = open_parallel_state(self.context)
+        open_parallel_state(self.context)
         adopt = AdoptParts(self.context)
         given: MegatronSettings = self.settings
         self.settings = DDPSettings(
@@ -66,7 +63,7 @@ class MegatronBackend(DDPBackend):
             strategy.gradients.partners = self.context.ranks("replica").process_group
         if self.context.ranks("tensor").size > 1:
             guards = (*guards, WholeWeightsGuard(layout))
-        stages = BuiltStages(self.context) if self.context.ranks("pipeline").size > 1 else None
+        stages = BuiltStages(self.context, self.policy) if self.context.ranks("pipeline").size > 1 else None
         before = (adopt,) if stages is None else (stages, adopt)
         return replace(
             strategy,
@@ -79,12 +76,6 @@ class MegatronBackend(DDPBackend):
     def across(self, strategy: Strategy) -> Strategy:
         """Return the strategy as it is: Megatron's layers are divided by themselves."""
         return strategy
-
-    def close(self) -> None:
-        """Forget all models, and give Megatron's parallel state up."""
-        super().close()
-        if self._owns_state:
-            close_parallel_state()
 
 
 class AdoptParts(ModelTransform):
@@ -118,6 +109,13 @@ class AdoptParts(ModelTransform):
             self._plans[model] = {
                 parameter: TensorDivision(cut=cut, ranks=self._ranks) for parameter, cut in cuts.items()
             }
+        is_trained = any(p.requires_grad for model in models for p in model.parameters())
+        if size > 1 and is_trained and not self.by_parameter and not any(self._plans.values()):
+            kinds = ", ".join(sorted({type(model).__name__ for model in models}))
+            raise ValueError(
+                f"tensor={size}: no layer of {kinds} is one of Megatron's; megatron_from_transformers() converts "
+                "models of transformers, and backend='ddp' divides other models as they are"
+            )
         for optimizer in optimizers if any(self._plans.values()) else ():
             if is_low_bit(optimizer):
                 raise ValueError(
@@ -146,21 +144,8 @@ class AdoptParts(ModelTransform):
                 parameter.register_hook(reduce_over_tensor(self._ranks.process_group, mean=mean))
                 for parameter, mean in found_in_parts(inner)
             ]
-        self._show(inner, len(found))
+        self._shown[type(inner).__name__] = format_count(len(found), "parameter")
         return model
-
-    def _show(self, model: nn.Module, number: int) -> None:
-        """Remember for the plan what is divided; warn of a trained model that is not."""
-        kind, size = type(model).__name__, self._ranks.size
-        self._shown[kind] = format_count(number, "parameter")
-        is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        if size > 1 and is_trained and not number and self._context.topology.is_main:
-            logger.warning(
-                "tensor=%d: no layer of %s is one of Megatron's; each of these ranks computes the whole of it. "
-                "megatron_from_transformers() converts models of transformers",
-                size,
-                kind,
-            )
 
     def release(self, model: nn.Module) -> None:
         """Leave gradients on their ranks; the model stays in parts."""

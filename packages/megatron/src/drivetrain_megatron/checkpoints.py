@@ -17,11 +17,7 @@ _NORMS = MappingProxyType(
     }
 )
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.experts."
-_PARTS = (
-    "embedding.",
-    "decoder.",
-    "output_layer.",
-)  # of a GPT model, beside which stand states of optimizers
+_PARTS = ("embedding.", "decoder.", "output_layer.")  # beside which stand states of optimizers
 
 
 def read_megatron_checkpoint(folder: Path | str) -> dict[str, Tensor]:

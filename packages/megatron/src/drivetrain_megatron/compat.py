@@ -7,9 +7,8 @@ from torch.distributed import ProcessGroup
 
 from drivetrain_megatron.library import moe_utils, parallel_state
 
-EXTRA_STATE = (
-    "_extra_state"  # as torch names what `get_extra_state` returns, which is None in Megatron's layers
-)
+# As torch names what `get_extra_state` returns, which is None in Megatron's layers.
+EXTRA_STATE = "_extra_state"
 
 
 def own_groups() -> list[ProcessGroup]:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from drivetrain_megatron.library import GPTModel, TransformerConfig, parallel_st
 from drivetrain_megatron.shapes import ModelShape, shape_of
 from drivetrain_megatron.stages import number_layers
 from drivetrain_megatron.weights import from_megatron, to_megatron
+from drivetrain_messages import suggest
 from drivetrain_parallel import part_of
 
 _TOKENS = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are the vocabulary
@@ -33,6 +35,10 @@ _PLAIN = MappingProxyType(
         False,
     )
 )
+_OTHER_AXES = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_OPEN = frozenset(
+    {*_PLAIN, "sequence_parallel", "attention_dropout", "hidden_dropout"}
+)  # of what is said here
 
 
 def megatron_from_transformers(
@@ -50,7 +56,8 @@ def megatron_from_transformers(
             the padded rows: keep it from run to run.
 
     Raises:
-        ValueError: Megatron's layers cannot compute what the model's config says, or ranks cannot divide its sizes.
+        ValueError: Megatron's layers cannot compute what the model's config says, ranks cannot divide its sizes, an
+            option changes its shape, or some of its parameters are frozen.
         RuntimeError: Megatron's parallel state has not been made.
 
     Example:
@@ -63,12 +70,14 @@ def megatron_from_transformers(
             "says how ranks divide layers"
         )
     source: Any = model
-    shape, dtype = shape_of(source.config), next(model.parameters()).dtype
-    if shape.sizes.num_experts and not routes_tokens():
+    if not hasattr(source, "config"):
         raise ValueError(
-            f"{type(model).__name__} has experts: Megatron-Core 0.16 routes tokens with Transformer Engine alone, "
-            "which is not installed; backend='fsdp' with parallel.expert trains the model as it is"
+            f"{type(model).__name__} has no config of transformers: give a causal language model of transformers, or "
+            "build your own of Megatron's layers"
         )
+    shape, first = shape_of(source.config), next(model.parameters())
+    dtype = first.dtype
+    _check_source(model, shape)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     num_rows = -(-shape.vocab_size // vocab_multiple) * vocab_multiple
@@ -95,14 +104,45 @@ def megatron_from_transformers(
             weights[name] = nn.functional.pad(weights[name], (0, 0, 0, num_rows - shape.vocab_size))
     cuts = find_cuts(found, rank=rank, size=size)
     number_layers(found)
-    own = {
+    own = dict(found.named_parameters())
+    here = {_place(name) for name in own}
+    if differing := sorted(own.keys() ^ {name for name in weights if _place(name) in here}):
+        raise ValueError(
+            f"{differing[:5]} are weights of only one of the two models: leave out the option that adds or drops them"
+        )
+    parts = {
         name: part_of(weights[name], cuts[parameter], rank, size) if parameter in cuts else weights[name]
-        for name, parameter in found.named_parameters()
+        for name, parameter in own.items()
     }
-    found.load_state_dict(own)
+    found.load_state_dict(parts)
     if is_last and num_rows > shape.vocab_size:
         found.output_layer.register_forward_hook(HidePadding(shape.vocab_size, num_rows))
-    return found.train(model.training)
+    return found.requires_grad_(first.requires_grad).train(model.training)
+
+
+def _check_source(model: nn.Module, shape: ModelShape) -> None:
+    """Refuse a model that Megatron's layers, or its stages, cannot hold."""
+    kind = type(model).__name__
+    if shape.sizes.num_experts and not routes_tokens():
+        raise ValueError(
+            f"{kind} has experts: Megatron-Core 0.16 routes tokens with Transformer Engine alone, which is not "
+            "installed; backend='fsdp' with parallel.expert trains the model as it is"
+        )
+    if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
+        raise ValueError(
+            f"some parameters of {kind} are frozen, and Megatron joins several into one: convert the model first, "
+            "then freeze Megatron's parameters"
+        )
+    if shape.sizes.is_tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        raise ValueError(
+            f"{kind} has one weight for embedding and head, of which the first and the last stage would each train "
+            "one: leave parallel.pipeline out, or untie them"
+        )
+
+
+def _place(name: str) -> str:
+    """Return the block that a weight belongs to, or the module outside of blocks; one stage holds it."""
+    return ".".join(name.split(".")[: 3 if name.startswith("decoder.layers.") else 1])
 
 
 def model_config(shape: ModelShape, dtype: torch.dtype, options: Mapping[str, Any]) -> TransformerConfig:
@@ -114,17 +154,31 @@ def model_config(shape: ModelShape, dtype: torch.dtype, options: Mapping[str, An
         "tensor_model_parallel_size": size,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "pipeline_dtype": dtype,
-        "sequence_parallel": size > 1
-        and bool(shape.sizes.num_experts),  # Megatron trains experts with it alone
+        # Megatron trains experts with it alone.
+        "sequence_parallel": size > 1 and bool(shape.sizes.num_experts),
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "use_cpu_initialization": True,  # `prepare` moves the model
         "perform_initialization": False,
         "cuda_graph_scope": None,  # its default is deprecated by itself
-        **options,
     }
-    return TransformerConfig(**arguments)
+    known = [each.name for each in fields(TransformerConfig)]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(
+            f"options[{unknown[0]!r}]: no argument of Megatron's TransformerConfig{suggest(unknown[0], known)}"
+        )
+    if axis := next((name for name in _OTHER_AXES if options.get(name, 1) != 1), None):
+        raise ValueError(
+            f"options[{axis!r}]={options[axis]}: its models are divided among data, tensor and pipeline here; "
+            "backend='fsdp' has parallel.context and parallel.expert"
+        )
+    if fixed := sorted(options.keys() & arguments.keys() - _OPEN):
+        raise ValueError(
+            f"options[{fixed[0]!r}]: the model's config, its dtype and the mesh say it; change it there. Of these, "
+            f"options may say {', '.join(sorted(_OPEN))}"
+        )
+    return TransformerConfig(**{**arguments, **options})
 
 
 def transformers_from_megatron(state: Mapping[str, Any], config: Any) -> Any:

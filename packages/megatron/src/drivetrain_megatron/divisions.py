@@ -81,7 +81,7 @@ def cut_of(
     divided = [dim for dim, (own, all_) in enumerate(zip(shape, whole, strict=True)) if own != all_]
     if not divided:
         return None
-    (dim,) = divided if len(divided) == 1 else (0,)
+    dim = divided[0]
     cut = Cut(dim=dim, pieces=tuple(box.sizes[dim] * size for box, _ in boxes), num_units=size)
     held = [(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box, _ in boxes]
     if len(divided) > 1 or cut.num_elements != whole[dim] or tuple(held) != cut.ranges(rank, size):

@@ -27,13 +27,10 @@ def check_axes(context: Context) -> None:
             raise ValueError(f"parallel.{view}={size} under backend='megatron': {reason}")
 
 
-def open_parallel_state(context: Context) -> bool:
+def open_parallel_state(context: Context) -> None:
     """Give Megatron the groups of a mesh, until the context is closed. Called on all ranks.
 
-    Groups that the program has made itself are taken as they are.
-
-    Returns:
-        Whether the groups were made here.
+    Groups that exist already, of another backend of this mesh or of the program's own, are taken as they are.
 
     Raises:
         RuntimeError: Megatron's groups hold other ranks than the mesh, such as those of an earlier backend.
@@ -52,7 +49,6 @@ def open_parallel_state(context: Context) -> bool:
     check_same_groups(context)
     if is_new and context.device.type == "cuda":
         seed_trackers(context)
-    return is_new
 
 
 def close_parallel_state() -> None:
@@ -83,11 +79,13 @@ def check_same_groups(context: Context) -> None:
 
 
 def seed_trackers(context: Context) -> None:
-    """Seed the numbers that Megatron's layers draw where ranks hold parts: other ones on each rank of `tensor`.
+    """Seed the numbers that Megatron's layers draw where ranks hold parts: other ones on each rank.
 
-    Outside of these, ranks draw from torch's generator, which keeps its state.
+    Megatron adds the place among ranks of `tensor`. Outside of these, ranks draw from torch's generator, which keeps
+    its state.
     """
     seed = broadcast_object(context, torch.initial_seed() % 2**31)
     state = torch.cuda.get_rng_state(context.device)
-    model_parallel_cuda_manual_seed(seed + 100_003 * context.ranks("reads").index)
+    place = context.ranks("reads").index * context.ranks("pipeline").size + context.ranks("pipeline").index
+    model_parallel_cuda_manual_seed(seed + 100_003 * place)
     torch.cuda.set_rng_state(state, context.device)

@@ -10,6 +10,11 @@ import torch.nn.functional as F
 
 from drivetrain_megatron.weights import TABLES, TableSizes
 
+# What Megatron's layers compute of Llama 3's scaled rotary embedding, beside its factor.
+_SCALING: Mapping[str, float] = MappingProxyType(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -48,13 +53,10 @@ def shape_of(config: Any) -> ModelShape:
 
 def _llama(config: Any) -> ModelShape:
     kind = config.model_type
-    rope: Mapping[str, Any] = config.rope_parameters
     allowed: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "mlp_bias": (False,)}
     allowed["attention_bias"] = (kind == "qwen2", False)
     allowed["router_jitter_noise"] = (0.0,)
     _check(config, allowed)
-    if rope["rope_type"] != "default":
-        raise _refused("rope_parameters['rope_type']", rope["rope_type"], ("default",))
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         raise _refused("sliding_window", config.sliding_window, (None,))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -99,12 +101,25 @@ def _llama(config: Any) -> ModelShape:
         model=MappingProxyType(
             {
                 "max_sequence_length": config.max_position_embeddings,
-                "position_embedding_type": "rope",
-                "rotary_base": rope["rope_theta"],
+                **_rope(config.rope_parameters),
                 "share_embeddings_and_output_weights": config.tie_word_embeddings,
             }
         ),
     )
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `GPTModel` for a rotary embedding."""
+    kind = given["rope_type"]
+    if kind not in ("default", "llama3"):
+        raise _refused("rope_parameters['rope_type']", kind, ("default", "llama3"))
+    found = {"position_embedding_type": "rope", "rotary_base": given["rope_theta"]}
+    if kind == "default":
+        return found
+    for name, value in _SCALING.items():
+        if given[name] != value:
+            raise _refused(f"rope_parameters['{name}']", given[name], (value,))
+    return found | {"rope_scaling": True, "rope_scaling_factor": given["factor"]}
 
 
 def _gpt2(config: Any) -> ModelShape:

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain_backends.composed.stage_layout import StageLayout
 from drivetrain_backends.composed.staged_prepared import PieceLosses, StagedPrepared
@@ -14,12 +15,16 @@ from drivetrain_backends.errors import AccumulationError
 from drivetrain_backends.modules.compile import strip_wrapper_prefix, unwrap_compiled
 from drivetrain_backends.modules.replicated_weights import checksum
 from drivetrain_megatron.library import TransformerBlock, forward_backward_pipelining_without_interleaving
+from drivetrain_precision import Policy
 from drivetrain_state import Context, gather_object
 from drivetrain_state.collectives.nested import leaves_with_paths
 
 
 class StageEnds(BaseException):
-    """The forward of a stage has ended within a loss function, which only the last stage goes on with."""
+    """The forward of a stage has ended within a loss function, which only the last stage goes on with.
+
+    It is no Exception, so that no handler of the function's own takes it for an error.
+    """
 
     def __init__(self, output: Tensor) -> None:
         super().__init__("a stage of a pipeline has computed its output")
@@ -46,9 +51,11 @@ class BuiltStages(KeepStages):
         is_training: Whether a batch's micro-batches are being trained.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, policy: Policy) -> None:
         super().__init__(context)
         self.is_training = False
+        self._sent_dtype = policy.autocast_dtype
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         if (given := self._settings.pipeline_schedule) not in (None, "1f1b"):
             raise ValueError(
                 f"parallel.pipeline_schedule={given!r} under backend='megatron': its schedule is 1f1b; leave it out"
@@ -78,11 +85,20 @@ class BuiltStages(KeepStages):
         staged.holders = {
             name: tuple(rank for rank, names in enumerate(held) if name in names) for name in staged.names
         }
-        inner.register_forward_pre_hook(self._check_training)
-        inner.register_forward_hook(self._end_stage)
+        self._handles[model] = [
+            inner.register_forward_pre_hook(self._check_training),
+            inner.register_forward_hook(self._end_stage),
+        ]
+        config: Any = inner.config
+        config.pipeline_dtype = self._sent_dtype or next(inner.parameters()).dtype
         self.models[inner] = staged
         self._shown[type(inner).__name__] = f"{self._ranks.size} stages, of Megatron's"
         return model
+
+    def release(self, model: nn.Module) -> None:
+        """Let a forward run outside of `train_step` again; the model stays one stage."""
+        for handle in self._handles.pop(model, ()):
+            handle.remove()
 
     def _check_training(self, model: nn.Module, args: Any) -> None:
         del args
@@ -92,10 +108,10 @@ class BuiltStages(KeepStages):
                 "another's output: call accelerator.train_step(batch, loss=lambda model, batch: ...)"
             )
 
-    def _end_stage(self, model: nn.Module, args: Any, output: Any) -> None:
-        del model, args
+    def _end_stage(self, model: Any, args: Any, output: Any) -> None:
+        del args
         if self._ranks.index < self._ranks.size - 1:
-            raise StageEnds(output)
+            raise StageEnds(output.to(model.config.pipeline_dtype))  # as the next stage receives it
 
 
 def number_layers(model: nn.Module) -> None:

@@ -206,13 +206,20 @@ def from_megatron(state: Mapping[str, Tensor], kind: str, sizes: TableSizes) -> 
     """Return whole weights of Megatron's names by those of transformers.
 
     Raises:
-        ValueError: A weight is missing.
+        ValueError: The state has other tensors than the table of its kind.
     """
     found: dict[str, Tensor] = {}
+    read: set[str] = set()
     for rule, ours, theirs in _pairs(kind, sizes):
         if missing := [name for name in ours if name not in state]:
             raise ValueError(f"{missing} are not in this state: give all weights of a {kind} model, whole")
         found |= zip(theirs, rule.form.split([state[name] for name in ours], sizes), strict=True)
+        read.update(ours)
+    if left := sorted(state.keys() - read):
+        raise ValueError(
+            f"{left[:5]} of this state have no place in a {kind} model of this config, of {sizes.num_layers} blocks"
+            f"{' with a tied head' if sizes.is_tied else ''}: give the config that the model was made of"
+        )
     return found
 
 

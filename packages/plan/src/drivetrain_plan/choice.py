@@ -10,8 +10,17 @@ from drivetrain_state.mesh import MeshPlan, ParallelDims
 Strategy = Literal["none", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "host", "nvme"]
 Checkpointing = Literal["none", "selective", "full"]
-Layers = Literal["own", "megatron"]
-BACKENDS = ("single", "ddp", "fsdp", "deepspeed", "megatron")  # that a choice may be of
+# What each backend that a choice may be of fixes of it.
+FIXED_BY: Mapping[str, Mapping[str, Any]] = {
+    "single": {},
+    "ddp": {},
+    "fsdp": {},
+    "deepspeed": {},
+    # Its models are divided among data, tensor and pipeline, and stay on the devices.
+    "megatron": {
+        "is_built": True, "shard": 1, "context": 1, "expert": 1, "strategy": "none", "offload": "none",
+    },
+}  # fmt: skip
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 _STAGE_NAMES = {name: f"ZeRO {stage} of" for name, stage in _STAGES.items()}
@@ -28,7 +37,7 @@ class PlanChoice:
         offload: The memory that keeps parameters and optimizer states between uses; "none" for the devices' own.
         checkpointing: The part of each block that is computed again in backward: "selective" is all but matrix
             products and attention.
-        layers: The layers that compute: the model's own, or those of Megatron-Core, of which the loop builds it.
+        is_built: Whether the loop builds the model of Megatron-Core's layers, which divide and recompute.
         sequence: Whether ranks of `tensor` also divide what stands between divided layers.
         micro_batch: The samples of one forward of a rank.
         accumulation: The micro-batches of one optimizer step.
@@ -43,7 +52,7 @@ class PlanChoice:
     strategy: Strategy = "none"
     offload: Offload = "none"
     checkpointing: Checkpointing = "none"
-    layers: Layers = "own"
+    is_built: bool = False
     sequence: bool = False
     micro_batch: int = 1
     accumulation: int = 1
@@ -78,7 +87,7 @@ class PlanChoice:
     def by_blocks(self) -> bool:
         """True if FSDP holds the model's blocks, which also computes their activations again."""
         asked = self.strategy != "none" or self.checkpointing != "none"
-        return self.layers == "own" and not self.by_stages and asked
+        return asked and not self.is_built and not self.by_stages
 
     @property
     def in_buckets(self) -> bool:
@@ -88,8 +97,8 @@ class PlanChoice:
     @property
     def backend(self) -> str:
         """The name of the backend that trains so."""
-        if self.layers != "own" or self.by_stages:
-            return "deepspeed" if self.by_stages else self.layers
+        if self.is_built or self.by_stages:
+            return "megatron" if self.is_built else "deepspeed"
         return "fsdp" if self.by_blocks else "ddp" if self.in_buckets else "single"
 
     @property
@@ -105,7 +114,7 @@ class PlanChoice:
         for axis in ("context", "tensor", "expert"):
             said += [f"{axis} {getattr(self, axis)}"] if getattr(self, axis) > 1 else []
         name = " x ".join(said) or "one device"
-        name += ", Megatron's layers" if self.layers == "megatron" else ""
+        name += ", Megatron's layers" if self.is_built else ""
         name += ", sequence" if self.sequence else ""
         name += {"none": "", "selective": ", recomputed in part", "full": ", recomputed"}[self.checkpointing]
         return name if self.offload == "none" else f"{name}, offloaded to {self.offload}"
@@ -121,7 +130,7 @@ class PlanChoice:
             for axis in ("pipeline", "context", "tensor", "expert")
             if (size := getattr(self, axis)) > 1
         }
-        if self.sequence and self.layers == "own":
+        if self.sequence and not self.is_built:
             said["sequence"] = True
         if self.pipeline > 1:  # whose micro-batches are pieces of one batch
             said["pipeline_micro_batches"] = self.accumulation

@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain_backends.modules.wrap_policy import plan_blocks
 from drivetrain_dispatch.errors import CostError
 from drivetrain_parallel import ParallelPlanError, named_cuts, plan_experts, plan_model
-from drivetrain_plan.choice import Checkpointing, Layers, PlanChoice
+from drivetrain_plan.choice import Checkpointing, PlanChoice
 from drivetrain_plan.compat import fake_meshes
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
@@ -44,13 +44,6 @@ _WHOLE = 4  # blocks of a make, up to which the program runs whole
 _MOST_TENSOR = 16  # ranks that divide a layer
 _KINDS: tuple[Checkpointing, ...] = ("none", "full")  # that are tried; each takes programs of its own
 _EXACT = 4  # plans whose own program is run
-
-# By the layers that compute: the field of `ModelFigures` that holds their figures by kind of checkpointing, and what
-# their programs divide.
-_MEASURED: Mapping[Layers, tuple[str, Mapping[str, Any]]] = {
-    "own": ("sharded", {"shard": 2, "strategy": "full_shard"}),
-    "megatron": ("unsharded", {"layers": "megatron"}),
-}
 
 _UNDIVIDED = (
     CostError,
@@ -90,7 +83,7 @@ def plan_training(
     """
     check_pins(hardware, job)
     # Megatron's own attention keeps the scores of all pairs of tokens.
-    built = BuiltSource(source, mode, fuses_attention=not job.is_megatron)
+    built = BuiltSource(source, mode, fuses_attention=not job.is_built)
     in_half = (mode.autocast or _dtype_of(built.build())).itemsize < 4
     with fake_meshes() as meshes:
         program = partial(
@@ -161,7 +154,8 @@ def measure_model(
         return BatchFigures(first=one, further=two.plus(one, times=-1))
 
     kinds: tuple[Checkpointing, ...] = (pins["checkpointing"],) if "checkpointing" in pins else _KINDS
-    name, way = _MEASURED[pins.get("layers", "own")]
+    is_built = "is_built" in pins
+    way: dict[str, Any] = {"is_built": True} if is_built else {"shard": 2, "strategy": "full_shard"}
     try:
         plain = of_batches()
         by_kind = {kind: of_batches(checkpointing=kind, **way) for kind in kinds}
@@ -169,7 +163,7 @@ def measure_model(
         return replace(
             known, **formula_figures(model, num_tokens, known.num_parameters, kinds), why=str(error)
         )
-    known = replace(known, plain=plain, **{name: by_kind})
+    known = replace(known, plain=plain, **{"unsharded" if is_built else "sharded": by_kind})
     if is_undivided:
         return known
     few = source.build(dict.fromkeys(counts, 1))

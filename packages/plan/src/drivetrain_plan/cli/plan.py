@@ -166,7 +166,7 @@ def _plan_as_json(plan: TrainingPlan, arguments: PlanTrainingArguments) -> dict[
         "basis": plan.basis,
         "why": plan.why,
         "settings": plan.choice.sections(_precision(arguments.mode)),
-        "model_options": plan.choice.model_options() if plan.choice.layers == "megatron" else {},
+        "model_options": plan.choice.model_options() if plan.choice.is_built else {},
     }
 
 
@@ -209,7 +209,7 @@ def _as_text(table: PlanTable, arguments: PlanTrainingArguments) -> str:
     lines += [f"  memory  {held}", f"  time    {_times(best)}", f"  sent    {_sent(best)}", ""]
     if best.choice.pipeline > 1:
         lines.append("  the loop calls accelerator.train_step, with a whole batch of a process\n")
-    if best.choice.layers == "megatron":
+    if best.choice.is_built:
         options = best.choice.model_options()
         lines.append(f"  the loop builds its model by megatron_from_transformers(model, options={options})\n")
     precision = _precision(arguments.mode)

@@ -126,7 +126,7 @@ class BuiltSource:
     """The models of a source, built once for each mode, and copied with all or few of their blocks.
 
     Args:
-        source: The source.
+        source: The source of the model.
         mode: The dtypes of weights and computing.
         fuses_attention: Whether attention is computed as the model has it; otherwise each step of it by itself, where
             the model is one of transformers.

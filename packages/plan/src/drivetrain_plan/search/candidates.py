@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, get_args
 
-from drivetrain_plan.choice import BACKENDS, Checkpointing, Offload, PlanChoice, Strategy
+from drivetrain_plan.choice import FIXED_BY, Checkpointing, Offload, PlanChoice, Strategy
 from drivetrain_plan.errors import PlanError
 from drivetrain_plan.hardware import RunHardware
 from drivetrain_plan.search.model_figures import ModelFigures
@@ -19,12 +19,8 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "offload": get_args(Offload),
     "checkpointing": get_args(Checkpointing),
     "sequence": (True, False),
-    "backend": BACKENDS,
+    "backend": tuple(FIXED_BY),
 }
-# What Megatron's layers fix: their models are divided among data, tensor and pipeline, and fit the devices.
-_OF_MEGATRON: Mapping[str, Any] = {
-    "layers": "megatron", "shard": 1, "context": 1, "expert": 1, "strategy": "none", "offload": "none",
-}  # fmt: skip
 _OF_ENGINES = ("zero1", "zero2", "zero3", "nvme")
 LEAST_TOKENS = 1024  # of a rank, where sequences are divided
 _FSDP = [("full_shard", "none"), ("full_shard", "host")]
@@ -56,8 +52,7 @@ class TrainingJob:
                 raise PlanError(f"{name}={value}: may be {', '.join(map(str, allowed))}")
             if allowed is None and (type(value) is not int or value < 1):
                 raise PlanError(f"{name}={value}: a size is a whole number of 1 or more")
-        if self.is_megatron:
-            _check_megatron(self.pins)
+        self._check_fixed()
         by_engine = [f"{name}={value}" for name, value in self.pins.items() if value in _OF_ENGINES]
         if by_engine and not self.engines:
             raise PlanError(
@@ -65,29 +60,29 @@ class TrainingJob:
             )
 
     @property
-    def is_megatron(self) -> bool:
-        """True if the model is to be built of Megatron's layers."""
-        return self.pins.get("backend") == "megatron"
+    def is_built(self) -> bool:
+        """True if the loop is to build the model of Megatron's layers."""
+        return "is_built" in self.fixed
 
     @property
     def fixed(self) -> Mapping[str, Any]:
         """The parts of a choice that are given: those pinned, and those that follow from its backend."""
         pins = {name: value for name, value in self.pins.items() if name != "backend"}
-        return {**pins, **_OF_MEGATRON} if self.is_megatron else {**pins, "layers": "own"}
+        return {**pins, **FIXED_BY.get(self.pins.get("backend", ""), {})}
 
-
-def _check_megatron(pins: Mapping[str, Any]) -> None:
-    for name, value in _OF_MEGATRON.items():
-        if pins.get(name, value) != value:
+    def _check_fixed(self) -> None:
+        backend = self.pins.get("backend", "")
+        for name, value in FIXED_BY.get(backend, {}).items():
+            if self.pins.get(name, value) != value:
+                raise PlanError(
+                    f"{name}={self.pins[name]} with backend={backend}: its models are divided among data, tensor and "
+                    "pipeline, and stay on the devices; leave it out, or plan with another backend"
+                )
+        if self.is_built and self.pins.get("checkpointing") == "selective":
             raise PlanError(
-                f"{name}={pins[name]} with backend=megatron: its models are divided among data, tensor and pipeline, "
-                "and stay on the devices; leave it out, or plan with another backend"
+                f"checkpointing=selective with backend={backend}: its own selective recomputation is of attention "
+                "alone, and is not planned; may be none, full"
             )
-    if pins.get("checkpointing") == "selective":
-        raise PlanError(
-            "checkpointing=selective with backend=megatron: its own selective recomputation is of attention alone, "
-            "and is not planned; may be none, full"
-        )
 
 
 def divisors(number: int) -> list[int]:
@@ -106,9 +101,9 @@ def candidates(
     """
     world, pins, backend = hardware.num_devices, job.fixed, job.pins.get("backend")
     check_pins(hardware, job)
-    if job.is_megatron and model.ties_weights and pins.get("pipeline", 1) > 1:
+    if job.is_built and model.ties_weights and pins.get("pipeline", 1) > 1:
         raise PlanError(
-            f"pipeline={pins['pipeline']} with backend=megatron: {model.name} ties weights, which its stages do not "
+            f"pipeline={pins['pipeline']} with backend={backend}: {model.name} ties weights, which its stages do not "
             "share; leave it out, or untie them"
         )
     found = False
@@ -179,7 +174,7 @@ def _meshes(
             if world % (tensor * context) or (context > 1 and "context" not in model.halves):
                 continue
             stages = [n for n in divisors(rest) if n == 1 or model.num_blocks % n == 0]
-            if model.ties_weights and job.is_megatron:  # whose stages share no weight
+            if model.ties_weights and job.is_built:  # whose stages share no weight
                 stages = [1]
             for pipeline in sizes("pipeline", stages):
                 # Parts of sequences pass between no stages.
@@ -193,7 +188,7 @@ def _meshes(
                         continue
                     mesh = PlanChoice(
                         pipeline=pipeline, data=readers // shard, shard=shard, context=context, tensor=tensor,
-                        layers=pins["layers"],
+                        is_built=job.is_built,
                     )  # fmt: skip
                     yield from _with_experts(model, mesh, pins)
 
@@ -229,7 +224,7 @@ def _ways(
         strategies += [(f"zero{stage}", "none") for stage in (1, 2, 3)]
         strategies += [("zero2", "host"), ("zero3", "host"), ("zero3", "nvme")]
     for strategy, offload in strategies:
-        kinds = ("none",) if strategy.startswith("zero") else model.kinds(mesh.layers)
+        kinds = ("none",) if strategy.startswith("zero") else model.kinds(is_built=mesh.is_built)
         for checkpointing in kinds:
             for sequence in (True, False) if mesh.tensor > 1 else (False,):
                 if sequence and (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from drivetrain_plan.choice import Checkpointing, Layers, PlanChoice
+from drivetrain_plan.choice import Checkpointing, PlanChoice
 from drivetrain_plan.program.figures import StepFigures
 
 
@@ -61,9 +61,9 @@ class ModelFigures:
     basis: str = "program"
     why: str = ""
 
-    def kinds(self, layers: Layers) -> tuple[Checkpointing, ...]:
-        """Return the kinds of checkpointing whose figures are known, for some layers."""
-        return tuple(self.sharded) if layers == "own" else tuple(self.unsharded)
+    def kinds(self, *, is_built: bool) -> tuple[Checkpointing, ...]:
+        """Return the kinds of checkpointing whose figures are known, of the model or of one built of other layers."""
+        return tuple(self.unsharded if is_built else self.sharded)
 
     def of(self, choice: PlanChoice) -> StepFigures:
         """Return the figures of a rank that divides layers and sequences as a choice does, and no parameters.
