@@ -46,6 +46,7 @@ def load_and_save(project_dir: str, backend: str, step: int) -> int:
         model = Model()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model, optimizer = accelerator.prepare(model, AdamW(trained, lr=0.05))
+        accelerator.ema(model, decay=0.5)
         loaded = accelerator.load_state() if step else 0
         if not step:
             take_steps(

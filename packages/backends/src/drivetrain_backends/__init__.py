@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.protocol import SupportsManualSteps as SupportsManualSteps
     from drivetrain_backends.protocol import SupportsReplicas as SupportsReplicas
     from drivetrain_backends.protocol import SupportsWaitWatch as SupportsWaitWatch
+    from drivetrain_backends.protocol import SupportsWeights as SupportsWeights
     from drivetrain_backends.registry import BackendRegistry as BackendRegistry
     from drivetrain_backends.registry import register_backend as register_backend
     from drivetrain_backends.settings import DDPSettings as DDPSettings
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from drivetrain_backends.state_dict.full_tensors import iter_full_tensors as iter_full_tensors
     from drivetrain_backends.state_dict.full_tensors import load_full_state_dict as load_full_state_dict
     from drivetrain_backends.testing.contract import BackendContract as BackendContract
+    from drivetrain_backends.weight_average import WeightAverage as WeightAverage
 
 # Module -> its public names.
 _NAMES = {
@@ -81,11 +83,12 @@ _NAMES = {
     "optim.optimizer": "PreparedOptimizer StepResult",
     "optim.scheduler": "PreparedScheduler Scheduler",
     "protocol": "AutoValue Backend Prepared SupportsLocalSteps SupportsManualSteps SupportsReplicas "
-    "SupportsWaitWatch",
+    "SupportsWaitWatch SupportsWeights",
     "registry": "BackendRegistry register_backend",
     "settings": "DDPSettings FSDPSettings",
     "state_dict.full_tensors": "full_model full_state_dict full_tensor iter_full_tensors load_full_state_dict",
     "testing.contract": "BackendContract",
+    "weight_average": "WeightAverage",
 }
 
 if not TYPE_CHECKING:  # else a type checker would accept any name

@@ -141,6 +141,22 @@ class SupportsLocalSteps(Protocol):
 
 
 @runtime_checkable
+class SupportsWeights(Protocol):
+    """A prepared model whose weights can be read and exchanged apart from its optimizers."""
+
+    def weights(self) -> State:
+        """Return the model's state, as `state_dict` has it: of a divided tensor, this rank's part.
+
+        Called on all ranks.
+        """
+        ...
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load a result of `weights`, whose tensors may have other elements. Called on all ranks."""
+        ...
+
+
+@runtime_checkable
 class SupportsPieces(Protocol):
     """A prepared model that trains a batch in micro-batches of its own, as a pipeline does; it has no `backward`."""
 

@@ -23,7 +23,14 @@ from drivetrain_deepspeed.master_weights import WrittenValues, converted, writte
 from drivetrain_deepspeed.model import EngineModel
 from drivetrain_deepspeed.partitioned_parameter import unguard
 from drivetrain_deepspeed.reduction_checks import ReachedParameters
-from drivetrain_deepspeed.state import forget_keyed_state, load_state, read_state, spread
+from drivetrain_deepspeed.state import (
+    forget_keyed_state,
+    load_model,
+    load_state,
+    read_model,
+    read_state,
+    spread,
+)
 from drivetrain_state import Context, ProgressMark
 
 
@@ -195,6 +202,17 @@ class DeepSpeedPrepared(ComposedPrepared):
         for module in self._checkpointed:
             restore_activations(module)
         restore_forward(self.unwrap())
+
+    def weights(self) -> dict[str, Any]:
+        """Return the model's state, of masters where there are any; see `SupportsWeights`. Called on all ranks."""
+        self._written.copy_to_masters()
+        return read_model(self.engine)
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load the model's state, and the masters; see `SupportsWeights`. Called on all ranks."""
+        load_model(self.engine, weights)
+        self._written.note()
+        self._written.forget()
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state of the model and its optimizer, with full fp32 tensors. Called on all ranks."""

@@ -85,7 +85,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
     engine are `PartitionedTensor`s, whose full tensors are fp32.
     """
     if not groups:  # not trained
-        return {"model": _read_model(engine), "optimizers": []}
+        return {"model": read_model(engine), "optimizers": []}
     if not engine.zero_optimization():
         optimizer = named_state(engine.optimizer, dict(names))
         return {"model": plain_state(engine.module), "optimizers": [optimizer]}
@@ -99,7 +99,7 @@ def read_state(engine: Any, names: Mapping[Tensor, str], groups: Sequence[Sequen
     options = [
         {**options, "params": list(group)} for options, group in zip(base.param_groups, groups, strict=True)
     ]
-    return {"model": _read_model(engine), "optimizers": [{"state": state, "param_groups": options}]}
+    return {"model": read_model(engine), "optimizers": [{"state": state, "param_groups": options}]}
 
 
 def forget_keyed_state(engine: Any) -> None:
@@ -115,7 +115,7 @@ def load_state(
 ) -> None:
     """Load a state into an engine; each rank keeps its partition. Called on all ranks."""
     if not groups:  # not trained
-        _load_model(engine, state["model"])
+        load_model(engine, state["model"])
         return
     (saved,) = state["optimizers"]
     if not engine.zero_optimization():
@@ -129,7 +129,7 @@ def load_state(
     values: dict[str, Any] = as_values(saved["state"])
     base = engine.optimizer.optimizer
     check_groups(groups, saved["param_groups"], base)
-    _load_model(engine, state["model"])
+    load_model(engine, state["model"])
     masters = list(_masters(engine, names, groups))
     _make_room(base.state, masters, values)
     for index, options in enumerate(saved["param_groups"]):
@@ -199,7 +199,7 @@ def _load_kept(parameter: nn.Parameter, key: str, saved: Any) -> None:
         _write_whole(parameter, full, key)
 
 
-def _read_model(engine: Any) -> dict[str, Any]:
+def read_model(engine: Any) -> dict[str, Any]:
     """Return the model's state dict, with masters in place of partitioned or half-precision parameters."""
     parts: dict[Tensor, PartitionedTensor] = {}  # a tied parameter is gathered once, and stays tied
     state: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def _read_model(engine: Any) -> dict[str, Any]:
     return state
 
 
-def _load_model(engine: Any, state: Mapping[str, Any]) -> None:
+def load_model(engine: Any, state: Mapping[str, Any]) -> None:
     """Load parameters and their masters."""
     from deepspeed import zero
 

@@ -210,6 +210,16 @@ class ComposedPrepared:
         self._load_state(state)
         load_progress(state, self.optimizers, self.schedulers)
 
+    def weights(self) -> dict[str, Any]:
+        """Return the model's state; see `SupportsWeights`. Called on all ranks."""
+        self._layout.open(self.group.models)
+        return self._layout.model_state(self.unwrap())
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load the model's state; see `SupportsWeights`. Called on all ranks."""
+        self._layout.open(self.group.models)
+        self._layout.load_model(self.unwrap(), weights)
+
     def _read_state(self) -> dict[str, Any]:
         """Return the state of the model and its optimizers."""
         layout, names = self._layout, self._names()

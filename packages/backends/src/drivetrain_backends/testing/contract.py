@@ -38,6 +38,7 @@ from drivetrain_backends.testing.reference_training import (
     train_plainly,
 )
 from drivetrain_backends.testing.runner import Run, clip_and_step, held, whole_weights
+from drivetrain_backends.weight_average import WeightAverage
 from drivetrain_precision import PrecisionSettings, choose_policy, supported_modes
 from drivetrain_state import Context
 
@@ -107,6 +108,7 @@ class BackendContract:
         others: list[Callable[[Context], None]] = [
             self.check_scheduler_counts_steps,
             self.check_resume,
+            self.check_average,
             self.check_two_models,
             self.check_gan,
             self.check_cleared_gradients,
@@ -170,6 +172,29 @@ class BackendContract:
         for step, _ in enumerate(resumed.steps(skip=3), start=3):
             self._assert_close(steps[step], resumed.weights(), f"resume: weights after step {step + 1}")
         resumed.backend.close()
+
+    def check_average(self, context: Context) -> None:
+        """Check an average of the weights: after every step, applied to the model, saved and loaded."""
+        case, decay = self._case(windows=[1] * 5), 0.5
+        run = self._start(context, case)
+        average, mean = WeightAverage(run.prepared, decay=decay), WeightAverage(run.prepared, decay=None)
+        history = [run.weights(), *(run.weights() for _ in run.steps())]
+        expected = history[0]
+        for weights in history[1:]:
+            expected = {name: torch.lerp(expected[name], weights[name], 1 - decay) for name in weights}
+        before = history[-1]
+        saved = average.state_dict()
+        with average.applied():
+            self._assert_close(expected, run.weights(), "average: the model inside applied()")
+        self._assert_equal(before, run.weights(), "average: the model after applied()")
+        means = {name: sum(one[name] for one in history[1:]) / len(history[1:]) for name in before}
+        with mean.applied():
+            self._assert_close(means, run.weights(), "mean of all updates")
+        again = WeightAverage(run.prepared, decay=decay)
+        again.load_state_dict(saved)
+        with again.applied():
+            self._assert_close(expected, run.weights(), "average: loaded")
+        run.backend.close()
 
     def check_two_models(self, context: Context) -> None:
         """Check two models under one optimizer, prepared in two calls: they train like one model, or are refused."""
@@ -340,6 +365,10 @@ class BackendContract:
 
     def _dtype_of(self, case: Case) -> torch.dtype:
         return self.dtype if case.mode == "no" else torch.float32
+
+    def _assert_equal(self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str) -> None:
+        odd = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+        assert not odd, f"{what}: {odd} have other bits"
 
     def _assert_close(
         self, expected: dict[str, Tensor], found: dict[str, Tensor], what: str, tolerance: float | None = None

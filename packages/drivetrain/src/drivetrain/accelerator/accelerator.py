@@ -40,6 +40,7 @@ from drivetrain_state import ParallelDims, ProgressMark, set_seed
 if TYPE_CHECKING:  # imported where a run trains replicas apart
     from drivetrain_backends.local_updates.fragment import OuterOptimizer
     from drivetrain_backends.local_updates.local_updates import LocalUpdates
+    from drivetrain_backends.weight_average import WeightAverage
 
 
 class Accelerator(Ranks, Training, Saving, Results):
@@ -327,6 +328,40 @@ class Accelerator(Ranks, Training, Saving, Results):
         is_divided = self.context.ranks("data").size < self.context.topology.world_size
         self.register_for_checkpointing(per_rank=is_divided, **{f"local_updates_{number}": found})
         self.register_checkpoint_hook(EqualReplicas(found))
+        return found
+
+    @needs_run
+    def ema(
+        self,
+        model: nn.Module,
+        *,
+        decay: float | None = 0.999,
+        warmup: int = 0,
+        every: int = 1,
+        start: int = 0,
+    ) -> "WeightAverage":
+        """Keep an average of a prepared model's weights over its steps, in checkpoints too. Called on all ranks.
+
+        Called after `prepare` and before `load_state`. Each rank keeps what it holds of the model, in fp32.
+        `with ema.applied():` has the model hold the average, to evaluate or to export it; see docs/howto/ema.md.
+
+        Args:
+            model: The prepared model; the steps of its last optimizer count. Without one, call `ema.update()`.
+            decay: The share of the average that stays at each step; None for the mean of all updates, which is
+                stochastic weight averaging.
+            warmup: The steps over which the decay rises: at step n it is at most (1 + n) / (warmup + n).
+            every: The steps between two updates, each of which keeps `decay ** every`.
+            start: The steps before the average begins.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        from drivetrain_backends.weight_average import WeightAverage
+
+        prepared = self.prepared_of(model)
+        found = WeightAverage(prepared, decay=decay, warmup=warmup, every=every, start=start)
+        number = sum(name.startswith("ema_") for name in self._registered.shared)
+        self.register_for_checkpointing(**{f"ema_{number}": found})
         return found
 
     def backward(

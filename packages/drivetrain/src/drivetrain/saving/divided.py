@@ -1,6 +1,7 @@
 """The distribution of tensors over ranks: replicated tensors in a save, and the sharding of loaded tensors."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from drivetrain_backends import Prepared, strip_wrapper_prefix
 from drivetrain_checkpoint import Proportional, Replicated
 from drivetrain_weights import box_of_dtensor
 from drivetrain_weights.tensor_box import is_dtensor
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def name_parameters(prepared: Prepared) -> dict[str, Tensor]:
@@ -46,11 +49,12 @@ def _mark_replicated(value: Any) -> Any:
     return value
 
 
-def as_in(own: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Any]:
+def as_in(own: Mapping[str, Mapping[str, Any]], custom: Mapping[str, Any] = NOTHING) -> Callable[[str], Any]:
     """Return a function from a tensor's name in a checkpoint to the parameter whose sharding the tensor takes.
 
     Args:
         own: The state of each model of this run, by name.
+        custom: The registered objects, by name; one with a method `like` names the tensors of its state by it.
     """
 
     def like(name: str) -> Any:
@@ -59,6 +63,9 @@ def as_in(own: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Any]:
             model, _, parameter = rest.partition("/")
             return own.get(model, {}).get(parameter)
         kind, _, rest = rest.partition("/")  # training/MODEL/optimizers/INDEX/state/PARAMETER/KEY
+        if kind == "custom":
+            name, _, rest = rest.partition("/")
+            return custom[name].like(rest) if hasattr(custom.get(name), "like") else None
         model, _, rest = rest.partition("/optimizers/")
         index, _, rest = rest.partition("/state/")
         parameter, _, key = rest.rpartition("/")

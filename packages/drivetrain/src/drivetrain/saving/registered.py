@@ -12,6 +12,11 @@ from drivetrain_state import Context, gather_object
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1024  # elements of a tensor that are compared over ranks
+_DIVIDED = (
+    "full_tensor",
+    "held_boxes",
+    "flat_range",
+)  # a tensor of a state that ranks divide has one of these
 
 
 @runtime_checkable
@@ -174,7 +179,7 @@ def _checksum(state: Any) -> str:
 
 
 def _add(digest: Any, value: Any) -> None:
-    if hasattr(value, "full_tensor"):  # a DTensor, of which each rank has its own shard
+    if any(hasattr(value, name) for name in _DIVIDED):  # of which each rank has its own part
         digest.update(f"divided {tuple(value.shape)}".encode())
     elif isinstance(value, Tensor):
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())

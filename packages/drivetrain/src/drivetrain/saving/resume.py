@@ -189,7 +189,7 @@ def load(run: RunState, checkpointer: Checkpointer, path: Place | str | None) ->
     named = _name_models(run.prepared)
     held = {name: one.state_dict()["model"] for name, one in named.items()}
     own = {name: held[name] for name, one in named.items() if run.keeps(one)}
-    loaded = checkpointer.load(path, like=as_in(held))
+    loaded = checkpointer.load(path, like=as_in(held, run.custom))
     saved = loaded.replicated
     _check_same("models", named, loaded.models)
     _check_same("loaders", dict(enumerate(run.loaders)), dict(enumerate(saved["loaders"])))

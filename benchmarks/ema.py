@@ -1,0 +1,100 @@
+"""The time that an average of the weights adds to a step: ours, torch's, and that of a library of Accelerate's users.
+
+    uv run --group bench python benchmarks/ema.py
+
+The model is a GPT-2 of 12 blocks of width 256, of 22 million parameters in 148 tensors, without its forward and
+backward: contestants update their averages after a step of plain SGD, which all of them take.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rounds import Goal, Table, installed, parse_arguments, report, take_turns
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from drivetrain import Accelerator
+
+DECAY, STEPS = 0.999, 20
+NONE, OURS, TORCHS = "no average", "drivetrain, accelerator.ema", "torch, AveragedModel by foreach"
+OTHER = "pytorch-accelerated, ModelEma"
+
+
+def model_of() -> Any:
+    """The model, with gradients."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=12, n_head=8, vocab_size=50_000))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-6)
+    return model
+
+
+def timed(step: Callable[[], object]) -> Callable[[], float]:
+    """Return a turn of several steps, which returns the seconds of one."""
+
+    def turn() -> float:
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        return (time.perf_counter() - begin) / STEPS
+
+    return turn
+
+
+def contestants() -> dict[str, Callable[[], float]]:
+    """What a step does, by contestant."""
+    found: dict[str, Callable[[], float]] = {}
+
+    def by_hand(update: Callable[[Any], object] | None = None) -> Callable[[], None]:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=1e-3)
+        after = None if update is None else update(model)
+
+        def step() -> None:
+            optimizer.step()
+            if after is not None:
+                after(model)
+
+        return step
+
+    def torchs(model: Any) -> Callable[[Any], None]:
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)).update_parameters
+
+    def other(model: Any) -> Callable[[Any], None]:
+        from pytorch_accelerated.utils import ModelEma
+
+        return ModelEma(model, decay=DECAY).update
+
+    accelerator = Accelerator(cpu=True, backend="single", sections={"run": {"show_plan": False}})
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    accelerator.prepare(model, optimizer)
+    ema = accelerator.ema(model, decay=DECAY)
+
+    def ours() -> None:
+        optimizer.step()
+        ema.update()
+
+    found[NONE], found[OURS], found[TORCHS] = timed(by_hand()), timed(ours), timed(by_hand(torchs))
+    if installed("pytorch-accelerated"):
+        found[OTHER] = timed(by_hand(other))
+    return found
+
+
+def main() -> None:
+    """Measure every contestant, in turns."""
+    arguments = parse_arguments(__doc__ or "", rounds=9)
+    seconds = take_turns(contestants(), rounds=arguments.rounds)
+    goal = Goal(of=OURS, beside=TORCHS, most=1.05)
+    report(
+        "ema",
+        [Table(title="A step of SGD and its average", unit="ms", measured=seconds, goals=[goal])],
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    main()
