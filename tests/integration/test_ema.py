@@ -49,6 +49,7 @@ def adapted() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     ), loss_of
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 @pytest.mark.parametrize("build", [gpt2, resnet, adapted])
 @pytest.mark.parametrize("decay", [0.9, None])
 def test_an_average_is_torchs(build: Callable[[], Any], decay: float | None) -> None:
