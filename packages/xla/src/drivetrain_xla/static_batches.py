@@ -60,8 +60,8 @@ def pad_rows(batch: Batch, num_rows: int) -> Batch:
     count = _count_rows(batch)
     if not 0 < count <= num_rows:
         raise ValueError(
-            f"a batch of {count} rows cannot be padded to {num_rows}: PadTail's batch_size is that of the DataLoader, "
-            "and a collate function leaves at least one sample"
+            f"a batch of {count} rows cannot be padded to {num_rows}: PadTail's batch_size is that of the "
+            "DataLoader, and a collate function leaves at least one sample"
         )
     return _padded(batch, num_rows - count)
 
@@ -82,8 +82,8 @@ def _count_rows(batch: Batch) -> int:
     if len(counts) != 1:
         said = " and ".join(map(str, sorted(counts))) or "no"
         raise ValueError(
-            f"a batch whose tensors have {said} rows cannot be padded: they have a row for each sample, and one mask; "
-            "make them so in the collate function, or say data.even=drop"
+            f"a batch whose tensors have {said} rows cannot be padded: they have a row for each sample, as "
+            "the mask has; make them so in the collate function, or say data.even=drop"
         )
     return counts.pop()
 

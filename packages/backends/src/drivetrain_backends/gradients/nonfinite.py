@@ -75,7 +75,7 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
     for part in parts:
         if part.numel():
             by_place.setdefault((part.device, part.dtype), []).append(part)
-    # A sum keeps a NaN on every device; the largest magnitude does not on XLA. A sum may overflow for finite gradients.
+    # A sum keeps a NaN on every device, and the largest magnitude does not on XLA; of finite ones it may overflow.
     sums = [torch.stack(norms(group, 2.0)) for group in by_place.values()]
     return all(each.isfinite().all().item() for each in sums) or all(
         torch.stack([part.isfinite().all() for part in group]).all().item() for group in by_place.values()
