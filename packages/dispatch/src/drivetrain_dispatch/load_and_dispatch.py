@@ -81,7 +81,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: Keyword arguments of a forward that stay on their device.
         quantization: The packing of weights, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
         engine: The name of another library's engine that runs the loaded model instead, such as "deepspeed"; called
-            on all ranks, with `offload_folder` and without a device map.
+            on all ranks. It reads `dtype` and `offload_folder`; what says how a model is dispatched is refused.
 
     Raises:
         EngineNotFoundError: No installed package provides the engine.
@@ -92,7 +92,13 @@ def load_checkpoint_and_dispatch(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
     check_load_dtype(dtype)
-    run_by = None if engine is None else _find_engine(engine, device_map, quantization)
+    of_dispatch: dict[str, object] = {
+        "device_map": device_map is not None, "max_memory": max_memory is not None, "quantization": quantization is not None,
+        "no_split_module_classes": no_split_module_classes, "keep_in_fp32_modules": keep_in_fp32_modules,
+        "release_pages": release_pages, "offload_buffers": offload_buffers,
+        "preload_module_classes": preload_module_classes, "skip_keys": skip_keys,
+    }  # fmt: skip
+    run_by = None if engine is None else _find_engine(engine, of_dispatch)
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
     layout = _keep_in_fp32(layout, keep_in_fp32_modules)
@@ -144,11 +150,12 @@ def _keep_in_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
     return replace(layout, special_dtypes=special)
 
 
-def _find_engine(engine: str, device_map: object, quantization: object) -> InferenceEngine:
-    """Return an engine, and refuse what it does itself."""
-    if device_map is not None or quantization is not None:
+def _find_engine(engine: str, of_dispatch: Mapping[str, object]) -> InferenceEngine:
+    """Return an engine; refuse arguments of what it does in its own way."""
+    if said := [name for name, value in of_dispatch.items() if value]:
         raise ValueError(
-            f"engine={engine!r} places the model itself: leave out device_map and quantization, or the engine"
+            f"engine={engine!r} places and runs the model itself, and reads no {', '.join(said)}: leave out "
+            f"{'it' if len(said) == 1 else 'them'}, or the engine"
         )
     return find_engine(engine)
 
