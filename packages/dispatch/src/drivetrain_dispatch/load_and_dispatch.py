@@ -93,10 +93,11 @@ def load_checkpoint_and_dispatch(
     )  # fmt: skip
     check_load_dtype(dtype)
     of_dispatch: dict[str, object] = {
-        "device_map": device_map is not None, "max_memory": max_memory is not None, "quantization": quantization is not None,
+        "device_map": device_map is not None, "max_memory": max_memory is not None,
         "no_split_module_classes": no_split_module_classes, "keep_in_fp32_modules": keep_in_fp32_modules,
         "release_pages": release_pages, "offload_buffers": offload_buffers,
         "preload_module_classes": preload_module_classes, "skip_keys": skip_keys,
+        "quantization": quantization is not None,
     }  # fmt: skip
     run_by = None if engine is None else _find_engine(engine, of_dispatch)
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
@@ -154,8 +155,8 @@ def _find_engine(engine: str, of_dispatch: Mapping[str, object]) -> InferenceEng
     """Return an engine; refuse arguments of what it does in its own way."""
     if said := [name for name, value in of_dispatch.items() if value]:
         raise ValueError(
-            f"engine={engine!r} places and runs the model itself, and reads no {', '.join(said)}: leave out "
-            f"{'it' if len(said) == 1 else 'them'}, or the engine"
+            f"engine={engine!r} places and runs the model itself, and reads no {', '.join(said)}: leave that out, "
+            "or the engine"
         )
     return find_engine(engine)
 
