@@ -58,7 +58,7 @@ def infer_with_deepspeed(
     size = context.topology.world_size
     can_cut = size == 1 or kernels or compat.can_cut(model)
     way = way or _choose_way(model, dtype, context, can_cut=can_cut and offload_folder is None)
-    _check(way, type(model).__name__, context, offload_folder, can_cut=can_cut, kernels=kernels)
+    _check(way, type(model).__name__, context, offload_folder, dtype, can_cut=can_cut, kernels=kernels)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -133,7 +133,14 @@ def fitting_way(needed_bytes: int, free_bytes: int, world_size: int) -> Way:
 
 
 def _check(
-    way: Way, name: str, context: Context, offload_folder: Path | None, *, can_cut: bool, kernels: bool
+    way: Way,
+    name: str,
+    context: Context,
+    offload_folder: Path | None,
+    dtype: torch.dtype,
+    *,
+    can_cut: bool,
+    kernels: bool,
 ) -> None:
     """Refuse a way that cannot run the model called `name`."""
     device, num_nodes = context.device.type, context.topology.num_nodes
@@ -146,6 +153,11 @@ def _check(
         if kernels:
             raise ValueError("kernels=True with way='zero': gathered weights are torch's; say way='tensor'")
         if offload_folder is not None:
+            if device == "cpu" and dtype != torch.bfloat16:
+                raise ValueError(
+                    f"offload_folder with weights of {dtype} on the CPU: DeepSpeed 0.19 would round them to bf16; "
+                    "say dtype=torch.bfloat16, or leave the folder out"
+                )
             check_drives(f"offload_folder={str(offload_folder)!r}")
         return
     if offload_folder is not None:

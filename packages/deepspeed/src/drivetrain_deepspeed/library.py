@@ -96,9 +96,10 @@ def know_local_rank(engine: Any, context: Context) -> None:
 
 def check_drives(asked: str) -> None:
     """Raise BackendNotInstalledError where DeepSpeed cannot compile what reads and writes drives; `asked` for it."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops import op_builder
 
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    builders: Any = op_builder
+    if not builders.AsyncIOBuilder().is_compatible(verbose=False):
         raise BackendNotInstalledError(
             f"{asked}: DeepSpeed reads and writes drives by libaio, which with its headers was not found: install "
             "libaio-dev (libaio-devel with yum or dnf), or name its folders in CFLAGS and LDFLAGS; or leave it out"

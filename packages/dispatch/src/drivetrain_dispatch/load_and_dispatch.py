@@ -92,14 +92,11 @@ def load_checkpoint_and_dispatch(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
     check_load_dtype(dtype)
-    of_dispatch: dict[str, object] = {
-        "device_map": device_map is not None, "max_memory": max_memory is not None,
-        "no_split_module_classes": no_split_module_classes, "keep_in_fp32_modules": keep_in_fp32_modules,
-        "release_pages": release_pages, "offload_buffers": offload_buffers,
-        "preload_module_classes": preload_module_classes, "skip_keys": skip_keys,
-        "quantization": quantization is not None,
-    }  # fmt: skip
-    run_by = None if engine is None else _find_engine(engine, of_dispatch)
+    run_by = None if engine is None else _find_engine(
+        engine, device_map=device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes,
+        keep_in_fp32_modules=keep_in_fp32_modules, release_pages=release_pages, offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes, skip_keys=skip_keys, quantization=quantization,
+    )  # fmt: skip
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
     layout = _keep_in_fp32(layout, keep_in_fp32_modules)
@@ -151,9 +148,9 @@ def _keep_in_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
     return replace(layout, special_dtypes=special)
 
 
-def _find_engine(engine: str, of_dispatch: Mapping[str, object]) -> InferenceEngine:
+def _find_engine(engine: str, **of_dispatch: object) -> InferenceEngine:
     """Return an engine; refuse arguments of what it does in its own way."""
-    if said := [name for name, value in of_dispatch.items() if value]:
+    if said := [name for name, value in of_dispatch.items() if value not in (None, False, ())]:
         raise ValueError(
             f"engine={engine!r} places and runs the model itself, and reads no {', '.join(said)}: leave that out, "
             "or the engine"
