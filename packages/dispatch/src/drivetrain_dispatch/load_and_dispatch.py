@@ -117,9 +117,8 @@ def load_checkpoint_and_dispatch(
     )
     report = load_tensors(layout, opened, placements, options, EachRank())
     if run_by is not None:
-        return run_by(
-            model, dtype=dtype, offload_folder=None if offload_folder is None else Path(offload_folder)
-        )
+        folder = None if offload_folder is None else Path(offload_folder)
+        return run_by(model, dtype=dtype, offload_folder=folder)
     if device_map is None or placements is None:
         return model
     placed = copy(device_map) if isinstance(device_map, dict) else dict(device_map)
@@ -152,8 +151,7 @@ def _find_engine(engine: str, **of_dispatch: object) -> InferenceEngine:
     """Return an engine; refuse arguments of what it does in its own way."""
     if said := [name for name, value in of_dispatch.items() if value not in (None, False, ())]:
         raise ValueError(
-            f"engine={engine!r} places and runs the model itself, and reads no {', '.join(said)}: leave that out, "
-            "or the engine"
+            f"engine={engine!r} runs the model itself, and reads no {', '.join(said)}: leave that out, or the engine"
         )
     return find_engine(engine)
 
