@@ -1,5 +1,7 @@
 """What the tests of the engines share: a backend in a group, and a small model."""
 
+import shutil
+import subprocess
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -99,3 +101,10 @@ def told(act: Callable[[], object]) -> str:
     except (RuntimeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def has_libaio() -> bool:
+    """Whether a C compiler finds the headers that DeepSpeed compiles its engine for drives with."""
+    compiler = shutil.which("cc")
+    words = ["-E", "-include", "libaio.h", "-x", "c", "/dev/null"]
+    return compiler is not None and subprocess.run([compiler, *words], capture_output=True).returncode == 0

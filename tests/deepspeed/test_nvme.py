@@ -1,8 +1,6 @@
 """Weights and the optimizer's state on a drive, through DeepSpeed's own engine, where libaio is installed."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_engines import backend, error_of
+from deepspeed_engines import backend, error_of, has_libaio
 from processes import Completed
 
 WIDTH = 1536  # smaller tensors stay in memory
@@ -35,13 +33,6 @@ def losses(**settings: Any) -> list[float]:
             prepared.optimizers[0].zero_grad()
             found.append(loss.item())
     return found
-
-
-def has_libaio() -> bool:
-    """Whether a C compiler finds the headers that DeepSpeed compiles its engine for drives with."""
-    compiler = shutil.which("cc")
-    words = ["-E", "-include", "libaio.h", "-x", "c", "/dev/null"]
-    return compiler is not None and subprocess.run([compiler, *words], capture_output=True).returncode == 0
 
 
 def offloaded(folder: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +213,23 @@ def test_running_statistics_are_converted_as_the_model_converts_them(tmp_path: P
     for module in (empty.train(), model.train()):
         module(x)
     assert torch.equal(empty[1].running_mean, model[1].running_mean)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("device_map", {}),
+        ("no_split_module_classes", ["Linear"]),
+        ("keep_in_fp32_modules", ["norm"]),
+        ("release_pages", True),
+        ("offload_buffers", True),
+        ("preload_module_classes", ["Linear"]),
+        ("skip_keys", ["tokens"]),
+    ],
+)
+def test_what_another_engine_does_not_read_is_refused_by_name(
+    checkpoint: Path, argument: str, value: object
+) -> None:
+    given: dict[str, Any] = {argument: value}
+    with pytest.raises(ValueError, match=f"engine='any' .* reads no {argument}: leave that out"):
+        load_checkpoint_and_dispatch(empty(), checkpoint, engine="any", **given)

@@ -15,7 +15,14 @@ def check(settings: XLASettings) -> None:
     Contract.settings = settings
     with connect(StateSettings(device="xla")) as context:
         done = set(Contract().check_all(context))
-    assert {"check_gan", "check_resume", "tied weights", "frozen layer", "bf16"} <= done
+    assert {
+        "check_gan",
+        "check_resume",
+        "check_nonfinite_gradients",
+        "tied weights",
+        "frozen layer",
+        "bf16",
+    } <= done
 
 
 @pytest.mark.devices(1)

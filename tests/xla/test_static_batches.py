@@ -50,6 +50,12 @@ def test_a_dict_gets_its_mask_by_name_and_a_list_behind_its_items() -> None:
     assert PadTail(4)([(1, 2)])[2].tolist() == [True, False, False, False]
 
 
+def test_rows_that_a_collate_function_leaves_out_are_not_real() -> None:
+    pad = PadTail(4, collate=lambda samples: torch.tensor([s for s in samples if s is not None]))
+    values, mask = pad([1.0, None, 3.0, None])
+    assert (values.tolist(), mask.tolist()) == ([1.0, 3.0, 3.0, 3.0], [True, True, False, False])
+
+
 def test_padding_that_is_not_finite_is_in_no_sum() -> None:
     values = torch.tensor([[1.0, 2.0], [torch.nan, torch.inf]], requires_grad=True)
     loss, count = masked_sum(values, torch.tensor([True, False]))
@@ -68,6 +74,12 @@ def test_padding_that_is_not_finite_is_in_no_sum() -> None:
             "a batch that holds str cannot be padded: PadTail pads tensors with a row",
         ),
         ([torch.ones(())], TypeError, r"a batch that holds a tensor of shape \(\) cannot be padded"),
+        (
+            {"x": torch.ones(3), "y": [torch.ones(2)]},
+            ValueError,
+            "a batch whose tensors have 2 and 3 rows cannot be padded: they have a row for each sample",
+        ),
+        ({}, ValueError, "a batch whose tensors have no rows cannot be padded"),
         (torch.ones(5), ValueError, "a batch of 5 rows cannot be padded to 4"),
         (torch.ones(0), ValueError, "a batch of 0 rows cannot be padded to 4"),
     ],

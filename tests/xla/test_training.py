@@ -146,6 +146,18 @@ def test_the_learning_rate_of_a_schedule_and_a_clip_compile_nothing(accelerator_
     assert [one.step for one in compilations_of(model)] == [1, 2]
 
 
+def test_a_norm_of_a_nan_is_a_nan_whatever_its_type(accelerator_on: Any) -> None:
+    accelerator = accelerator_on()
+    model, optimizer, _ = prepare(accelerator, 16)
+    for norm_type in (2.0, torch.inf):
+        with accelerator.accumulate(model):
+            x = torch.tensor([[torch.nan, 1, 1, 1, 1, 1]], dtype=torch.float64)
+            accelerator.backward(model(x.to(accelerator.device)).mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type)
+            assert norm.isnan().item(), norm_type
+            optimizer.zero_grad()
+
+
 def test_a_batch_of_an_evaluation_ends_the_graph_of_the_one_before(accelerator_on: Any) -> None:
     import torch_xla.debug.metrics as metrics
 

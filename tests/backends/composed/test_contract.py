@@ -14,7 +14,7 @@ def check(contract: type[BackendContract]) -> list[str]:
 
 
 def test_single_passes_the_contract() -> None:
-    assert len(check(SingleContract)) == len(BackendContract.cases) + 9
+    assert len(check(SingleContract)) == len(BackendContract.cases) + 11
 
 
 def test_a_backend_that_normalises_wrongly_fails_the_contract() -> None:
@@ -52,4 +52,4 @@ def check_ddp(options: dict[str, object]) -> list[str]:
 )
 def test_ddp_passes_the_contract(run_ranks, num_processes: int, options: dict[str, object]) -> None:
     ran = run_ranks(check_ddp, options, num_processes=num_processes, timeout_seconds=120)
-    assert ran == [[*BackendContract.cases, *ran[0][-9:]]] * num_processes
+    assert ran == [[*BackendContract.cases, *ran[0][-11:]]] * num_processes

@@ -223,6 +223,16 @@ def test_a_bad_loss_of_one_rank_is_an_error_on_all_that_names_the_rank(kind: str
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_the_largest_of_sharded_gradients_keeps_a_nan_of_one_rank(bad_rank: int) -> None:
+    _, _, prepared = prepare_sgd(backend_of("fsdp"), nn.Linear(2, 2))
+    factors = torch.ones(2)  # each rank holds a row of the weight, and with it the gradient of an output
+    factors[bad_rank] = NAN
+    prepared.backward((prepared.model(torch.ones(1, 2)) * factors).sum())
+    assert prepared.clip(norm=1.0, norm_type=INFINITY).isnan()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bad_rank", [None, 1])
 def test_ranks_agree_on_gradients_of_which_each_holds_a_part(bad_rank: int | None) -> None:
     """Gradients of which each rank holds a half, as sharded backends have them."""

@@ -155,6 +155,17 @@ def floating_first(model: nn.Module) -> Generator[None]:
         del vars(model)["parameters"]
 
 
+def can_cut(model: nn.Module) -> bool:
+    """Return whether automatic tensor parallelism knows where to cut a model, whose forward may yet fail."""
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    parse: Any = AutoTP.tp_parser  # a function of a model
+    try:
+        return bool(parse(model))
+    except AssertionError:  # as which it tells that it does not
+        return False
+
+
 def release_models(models: Iterable[nn.Module]) -> None:
     """Remove the models of ended engines from DeepSpeed's globals; stage 3 leaves a model in two globals."""
     from deepspeed.runtime.zero import parameter_offload

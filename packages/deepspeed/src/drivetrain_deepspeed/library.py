@@ -82,6 +82,30 @@ def local_rank_known(context: Context) -> AbstractContextManager[None]:
     return environ.exported(LOCAL_RANK=str(context.topology.local_rank))
 
 
+def know_local_rank(engine: Any, context: Context) -> None:
+    """Set LOCAL_RANK where an engine of stage 3 without an optimizer reads it: as a forward of the model begins."""
+    coordinator = engine.optimizer.get_param_coordinator()
+    reset = coordinator.reset_step
+
+    def reset_step() -> None:
+        with local_rank_known(context):
+            reset()
+
+    coordinator.reset_step = reset_step
+
+
+def check_drives(asked: str) -> None:
+    """Raise BackendNotInstalledError where DeepSpeed cannot compile what reads and writes drives; `asked` for it."""
+    from deepspeed.ops import op_builder
+
+    builders: Any = op_builder
+    if not builders.AsyncIOBuilder().is_compatible(verbose=False):
+        raise BackendNotInstalledError(
+            f"{asked}: DeepSpeed reads and writes drives by libaio, which with its headers was not found: install "
+            "libaio-dev (libaio-devel with yum or dnf), or name its folders in CFLAGS and LDFLAGS; or leave it out"
+        )
+
+
 def _variables(context: Context):
     topology = context.topology
     return environ.exported(

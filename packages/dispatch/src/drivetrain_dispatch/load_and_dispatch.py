@@ -81,7 +81,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: Keyword arguments of a forward that stay on their device.
         quantization: The packing of weights, as for `load_checkpoint_in_model`; a planned map counts packed sizes.
         engine: The name of another library's engine that runs the loaded model instead, such as "deepspeed"; called
-            on all ranks, with `offload_folder` and without a device map.
+            on all ranks. It reads `dtype` and `offload_folder`; what says how a model is dispatched is refused.
 
     Raises:
         EngineNotFoundError: No installed package provides the engine.
@@ -92,7 +92,11 @@ def load_checkpoint_and_dispatch(
         strict=strict, rename=rename, progress=progress, quantization=quantization, offload_folder=offload_folder,
     )  # fmt: skip
     check_load_dtype(dtype)
-    run_by = None if engine is None else _find_engine(engine, device_map, quantization)
+    run_by = None if engine is None else _find_engine(
+        engine, device_map=device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes,
+        keep_in_fp32_modules=keep_in_fp32_modules, release_pages=release_pages, offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes, skip_keys=skip_keys, quantization=quantization,
+    )  # fmt: skip
     _check_device_map(device_map, max_memory, release_pages, offload_buffers)
     layout = ModelLayout.of(model, dtype=dtype, at_once=preload_module_classes)
     layout = _keep_in_fp32(layout, keep_in_fp32_modules)
@@ -113,9 +117,8 @@ def load_checkpoint_and_dispatch(
     )
     report = load_tensors(layout, opened, placements, options, EachRank())
     if run_by is not None:
-        return run_by(
-            model, dtype=dtype, offload_folder=None if offload_folder is None else Path(offload_folder)
-        )
+        folder = None if offload_folder is None else Path(offload_folder)
+        return run_by(model, dtype=dtype, offload_folder=folder)
     if device_map is None or placements is None:
         return model
     placed = copy(device_map) if isinstance(device_map, dict) else dict(device_map)
@@ -144,11 +147,11 @@ def _keep_in_fp32(layout: ModelLayout, in_fp32: Collection[str]) -> ModelLayout:
     return replace(layout, special_dtypes=special)
 
 
-def _find_engine(engine: str, device_map: object, quantization: object) -> InferenceEngine:
-    """Return an engine, and refuse what it does itself."""
-    if device_map is not None or quantization is not None:
+def _find_engine(engine: str, **of_dispatch: object) -> InferenceEngine:
+    """Return an engine; refuse arguments of what it does in its own way."""
+    if said := [name for name, value in of_dispatch.items() if value not in (None, False, ())]:
         raise ValueError(
-            f"engine={engine!r} places the model itself: leave out device_map and quantization, or the engine"
+            f"engine={engine!r} runs the model itself, and reads no {', '.join(said)}: leave that out, or the engine"
         )
     return find_engine(engine)
 

@@ -172,6 +172,9 @@ class ComposedPrepared:
         measured = [parameter for parameter in chosen if parameter.grad is not None]
         gradients = [parameter.grad for parameter in measured if parameter.grad is not None]
         total = None if norm is None else self._layout.norm(measured, float(norm_type))
+        if total is not None and norm_type == math.inf:
+            # A sum keeps a NaN; the maximum of XLA, and that of gloo over ranks, may drop it.
+            total = torch.where(self._layout.norm(measured, 1.0).isnan(), math.nan, total)
         if self._are_finite(groups, chosen, total):
             held = [stored_values(local(gradient)) for gradient in gradients]
             if norm is not None and total is not None:

@@ -4,7 +4,6 @@ The accumulation window sets the treatment: "ignore" does not check, "skip" skip
 an error. The fp16 loss scaler has its own check, and skips steps that a smaller scale makes finite.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -76,9 +75,11 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
     for part in parts:
         if part.numel():
             by_place.setdefault((part.device, part.dtype), []).append(part)
-    # The largest magnitude rather than the 2-norm, which may overflow for finite gradients. It keeps a NaN.
-    largest = [torch.stack(norms(group, math.inf)) for group in by_place.values()]
-    return all(each.isfinite().all().item() for each in largest)
+    # A sum keeps a NaN on every device, and the largest magnitude does not on XLA; of finite ones it may overflow.
+    sums = [torch.stack(norms(group, 2.0)) for group in by_place.values()]
+    return all(each.isfinite().all().item() for each in sums) or all(
+        torch.stack([part.isfinite().all() for part in group]).all().item() for group in by_place.values()
+    )
 
 
 def _local(gradient: Tensor) -> Tensor:

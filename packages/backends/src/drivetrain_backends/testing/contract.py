@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from drivetrain_backends.errors import PairingError
-from drivetrain_backends.gradients.accumulation import AccumulationWindow
+from drivetrain_backends.errors import NonFiniteGradientError, PairingError
+from drivetrain_backends.gradients.accumulation import AccumulationWindow, NonFiniteGradients
 from drivetrain_backends.protocol import Backend
 from drivetrain_backends.state_dict.full_tensors import full_state_dict
 from drivetrain_backends.testing.reference_training import (
@@ -113,6 +113,7 @@ class BackendContract:
             self.check_gan,
             self.check_cleared_gradients,
             self.check_failed_micro_batch,
+            self.check_nonfinite_gradients,
             self.check_gathered,
             self.check_untrained_model,
             self.check_unwrap,
@@ -296,6 +297,30 @@ class BackendContract:
         run.backend.window.begin()
         assert run.backend.window.length == 1, "close: the open window goes on, and with it what was released"
 
+    def check_nonfinite_gradients(self, context: Context) -> None:
+        """Check that a NaN of one rank skips the step on all, or is an error on all, if the backend looks for it."""
+        treatments: tuple[NonFiniteGradients, ...] = ("skip", "raise")
+        for treatment in treatments:
+            run = self._start(context, self._case(windows=[1] * 2), nonfinite_gradients=treatment)
+            if "nonfinite_gradients" not in run.backend.applied():  # the Accelerator refuses to ask it
+                run.backend.close()
+                return
+            windows = run.steps()
+            next(windows)
+            before = run.weights()
+            if context.ranks("reads").index == 0:
+                for x, _ in run.windows[1][0]:
+                    x.fill_(torch.nan)
+            what = f"nonfinite_gradients={treatment!r}"
+            try:
+                next(windows)
+                assert treatment == "skip", f"{what}: a step on a NaN was no NonFiniteGradientError"
+                assert run.optimizer.was_skipped, f"{what}: a step on a NaN was not skipped"
+            except NonFiniteGradientError:
+                assert treatment == "raise", f"{what}: a step on a NaN was an error"
+            self._assert_close(before, run.weights(), f"{what}: weights after a NaN", 0.0)
+            run.backend.close()
+
     def check_gathered(self, context: Context) -> None:
         """Check that `gathered` gives full parameters, and that all ranks keep the values written by rank 0."""
         case = self._case(windows=[1])
@@ -338,8 +363,10 @@ class BackendContract:
     def _case(self, **options: Any) -> Case:
         return Case(layer=self.layer, **options)
 
-    def _backend(self, context: Context, case: Case) -> Backend:
-        window = AccumulationWindow(case.accumulation)
+    def _backend(
+        self, context: Context, case: Case, nonfinite_gradients: NonFiniteGradients = "ignore"
+    ) -> Backend:
+        window = AccumulationWindow(case.accumulation, nonfinite_gradients=nonfinite_gradients)
         return self.backend(
             context, choose_policy(case.mode, context.device, _SCALING), window=window, settings=self.settings
         )
@@ -352,8 +379,9 @@ class BackendContract:
         scheduled: bool = False,
         seed: int = 0,
         make: Callable[[nn.Module], Optimizer] = make_optimizer,
+        nonfinite_gradients: NonFiniteGradients = "ignore",
     ) -> Run:
-        backend = self._backend(context, case)
+        backend = self._backend(context, case, nonfinite_gradients)
         model = tiny_model(case, self._dtype_of(case), seed=seed)
         optimizer = make(model)
         schedulers = [LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))] if scheduled else []

@@ -9,7 +9,7 @@ from drivetrain_data.compat import ITERATOR_METHODS
 from drivetrain_data.state.torchdata_state import torchdata_kind
 
 # Kinds that execute in the order of the calls: side streams order nothing there, and no memory is pinned for them.
-IN_ORDER = ("tpu",)
+IN_ORDER = ("mps", "tpu")
 
 
 def is_stock(loader: Any) -> bool:

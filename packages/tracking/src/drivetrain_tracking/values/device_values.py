@@ -9,7 +9,7 @@ from drivetrain_tracking.values.plain import Plain, are_plain, plain_values
 
 Purpose = TypeVar("Purpose")
 
-_IN_ORDER = ("mps", "tpu", "xla")  # kinds that copy in the order of the calls: their numbers are read at once
+IN_ORDER = ("mps", "tpu", "xla")  # kinds that copy in the order of the calls: their numbers are read at once
 _MOST_PENDING = 16  # a device that is further behind is waited for, so that nothing grows
 
 
@@ -39,7 +39,7 @@ def copy_values(values: Mapping[str, Any]) -> CopiedValues:
     if torch is not None and not are_plain(values):
         # Without a check for a device, which may take longer than all of the call.
         accelerator = torch.accelerator.current_accelerator()
-        kind = "" if accelerator is None or accelerator.type in _IN_ORDER else accelerator.type
+        kind = "" if accelerator is None or accelerator.type in IN_ORDER else accelerator.type
         for value in _iter_leaves(values) if kind else ():
             if isinstance(value, torch.Tensor) and value.device.type == kind and not value.shape:
                 found.setdefault((value.device, value.dtype), []).append(value)
